@@ -98,12 +98,17 @@ def export_model(
     manifest = read_manifest(folder)
     if manifest.architecture.get("model_type") == "dit":
         return export_dit(run, folder, manifest, target)
-    config, extra = _config_of(named, manifest.extra), manifest.extra
-    model = config.model
-    came_with = _came_with(run, config)
+    config, extra = load_config(named), manifest.extra
+    if config.model.vocab_size is None:
+        config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
+    config = config_as_trained(config, extra)
+    model, load = config.model, config.checkpoint.load
+    kept = [run / HF_FOLDER, *([Path(load) / HF_FOLDER] if load else [])]  # of an import, or of what began with one
+    came_with = next((folder for folder in kept if (folder / CONFIG).is_file()), None)
     contents = {} if came_with is None else read_json(came_with / CONFIG)
     ours, read_ours = stored_weights(folder, architecture_of(model))
-    wanted = _dtype(dtype, {} if adapter else contents, imported=IMPORTED in extra)
+    said = None if adapter or IMPORTED in extra else contents.get("dtype") or contents.get("torch_dtype")
+    wanted = DTYPES.get(str(dtype or said))
     if model.lora_rank is not None and not adapter:
         ours, read_ours = merge(ours, read_ours, model.lora_scale)
         model = model.merged()
@@ -121,15 +126,15 @@ def export_model(
             longer = f"; max_position_embeddings is {trained_on:,}, the length trained on, and was {before:,}"
     theirs, read = their_weights(ours, read_cast, model)
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in theirs.values()})
-    said = config_to_hf(model, contents) | {"torch_dtype": dtypes[0]}
+    settings = config_to_hf(model, contents) | {"torch_dtype": dtypes[0]}
     with new_folder(target) as draft:
-        files = write_model(draft, theirs, said, read, most_bytes)
+        files = write_model(draft, theirs, settings, read, most_bytes)
         if came_with is not None:
             carry(came_with, draft)
         tokenizer = any((draft / name).exists() for name in TOKENIZERS)
     many = f"{len(files)} file{'s' * (len(files) > 1)}"
     taken = f", with the {'tokenizer and ' * tokenizer}settings of {came_with}" if came_with is not None else ""
-    return f"exported {folder} to {target}: a {said['model_type']} of {', '.join(dtypes)} in {many}{taken}{longer}"
+    return f"exported {folder} to {target}: a {settings['model_type']} of {', '.join(dtypes)} in {many}{taken}{longer}"
 
 
 def _length_trained_on(run: Path, config: Config) -> int:
@@ -145,21 +150,6 @@ def _length_trained_on(run: Path, config: Config) -> int:
     return longest
 
 
-def _config_of(named: Path, extra: dict[str, Any]) -> Config:
-    """Return the configuration of what a run's checkpoint holds."""
-    config = load_config(named)
-    if config.model.vocab_size is None:
-        config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
-    return config_as_trained(config, extra)
-
-
-def _came_with(run: Path, config: Config) -> Path | None:
-    """Return what an imported model came with, kept in this run or in the one that it was trained from."""
-    load = config.checkpoint.load
-    folders = [run / HF_FOLDER, *([Path(load) / HF_FOLDER] if load else [])]
-    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
-
-
 def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
     """Name the Hugging Face model that a run's adapters belong to; None if the run does not know."""
     if (folder := config.checkpoint.hugging_face) is not None:
@@ -167,19 +157,6 @@ def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
     imported = checkpoint_folder(config.checkpoint.load, 0) if config.checkpoint.load else None
     read = read_manifest(imported).extra.get(IMPORTED) if imported and imported.is_dir() else None
     return read or contents.get("_name_or_path")
-
-
-def _dtype(asked: str | None, contents: dict[str, Any], *, imported: bool) -> torch.dtype | None:
-    """Return the dtype to write; None leaves each tensor's."""
-    if asked is None and imported:
-        return None
-    said = asked or contents.get("dtype") or contents.get("torch_dtype")
-    return DTYPES.get(str(said))
-
-
-def is_dit(source: Path) -> bool:
-    """Return whether a folder's config.json is of a diffusion transformer. Raises UserError if it cannot be read."""
-    return read_config(source).get("model_type") == "dit"
 
 
 def import_dit(source: Path, run: Path) -> str:
@@ -226,19 +203,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_for("python -m tools.convert_hf", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reading = commands.add_parser("import", allow_abbrev=False, help="a Hugging Face folder to a run of iteration 0")
-    reading.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
-    reading.add_argument("run", type=Path, metavar="RUN", help="folder to make")
-    reading.add_argument("--adapter", type=Path, metavar="FOLDER", help="of PEFT's adapters (LoRA) of the model")
+    add = reading.add_argument
+    add("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
+    add("run", type=Path, metavar="RUN", help="folder to make")
+    add("--adapter", type=Path, metavar="FOLDER", help="of PEFT's adapters (LoRA) of the model")
     writing = commands.add_parser("export", allow_abbrev=False, help="a run's checkpoint to a Hugging Face folder")
-    writing.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
-    writing.add_argument("target", type=Path, metavar="DST", help="folder to make")
-    writing.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; by default the newest whole one")
-    writing.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the imported model's")
-    writing.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
-    writing.add_argument("--adapter", action="store_true", help="the adapters of a LoRA run alone, as PEFT's files")
+    add = writing.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run")
+    add("target", type=Path, metavar="DST", help="folder to make")
+    add("--ckpt-step", type=int, metavar="N", help="iteration; by default the newest whole one")
+    add("--dtype", choices=DTYPES, help="of the weights; by default the imported model's")
+    add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
+    add("--adapter", action="store_true", help="the adapters of a LoRA run alone, as PEFT's files")
     args = parser.parse_args(argv)
     if args.command == "import":
-        if not is_dit(args.source):
+        if read_config(args.source).get("model_type") != "dit":
             print(import_model(args.source, args.run, args.adapter))
         elif args.adapter is None:
             print(import_dit(args.source, args.run))

@@ -125,17 +125,10 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     if mesh.context_parallel_size == 1:
         context = type(context)(context_parallel_method="none")
     # Sampling needs no copies of shards and no global batch, which would have to fit the number of processes.
-    data_parallel = replace(config.data_parallel, num_distributed_optimizer_instances=1)
-    train = replace(config.train, global_batch_size=None)
-    found = replace(
-        config,
-        mesh=mesh,
-        context=context,
-        pipeline=PipelineConfig(),
-        data_parallel=data_parallel,
-        train=train,
-        data=replace(config.data, pack_samples=False),
-    )
+    shards, train = replace(config.data_parallel, num_distributed_optimizer_instances=1), config.train
+    found = replace(config, mesh=mesh, context=context, pipeline=PipelineConfig(), data_parallel=shards)
+    data = replace(config.data, pack_samples=False)
+    found = replace(found, train=replace(train, global_batch_size=None), data=data)
     validate_mesh(found, processes)
     return found
 

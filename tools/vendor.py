@@ -49,7 +49,8 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
     Raises VendorError: a file imports something of ours that is not in the package, or cannot be renamed.
     """
     folders = [module.replace(".", "/") for module in PARTS]
-    version, commit = _version(root), commit_of(root, *folders, "LICENSE")
+    version = str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+    commit = commit_of(root, *folders, "LICENSE")
     files: dict[str, bytes] = {}
     for module, part in PARTS.items():
         folder = root.joinpath(*module.split("."))
@@ -196,10 +197,6 @@ def _kind(path: Path) -> str:
     if path.is_symlink():
         return "link"
     return sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"
-
-
-def _version(root: Path) -> str:
-    return str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,7 +1,5 @@
 """The run that jobs are compared with."""
 
-from pathlib import Path
-
 import pytest
 
 from runtime.ranks import run_ranks
@@ -10,7 +8,7 @@ from tests.slurm.test_virtual import curve, flags
 
 
 @pytest.fixture(scope="session")
-def undisturbed(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+def undisturbed(default_data, tmp_path_factory):
     save = tmp_path_factory.mktemp("undisturbed") / "run"
     run_ranks(on_rank, 2, [*flags(default_data), "--save", str(save)])
     return curve(save)

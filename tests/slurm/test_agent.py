@@ -1,7 +1,6 @@
 """The agent that stands between srun and the ranks: a signal reaches the ranks, or ends it while there are none."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,9 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the ranks are f
 
 @pytest.mark.parametrize("number", ASKING)
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_a_signal_ends_the_ranks_or_an_agent_that_has_none(
-    ranks: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_the_ranks_or_an_agent_that_has_none(ranks, number, monkeypatch):
     def body(report: int) -> None:
         def torchrun(arguments: list[str]) -> None:
             started = [subprocess.Popen(["sleep", "5"]) for _ in range(ranks)]

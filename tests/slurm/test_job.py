@@ -63,7 +63,7 @@ def started(
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_folder(tmp_path: Path) -> None:
+def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_folder(tmp_path):
     run = tmp_path / "run"
     flags = ("--finetune", "--load", "base", "--ckpt-step=3", "--lr", "1e-4")
     _, first = started(run, *flags, new="4")
@@ -79,40 +79,38 @@ def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_
 
 
 @pytest.mark.parametrize(("status", "again"), [(0, True), (137, True), (1, False)])
-def test_a_run_that_was_told_or_killed_is_queued_again_and_an_error_is_not(
-    status: int, again: bool, tmp_path: Path
-) -> None:
+def test_a_run_that_was_told_or_killed_is_queued_again_and_an_error_is_not(status, again, tmp_path):
     code, said = started(tmp_path / "run", status=status, new="4")
     assert code == status
     assert ("scontrol requeue 7" in said) == ("queued again" in said) == again
 
 
-def test_a_finished_run_is_not_queued_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_queued_again(tmp_path):
     assert "queued again" not in (said := started(tmp_path / "run", new="9")[1])
     assert "finished: " in said
     assert "queued again" in started(tmp_path / "run", status=138)[1], "the next stage of it, ended in its start-up"
 
 
-def test_a_signal_before_there_are_ranks_queues_the_job_again(tmp_path: Path) -> None:
+def test_a_signal_before_there_are_ranks_queues_the_job_again(tmp_path):
     code, said = started(tmp_path / "run", signalled="yes", new="4")
     assert (code, "queued again" in said, "srun" in said) == (138, True, False)
 
 
-def test_a_job_whose_controller_is_away_is_queued_again(tmp_path: Path) -> None:
+def test_a_job_whose_controller_is_away_is_queued_again(tmp_path):
     assert "queued again" in started(tmp_path / "run", new="4", away="yes")[1]
 
 
-def test_a_container_has_a_python_of_its_own(tmp_path: Path) -> None:
+def test_a_container_has_a_python_of_its_own(tmp_path):
     _, said = started(tmp_path / "run", new="9", container="image.sqsh")
     assert re.search(r"--container-image=image.sqsh .* python3 pretrain_gpt.py", said), said
 
 
-def test_torchrun_writes_a_log_per_rank(tmp_path: Path) -> None:
+def test_torchrun_writes_a_log_per_rank(tmp_path):
     _, said = started(tmp_path / "run", new="9", launcher="torchrun")
     assert f"--log-dir {tmp_path / 'run' / 'logs' / '7'} --tee 3 pretrain_gpt.py" in said
 
 
-def test_a_job_that_makes_no_progress_ends(tmp_path: Path) -> None:
+def test_a_job_that_makes_no_progress_ends(tmp_path):
     run = tmp_path / "run"
     assert started(run, new="4")[0] == 0
     for _ in range(2):
@@ -123,7 +121,7 @@ def test_a_job_that_makes_no_progress_ends(tmp_path: Path) -> None:
     assert "queued again" in started(run, status=138, new="5")[1], "progress counts anew"
 
 
-def test_a_start_from_a_later_local_checkpoint_is_progress(tmp_path: Path) -> None:
+def test_a_start_from_a_later_local_checkpoint_is_progress(tmp_path):
     for number, later in enumerate(("0", "2", "4", "4", "4")):
         code, said = started(tmp_path / "run", status=138, from_=later)
         assert "queued again" in said, number
@@ -138,9 +136,7 @@ def test_a_start_from_a_later_local_checkpoint_is_progress(tmp_path: Path) -> No
     ("said", "again"),
     [("", True), ("75 rank 0 ends because a peer of it did", True), ("1 error: loss is not finite", False)],
 )
-def test_ranks_that_are_killed_beside_an_error_are_not_what_ended_the_run(
-    said: str, again: bool, tmp_path: Path
-) -> None:
+def test_ranks_that_are_killed_beside_an_error_are_not_what_ended_the_run(said, again, tmp_path):
     for status in (137, 143):
         code, words = started(tmp_path / f"run-{status}", status=status, new="4", said=said)
         assert (code, "queued again" in words) == ((status, True) if again else (1, False))
@@ -155,7 +151,7 @@ def test_ranks_that_are_killed_beside_an_error_are_not_what_ended_the_run(
         ("", False),
     ],
 )
-def test_ranks_that_leave_a_lost_peer_alone_are_queued_again(said: str, again: bool, tmp_path: Path) -> None:
+def test_ranks_that_leave_a_lost_peer_alone_are_queued_again(said, again, tmp_path):
     code, words = started(tmp_path / "run", status=1, new="4", said=said)
     assert (code, "queued again" in words) == ((75, True) if again else (1, False))
     assert "queued again" not in started(tmp_path / "run", status=1)[1], "what the last start left counts no more"
@@ -163,9 +159,7 @@ def test_ranks_that_leave_a_lost_peer_alone_are_queued_again(said: str, again: b
 
 @pytest.mark.parametrize(("excluded", "kept_off"), [("(null)", "node3"), ("node[5-6]", "node[5-6],node3")])
 @pytest.mark.parametrize("status", [75, 137, 143])
-def test_a_job_whose_rank_hung_is_queued_again_without_its_node(
-    status: int, excluded: str, kept_off: str, tmp_path: Path
-) -> None:
+def test_a_job_whose_rank_hung_is_queued_again_without_its_node(status, excluded, kept_off, tmp_path):
     ended, said = started(tmp_path / "run", status=status, new="4", hung="node3", excluded=excluded)
     assert ended == 75
     assert "not finished: queued again" in said

@@ -5,7 +5,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,18 @@ WATCHED = ("--watchdog-factor", "20", "--watchdog-min-seconds", "20")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("cluster")
 
 
 @pytest.fixture(scope="module")
-def cluster(folder: Path) -> Iterator[dict[str, str]]:
+def cluster(folder):
     with virtual_cluster(folder, nodes=3, links=True) as environment:
         yield environment
 
 
 @pytest.fixture
-def slurm(cluster: dict[str, str]) -> dict[str, str]:
+def slurm(cluster):
     """The cluster, with all of its nodes free."""
     wait_until(lambda: say(cluster, "sinfo", "-h", "-p", "gpu", "-o", "%T %D") == "idle 3\n")
     return cluster
@@ -64,15 +63,8 @@ def under_way(slurm: dict[str, str], save: Path, data: Path, **more: Any) -> str
     [("ranks", 1, 60), ("ranks", 2, 60), ("torchrun", 2, 60), ("ranks", 2, 10), ("torchrun", 2, 10)],
 )
 def test_a_job_whose_node_dies_goes_on_without_it_or_with_it_if_it_is_back(
-    launcher: str,
-    dead: int,
-    away: float,
-    slurm: dict[str, str],
-    folder: Path,
-    undisturbed: list[list[float]],
-    default_data: Path,
-    tmp_path: Path,
-) -> None:
+    launcher, dead, away, slurm, folder, undisturbed, default_data, tmp_path
+):
     save = tmp_path / "run"
     job = under_way(slurm, save, default_data, LAUNCHER=launcher)
     kill(folder, f"node{dead}")
@@ -85,13 +77,8 @@ def test_a_job_whose_node_dies_goes_on_without_it_or_with_it_if_it_is_back(
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["ranks", "torchrun"])
 def test_a_job_whose_nodes_lose_each_other_goes_on_without_the_one_that_does_not_answer(
-    launcher: str,
-    slurm: dict[str, str],
-    folder: Path,
-    undisturbed: list[list[float]],
-    default_data: Path,
-    tmp_path: Path,
-) -> None:
+    launcher, slurm, folder, undisturbed, default_data, tmp_path
+):
     save = tmp_path / "run"
     job = under_way(slurm, save, default_data, extra=WATCHED, LAUNCHER=launcher)
     cut(folder, ["node1", "node2"])
@@ -117,9 +104,7 @@ def pid_of(task: int, job: str, slurm: dict[str, str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_job_whose_rank_is_stopped_goes_on_without_its_node(
-    stopped: int, slurm: dict[str, str], undisturbed: list[list[float]], default_data: Path, tmp_path: Path
-) -> None:
+def test_a_job_whose_rank_is_stopped_goes_on_without_its_node(stopped, slurm, undisturbed, default_data, tmp_path):
     save = tmp_path / "run"
     job = under_way(slurm, save, default_data, extra=WATCHED)
     os.kill(pid_of(stopped, job, slurm), signal.SIGSTOP)
@@ -129,9 +114,7 @@ def test_a_job_whose_rank_is_stopped_goes_on_without_its_node(
 
 
 @pytest.mark.slow
-def test_a_job_waits_in_a_full_queue_with_slurms_reason_and_then_trains(
-    slurm: dict[str, str], undisturbed: list[list[float]], default_data: Path, tmp_path: Path
-) -> None:
+def test_a_job_waits_in_a_full_queue_with_slurms_reason_and_then_trains(slurm, undisturbed, default_data, tmp_path):
     before = ["--exclusive", "--nodes", "3", "--output", "/dev/null", "--parsable", "--wrap", "sleep 10000"]
     other = say(slurm, "sbatch", *before).strip()
     wait_until(lambda: "RUNNING" in say(slurm, "squeue", "-h", "-j", other, "-o", "%T"))
@@ -145,9 +128,7 @@ def test_a_job_waits_in_a_full_queue_with_slurms_reason_and_then_trains(
 
 
 @pytest.mark.slow
-def test_a_nodes_name_that_does_not_resolve_is_told_before_any_rank_starts(
-    slurm: dict[str, str], folder: Path, tmp_path: Path
-) -> None:
+def test_a_nodes_name_that_does_not_resolve_is_told_before_any_rank_starts(slurm, folder, tmp_path):
     hosts = (folder / "hosts").read_text()
     (folder / "hosts").write_text(hosts.replace(" node2\n", " node9\n"))
     try:
@@ -164,9 +145,7 @@ def test_a_nodes_name_that_does_not_resolve_is_told_before_any_rank_starts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "kept_off"), [("2", "node2"), ("3", "(null)")])
-def test_a_hung_node_is_left_out_where_enough_others_are_there(
-    nodes: str, kept_off: str, slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_hung_node_is_left_out_where_enough_others_are_there(nodes, kept_off, slurm, tmp_path):
     job, _ = stub(slurm, tmp_path, "--nodes", nodes, HUNG_ON="node2")
     known = ended(slurm, job)
     said = (tmp_path / "run.log").read_text()

@@ -28,7 +28,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, cluster: str = 
     return capsys.readouterr().out
 
 
-def test_the_script_has_what_was_asked_for_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_has_what_was_asked_for_once(capsys):
     flags = "--gpus 32 --time 4:00:00 --partition big --account us --lead 300 --after 12 --option=--exclude=bad"
     text = printed(capsys, *flags.split(), "--launcher", "torchrun", *IMAGE, *RUN, "--lr", "2e-3")
     lines = text.splitlines()
@@ -46,38 +46,35 @@ def test_the_script_has_what_was_asked_for_once(capsys: pytest.CaptureFixture[st
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
-def test_a_job_may_take_fewer_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_may_take_fewer_nodes(capsys):
     resizing = ["--allow-resize", "--full-world-size", "32"]
     text = printed(capsys, "--nodes", "4", "--option=--nodes=2-4", *RUN, *resizing)
     assert re.findall(r"^#SBATCH --nodes.*", text, re.M) == ["#SBATCH --nodes=2-4"]
     assert text.endswith(f" {' '.join(resizing)}\n")
 
 
-def test_a_sweep_is_an_array_with_a_folder_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--nodes", "1", "--array", "--lr 1e-3", "--lr 3e-4 --seed 2", "--", *RUN, cluster="a100_pod")
+def test_a_sweep_is_an_array_with_a_folder_for_each_and_its_flags_may_hold_blanks(capsys):
+    flags = ["--lr 1e-3", "--tokenizer-model 'my tokens.model' --seed 2"]
+    text = printed(capsys, "--nodes", "1", "--array", *flags, "--", *RUN, cluster="a100_pod")
     assert "#SBATCH --array=0-1\n" in text
-    assert "0) sweep=(--lr 1e-3) ;;\n1) sweep=(--lr 3e-4 --seed 2) ;;\n" in text
     assert 'train runs/here/"$SLURM_ARRAY_TASK_ID" pretrain_gpt.py ' in text
     assert text.endswith(' "${sweep[@]}"\n')
-
-
-def test_a_flag_of_a_sweep_may_hold_blanks(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--lr 1e-3", "--tokenizer-model 'my tokens.model' --seed 2"]
-    text = printed(capsys, "--nodes", "1", "--array", *flags, "--", *RUN)
     chosen = text[text.index("case $SLURM") : text.index("esac")]
     command = ["bash", "-c", f'{chosen}esac\nprintf "%s\\n" "${{sweep[@]}}"']
-    done = subprocess.run(command, env={"SLURM_ARRAY_TASK_ID": "1"}, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["--tokenizer-model", "my tokens.model", "--seed", "2"]
+    for number, words in enumerate((["--lr", "1e-3"], ["--tokenizer-model", "my tokens.model", "--seed", "2"])):
+        environment = {"SLURM_ARRAY_TASK_ID": str(number)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines() == words
 
 
-def test_a_folder_with_a_blank_is_one_word_to_sbatch_and_to_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_a_blank_is_one_word_to_sbatch_and_to_the_shell(capsys):
     text = printed(capsys, "--nodes", "1", *RUN, "--save", "runs/my run")
     assert "#SBATCH --job-name='my run'\n" in text
     assert "#SBATCH --comment='runs/my run'\n" in text
     assert "\ntrain 'runs/my run' pretrain_gpt.py " in text
 
 
-def test_nodes_of_16(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_of_16(capsys):
     text = printed(capsys, "--gpus", "32", *RUN, cluster="wallfacer_a100_16")
     for line in ("#SBATCH --nodes=2", "#SBATCH --gres=gpu:a100:16", "#SBATCH --ntasks-per-node=16"):
         assert f"{line}\n" in text
@@ -106,7 +103,7 @@ def test_nodes_of_16(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments: list[str], words: str) -> None:
+def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments, words):
     ending = end(submit.main, ["--cluster", str(CLUSTERS / "h100_pod.toml"), *arguments])
     assert ending.status == 1
     assert not ending.wrong
@@ -122,7 +119,7 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments: list[s
         ('[slurm]\nscript = "a100"\ncpus_per_gpu = "x"\n', "cpus_per_gpu of .slurm. is 'x'"),
     ],
 )
-def test_a_clusters_file_that_says_nothing_of_its_slurm(table: str, words: str, tmp_path: Path) -> None:
+def test_a_clusters_file_that_says_nothing_of_its_slurm(table, words, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text((CLUSTERS / "a100_pod.toml").read_text().split("[slurm]")[0] + table)
     ending = end(submit.main, ["--cluster", str(file), "--nodes", "1", *RUN])
@@ -138,7 +135,7 @@ def test_a_clusters_file_that_says_nothing_of_its_slurm(table: str, words: str, 
         ("sbatch: error: Batch job submission failed: Something new", "look at the script with --dry-run"),
     ],
 )
-def test_slurms_words_and_our_hint(said: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurms_words_and_our_hint(said, hint, tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat > /dev/null\nprintf '{said}\\n' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -148,7 +145,7 @@ def test_slurms_words_and_our_hint(said: str, hint: str, tmp_path: Path, monkeyp
     assert said.split(": ")[-1].split("\n")[0] in str(caught.value)
 
 
-def test_without_slurm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_the_way_out_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="no sbatch here; start on a login node, or print"):
         submit.submit("")
@@ -158,7 +155,7 @@ def test_without_slurm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     ("limit", "seconds"),
     [("5", 300), ("5:30", 330), ("1:00:00", 3600), ("1-2", 93600), ("1-2:30", 95400), ("2-0:0:1", 172801)],
 )
-def test_a_limit_is_read_as_sbatch_reads_it(limit: str, seconds: int) -> None:
+def test_a_limit_is_read_as_sbatch_reads_it(limit, seconds):
     assert submit._seconds(limit) == seconds
     assert submit._seconds("UNLIMITED") == float("inf")
 
@@ -215,9 +212,7 @@ def refused_or_inert(
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_no_flag_becomes_a_line_or_a_command_of_the_script(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_flag_becomes_a_line_or_a_command_of_the_script(text, tmp_path, capsys):
     assert {"name", "partition", "account", "after", "container", "container_mounts", "option", "array"} < {*texts()}
     job = ["--cluster", str(CLUSTERS / "h100_pod.toml"), "--nodes", "1"]
     for name in texts():
@@ -236,9 +231,7 @@ def test_no_flag_becomes_a_line_or_a_command_of_the_script(
 
 
 @pytest.mark.parametrize("text", [text for text in HOSTILE if "\udcff" not in text])  # no TOML has it
-def test_no_key_of_a_file_becomes_a_line_or_a_command_of_the_script(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_key_of_a_file_becomes_a_line_or_a_command_of_the_script(text, tmp_path, capsys):
     for entry in fields(submit.Site):
         (tmp_path / entry.name).mkdir()
         file = write_cluster(tmp_path / "cluster.toml", **{entry.name: text})
@@ -250,9 +243,7 @@ def test_no_key_of_a_file_becomes_a_line_or_a_command_of_the_script(
     refused_or_inert(job, f"{run}: save" if not text.isprintable() else "", text, tmp_path / "run", capsys)
 
 
-def test_a_value_that_is_new_is_checked_like_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_that_is_new_is_checked_like_a_name(tmp_path, monkeypatch, capsys):
     build, options = submit.build_parser, submit.options
 
     def with_another() -> ArgumentParser:
@@ -270,7 +261,7 @@ def test_a_value_that_is_new_is_checked_like_a_name(
 
 
 @pytest.mark.parametrize("text", ["a b", "a;b", "a\nb", "a$(b)", "a\u2028b", "a'b"])
-def test_a_virtual_cluster_takes_no_text_that_its_files_cannot_hold(text: str, tmp_path: Path) -> None:
+def test_a_virtual_cluster_takes_no_text_that_its_files_cannot_hold(text, tmp_path):
     with pytest.raises(VirtualError, match=r"does not go into a slurm\.conf"):
         start(tmp_path / text)
     with pytest.raises(VirtualError, match=r"does not go into a slurm\.conf"):

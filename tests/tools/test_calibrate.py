@@ -25,7 +25,7 @@ def _calibrated(rank: int, size: int, local: int, argv: tuple[str, ...]) -> None
 
 
 @pytest.mark.slow
-def test_two_nodes_give_every_figure(tmp_path: Path) -> None:
+def test_two_nodes_give_every_figure(tmp_path):
     path = tmp_path / "two.toml"
     run_ranks(_calibrated, 4, 2, ("--out", str(path), "--name", "two nodes"))
     found = load_cluster(path)
@@ -37,7 +37,7 @@ def test_two_nodes_give_every_figure(tmp_path: Path) -> None:
     assert "commit" in path.read_text()
 
 
-def test_alone_the_links_are_named_as_missing_or_taken_from_a_file(tmp_path: Path) -> None:
+def test_alone_the_links_are_named_as_missing_or_taken_from_a_file(tmp_path):
     path = tmp_path / "alone.toml"
     run_ranks(_calibrated, 1, 1, ("--out", str(path)))
     assert all(f"# {name} is missing" in path.read_text() for name in ABOUT_LINKS)
@@ -60,9 +60,7 @@ def test_alone_the_links_are_named_as_missing_or_taken_from_a_file(tmp_path: Pat
         (("--out", "new.toml", "--links", "no.toml"), r"no.toml: cannot be read"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], message: str
-) -> None:
+def test_bad_input_is_refused_before_anything_is_measured(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     Path("there.toml").write_text("before")
     monkeypatch.setattr(calibration, "measure", lambda *_: pytest.fail("measured"))
@@ -77,7 +75,7 @@ def test_bad_input_is_refused_before_anything_is_measured(
 
 
 @pytest.mark.parametrize("rails", [True, False])
-def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch: pytest.MonkeyPatch, rails: bool) -> None:
+def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch, rails):
     sizes: list[int] = []
 
     def exchange(device: torch.device, peers: list[int], size: int) -> float:
@@ -94,7 +92,7 @@ def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch: pytest.Monke
     assert found["inside_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)
 
 
-def test_a_disturbed_exchange_makes_no_link_of_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disturbed_exchange_makes_no_link_of_any_speed(monkeypatch):
     assert calibration._rate(1 << 20, less=3e-3, more=1e-3) == pytest.approx(1.5 * (1 << 20) / 1e-3)
     monkeypatch.setattr(calibration, "exchange_seconds", lambda device, peers, size: 0.06 + size / 1e8)  # far away
     latency, rate, _ = calibration._link("far", torch.device("cpu"), [1], lambda line: None)
@@ -102,7 +100,7 @@ def test_a_disturbed_exchange_makes_no_link_of_any_speed(monkeypatch: pytest.Mon
     assert rate == pytest.approx(1e8, rel=0.1)
 
 
-def test_attention_without_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_without_a_kernel_says_why(monkeypatch):
     monkeypatch.setattr(calibration, "_middle", lambda measured: measured())
     monkeypatch.setattr(calibration, "step_of", lambda *_: torch.linalg.cholesky(-torch.ones(1, 1)))
     work = AttentionShape(seq_length=16, num_heads=1, kv_heads=1, head_dim=8)
@@ -110,9 +108,7 @@ def test_attention_without_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) ->
         calibration._attention(torch.device("cpu"), work, True, lambda line: None)
 
 
-def test_ceilings_are_printed_and_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ceilings_are_printed_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(calibration.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(calibration.MATMUL_SIZES, "cpu", (64,))
     path, threads = tmp_path / "ceilings.jsonl", torch.get_num_threads()

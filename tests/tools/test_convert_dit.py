@@ -1,7 +1,5 @@
 """A released diffusion transformer becomes a run, and comes back to the bit; a trained one gives its averages."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +16,7 @@ from train.resume import AVERAGED
 
 
 @pytest.mark.parametrize("config", [IMAGE, VIDEO], ids=["image", "video"])
-def test_an_export_is_the_import_to_the_bit(tmp_path: Path, config: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_is_the_import_to_the_bit(tmp_path, config, capsys):
     state = random_dit(config).state_dict()
     save_dit(tmp_path / "released", config, state)
     assert main(["import", f"{tmp_path}/released", f"{tmp_path}/run"]) == 0
@@ -36,7 +34,7 @@ def test_an_export_is_the_import_to_the_bit(tmp_path: Path, config: object, caps
     assert "exists" in capsys.readouterr().err
 
 
-def test_a_trained_run_gives_its_averages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trained_run_gives_its_averages(tmp_path, capsys):
     model, averages = random_dit(IMAGE), random_dit(IMAGE).state_dict()
     averages = {name: weight + 1 for name, weight in averages.items()}
     save_checkpoint(

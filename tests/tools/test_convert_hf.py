@@ -59,7 +59,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
 
 
-def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     run, out, events = tmp_path / "run", tmp_path / "out", []
     assert main(["import", str(published(tmp_path / "theirs", "mistral")), str(run)]) == 0
     fsync, rename = os.fsync, Path.rename
@@ -81,9 +81,7 @@ def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt()])
-def test_an_import_that_is_ended_says_nothing_of_the_disk(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_that_is_ended_says_nothing_of_the_disk(error, tmp_path, monkeypatch):
     source, read_from = published(tmp_path / "theirs", "mistral"), Weights.__getitem__
 
     def ended(self: Weights, name: str) -> torch.Tensor:
@@ -97,9 +95,7 @@ def test_an_import_that_is_ended_says_nothing_of_the_disk(
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_a_folder_without_a_name_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_name_is_refused(tmp_path, monkeypatch, capsys):
     source = published(tmp_path / "theirs", "mistral")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -109,7 +105,7 @@ def test_a_folder_without_a_name_is_refused(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_export_is_the_import_to_the_bit(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_is_the_import_to_the_bit(tmp_path, name, capsys):
     source = published(tmp_path / "theirs", name, torch.bfloat16 if "yarn" in name else torch.float32)
     run, out = tmp_path / "run", tmp_path / "out"
     assert main(["import", str(source), str(run)]) == 0
@@ -132,7 +128,7 @@ def test_an_export_is_the_import_to_the_bit(tmp_path: Path, name: str, capsys: p
     assert torch.equal(*texts)
 
 
-def test_a_run_of_an_import_computes_what_theirs_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_an_import_computes_what_theirs_does(tmp_path, capsys):
     from tools import sample
 
     source, run = published(tmp_path / "theirs", "qwen3"), tmp_path / "run"
@@ -151,9 +147,7 @@ def test_a_run_of_an_import_computes_what_theirs_does(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(("lengths", "meant_for"), [((4096,), 4096), ((32,), 2048), ((4096, 3000, 32), 4096)])
-def test_an_export_is_meant_for_what_it_was_trained_on(
-    tmp_path: Path, lengths: tuple[int, ...], meant_for: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_meant_for_what_it_was_trained_on(tmp_path, lengths, meant_for, capsys):
     """By its run, or by those before it."""
     import_model(published(tmp_path / "theirs", "llama"), run := tmp_path / "base")
     (run / "hf" / "tokenizer.json").unlink()
@@ -175,7 +169,7 @@ def test_an_export_is_meant_for_what_it_was_trained_on(
     assert ("max_position_embeddings is 4,096, the length trained on, and was 2,048" in line) == (meant_for == 4096)
 
 
-def test_a_run_finds_its_tokenizer_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_finds_its_tokenizer_from_any_folder(tmp_path, monkeypatch):
     published(tmp_path / "theirs", "llama")
     monkeypatch.chdir(tmp_path)
     import_model(Path("theirs"), Path("runs/own"))
@@ -183,7 +177,7 @@ def test_a_run_finds_its_tokenizer_from_any_folder(tmp_path: Path, monkeypatch: 
     assert found == str(tmp_path / "runs" / "own" / "hf" / "tokenizer.json")
 
 
-def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path: Path) -> None:
+def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path):
     """A run that was never imported has the tokenizer of a published model, or of an import, and no more of it."""
     run, stranger = tmp_path / "run", published(tmp_path / "theirs", "llama")
     import_model(stranger, run)
@@ -241,9 +235,7 @@ def broken(folder: Path) -> dict[str, tuple[Any, str]]:
         *("too few", "remote code", "tokenizer too large"),
     ],
 )
-def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(tmp_path, capsys, name):
     source = published(tmp_path / "theirs", "llama, tied")
     spoil, words = broken(source)[name]
     spoil()
@@ -257,7 +249,7 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_written_over(tmp_path, capsys):
     source, run = published(tmp_path / "theirs", "llama"), tmp_path / "run"
     assert main(["import", str(source), str(run)]) == 0
     for arguments in (["import", str(source), str(run)], ["export", str(run), str(source)]):
@@ -268,7 +260,7 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cache_of_the_hub_has_links_to_its_blobs(tmp_path: Path) -> None:
+def test_a_cache_of_the_hub_has_links_to_its_blobs(tmp_path):
     source = published(tmp_path / "hub" / "snapshots" / "abc", "llama")
     blobs = tmp_path / "hub" / "blobs"
     blobs.mkdir()
@@ -279,7 +271,7 @@ def test_a_cache_of_the_hub_has_links_to_its_blobs(tmp_path: Path) -> None:
     assert not any(path.is_symlink() for path in (tmp_path / "run").rglob("*"))
 
 
-def test_reading_one_by_one_is_reading_at_once(tmp_path: Path) -> None:
+def test_reading_one_by_one_is_reading_at_once(tmp_path):
     """Every family's weights, fused ones too."""
     for name in ("gpt2", "qwen3, tied"):
         config, state = CONFIGS[name], hugging_face(CONFIGS[name]).state_dict()

@@ -64,7 +64,7 @@ def memory(name: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def test_a_few_tensors_live_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_tensors_live_at_a_time(tmp_path, monkeypatch):
     """A fused one of theirs needs its three parts of ours, and theirs is made of these."""
     alive, most = set(), [0]
     reads = {Weights: Weights.__getitem__, torch: torch.empty_like}
@@ -92,7 +92,7 @@ def test_a_few_tensors_live_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     [(WIDE, torch.float32, 60 << 20), (TALL, torch.bfloat16, 2400 << 20)],
     ids=["256 MB", "8B with one layer"],
 )
-def test_a_few_tensors_are_in_memory(tmp_path: Path, config: Any, dtype: torch.dtype, most: int) -> None:
+def test_a_few_tensors_are_in_memory(tmp_path, config, dtype, most):
     whole = sparse(tmp_path / "theirs", config, dtype)
     (grown,) = run_ranks(peak, 1, tmp_path)
     print(f"model {whole:,} bytes, import and export grew by {grown}")

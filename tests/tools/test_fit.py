@@ -32,9 +32,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
         (16, 8, ["--bf16", "--context-parallel-size", "4"]),
     ],
 )
-def test_the_quick_start_fits_any_machine(
-    entry: str, gpus: int, processes: int, added: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_quick_start_fits_any_machine(entry, gpus, processes, added, monkeypatch):
     stub(monkeypatch, gpus)
     flags = ["--config", str(ROOT / f"configs/{QUICK[entry]}.toml")]
     assert fit(entry, flags, None) == (processes, added)
@@ -45,7 +43,7 @@ def test_the_quick_start_fits_any_machine(
     select_backend("aten", config.mesh.device_type, dtype)
 
 
-def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch):
     for path in sorted((ROOT / "configs").glob("*_tiny.toml")):
         entry = "pretrain_dit.py" if path.stem == "dit_tiny" else "pretrain_gpt.py"
         parse, validate = ENTRIES[entry].parse_args, ENTRIES[entry].validate
@@ -55,13 +53,13 @@ def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch: pytest.Mo
             validate(parse(["--config", str(path), *added]), processes)
 
 
-def test_without_the_gpu_that_is_asked_for_a_process_is_started_to_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_gpu_that_is_asked_for_a_process_is_started_to_say_so(monkeypatch):
     stub(monkeypatch, 0)
     flags = ["--config", str(ROOT / "configs/llama_tiny.toml"), "--device", "cuda"]
     assert fit("pretrain_gpt.py", flags, None)[0] == 1
 
 
-def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_for_stays(monkeypatch):
     stub(monkeypatch, 1)
     flags = ["--config", str(ROOT / "configs/llama_tiny.toml")]
     assert fit("pretrain_gpt.py", [*flags, "--device", "cpu"], 1) == (1, ["--context-parallel-size", "1"])
@@ -70,14 +68,14 @@ def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("asked", ["0", "two", "-1"])
-def test_a_number_of_processes_that_is_none(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_processes_that_is_none(asked, monkeypatch):
     monkeypatch.setenv("NPROC", asked)
     with pytest.raises(ConfigError, match=f"NPROC is '{asked}'"):
         main(["pretrain_gpt.py"])
 
 
 @pytest.mark.parametrize(("fails", "status"), [("", 0), ("tools.fit", 2)])
-def test_make_starts_what_fits(fails: str, status: int, tmp_path: Path) -> None:
+def test_make_starts_what_fits(fails, status, tmp_path):
     """With an interpreter that says what it is given instead of running it."""
     python = tmp_path / "python"
     python.write_text(
@@ -92,7 +90,7 @@ def test_make_starts_what_fits(fails: str, status: int, tmp_path: Path) -> None:
     assert (started in made.stdout) == (status == 0)
 
 
-def test_the_command_itself() -> None:
+def test_the_command_itself():
     command = [sys.executable, "-m", "tools.fit", "pretrain_gpt.py", "--config", "configs/llama_tiny.toml"]
     said = subprocess.run([*command, "--device", "cpu"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (said.stdout, said.stderr) == ("4\n", "")

@@ -20,16 +20,14 @@ TINY = str(Path(__file__).parents[2] / "configs" / "llama_tiny.toml")
         ([TINY, "--num-layers", "1", "--pipeline-model-parallel-size", "2"], "num_layers is 1"),
     ],
 )
-def test_what_is_wrong_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_one_line(argv, words, capsys):
     assert main(argv) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert words in line
 
 
-def test_the_status_says_whether_all_is_equal(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_says_whether_all_is_equal(monkeypatch, tmp_path, capsys):
     found = [Difference("layers.0", 1.0, 1.0, 1.0)]
     monkeypatch.setattr(parity, "compared", lambda asked, *_, **more: found)
     (tmp_path / "config.toml").write_text(Path(TINY).read_text())

@@ -24,7 +24,7 @@ NO_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     for name in NO_LAUNCHER:
         monkeypatch.delenv(name, raising=False)
 
@@ -34,9 +34,7 @@ def rows_of(out: str) -> list[list[str]]:
     return [re.split(r"  +", line.strip()) for line in out.splitlines() if re.match(r" *\d+  ", line)]
 
 
-def test_the_table_has_the_best_first_and_says_what_was_discarded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys, monkeypatch):
     monkeypatch.setattr(progress, "LOGS", -1.0)  # every look is told
     assert main([*MODEL, *A100, "--context-parallel-size", "16", "--top", "4", "--num-query-groups", "1"]) == 0
     out, said = capsys.readouterr()
@@ -55,7 +53,7 @@ def test_the_table_has_the_best_first_and_says_what_was_discarded(
     )
 
 
-def test_json_parses_and_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_parses_and_holds_the_same(capsys):
     assert main([*MODEL, *A100, "--context-parallel-size", "8", "--json", "--top", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["rows"]) == 3
@@ -67,7 +65,7 @@ def test_json_parses_and_holds_the_same(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("everything", [(), ("--all", "--world-size", "8", "--bf16")])
-def test_the_winner_is_a_file_that_training_accepts(tmp_path: Path, everything: tuple[str, ...]) -> None:
+def test_the_winner_is_a_file_that_training_accepts(tmp_path, everything):
     path = tmp_path / "new" / "best.toml"
     sizes = everything or ("--context-parallel-size", "16")
     data = ("--data-path", "x", "--tokenizer-model", "x.model")
@@ -96,7 +94,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path: Path, everything: 
         (("--context-parallel-size", "3", "--world-size", "4"), "context_parallel_size is 3, which does not divide"),
     ],
 )
-def test_bad_input_is_one_line(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(flags, message, capsys):
     assert main([*MODEL, *A100, *flags]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -110,7 +108,7 @@ def profiled(rank: int, world_size: int, arguments: list[str], folder: str) -> i
     return main(arguments)
 
 
-def test_a_profile_runs_the_best_and_takes_the_fastest(default_data: Path, tmp_path: Path) -> None:
+def test_a_profile_runs_the_best_and_takes_the_fastest(default_data, tmp_path):
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
     path = tmp_path / "best.toml"
     flags = ("--context-parallel-size", "4", "--profile", "--profile-top", "2", "--profile-iters", "1")
@@ -139,7 +137,7 @@ def measured_twice(rank: int, world_size: int, arguments: list[str]) -> list[flo
         pytest.param(("--num-distributed-optimizer-instances", "2"), marks=pytest.mark.slow),
     ],
 )
-def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data: Path, flags: tuple[str, ...]) -> None:
+def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data, flags):
     """Both make groups of the same ranks, those that split heads or hold a copy of the shards."""
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
     arguments = [*TINY, *data, "--context-parallel-size", "4", *flags]
@@ -148,7 +146,7 @@ def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data: Path, fla
     assert len(times[0]) == 2
 
 
-def test_reasons_that_differ_in_numbers_are_one() -> None:
+def test_reasons_that_differ_in_numbers_are_one():
     said = Counter(
         {"cp is 4, of 2 heads; use 2": 2, "tp is 3": 6, "cp is 16, of 2 heads; use 1": 2, "cp is 8, of 2": 1}
     )
@@ -156,7 +154,7 @@ def test_reasons_that_differ_in_numbers_are_one() -> None:
     assert grouped(said) == [(": tp is 3", 6), (", such as: cp is 4, of 2 heads; use 2", 5), (": cp is 8, of 2", 1)]
 
 
-def test_markdown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_on_request(capsys):
     assert main([*MODEL, *A100, "--context-parallel-size", "2", "--markdown", "--top", "1"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) == 3
@@ -166,9 +164,7 @@ def test_markdown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
 FIT = ("--num-layers", "2", "--context-parallel-size", "2", "--fits", "--bf16")
 
 
-def test_memory_by_component_and_what_to_change_first(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_by_component_and_what_to_change_first(capsys, tmp_path, monkeypatch):
     asked, small = [*MODEL, *FIT, "--seq-length", "8192", "--vocab-size", "32000"], tmp_path / "small.toml"
     assert main([*asked, *A100, "--json"]) == 0
     most = 0.8e-9 * json.loads(capsys.readouterr().out)["memory_bytes"]
@@ -191,7 +187,7 @@ def test_memory_by_component_and_what_to_change_first(
     assert counts[-1] <= 1e9 * most
 
 
-def test_memory_of_the_host_is_told_and_may_be_too_little(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_memory_of_the_host_is_told_and_may_be_too_little(capsys, tmp_path):
     asked, small = [*MODEL, *FIT, "--vocab-size", "32000", "--optimizer-cpu-offload"], tmp_path / "small.toml"
     assert main([*asked, *A100]) == 0
     assert re.search(r"\n  on the host, pinned +[#.]+ +\d+\.\d MB\nfits in 40 GB: ", capsys.readouterr().out)
@@ -204,7 +200,7 @@ def test_memory_of_the_host_is_told_and_may_be_too_little(capsys: pytest.Capture
     assert not json.loads(capsys.readouterr().out)["fits"]
 
 
-def test_a_diffusion_transformer_and_a_hybrid_have_plans(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diffusion_transformer_and_a_hybrid_have_plans(capsys):
     for name, more in (("dit_s_2", ()), ("transnormer_hybrid_tiny", ("--vocab-size", "512"))):
         flags = ("--config", str(CLUSTERS.parent / f"{name}.toml"), "--context-parallel-size", "2", "--bf16", *more)
         flags += ("--num-layers", "4")

@@ -19,7 +19,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "ulysses"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("seq_length", "size"), [(16, 1), (32, 4), (30, 3), (64, 8)])
-def test_rounds_cover_the_mask_once_by_the_query_owner(method: str, causal: bool, seq_length: int, size: int) -> None:
+def test_rounds_cover_the_mask_once_by_the_query_owner(method, causal, seq_length, size):
     shown = layouts.drawing(method, seq_length, size, causal)
     length = shown.plan.padded_len
     covered = np.sum([computed >= 0 for computed in shown.rounds], axis=0)
@@ -34,7 +34,7 @@ def test_rounds_cover_the_mask_once_by_the_query_owner(method: str, causal: bool
         assert pairs == [shown.plan.rounds(rank)[index].pairs for rank in range(size)] == shown.work[index].tolist()
 
 
-def test_striping_shows_its_balance() -> None:
+def test_striping_shows_its_balance():
     ring, striped, zigzag = (layouts.drawing(name, 32, 4) for name in ("ring", "striped", "zigzag"))
     assert (ring.slowest, striped.slowest, zigzag.slowest) == (36 + 3 * 64, 4 * 36, 36 + 3 * 32)
     assert ring.even == striped.even == zigzag.even == 32 * 33 / 2 / 4
@@ -50,7 +50,7 @@ def seen_by_brute_force(documents: list[int], causal: bool, window: int | None) 
 
 @pytest.mark.parametrize("method", layouts.PACKED)
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 8), (False, 3)])
-def test_packed_rounds_cover_the_mask_once(method: str, causal: bool, window: int | None) -> None:
+def test_packed_rounds_cover_the_mask_once(method, causal, window):
     if not causal and method in ("striped", "zigzag"):
         return  # refused under full attention
     documents = [20, 5, 11, 3, 14, 7, 4]
@@ -71,7 +71,7 @@ def test_packed_rounds_cover_the_mask_once(method: str, causal: bool, window: in
         ["--documents", "9", "4", "--window", "5", "--full", "--methods", "exchange", "--size", "2"],
     ],
 )
-def test_layout_is_written(tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_is_written(tmp_path, arguments, capsys):
     output = tmp_path / "new" / "layouts.png"
     assert plot.main(["layout", *arguments, "--output", str(output)]) == 0
     assert output.read_bytes().startswith(PNG)
@@ -84,7 +84,7 @@ def write_run(folder: Path, lines: list[dict]) -> Path:
     return folder
 
 
-def test_loss_of_several_runs_is_written(tmp_path: Path) -> None:
+def test_loss_of_several_runs_is_written(tmp_path):
     lines = [{"iteration": i, "lm_loss": 5 / i, "validation_loss": 6.0 if i == 3 else None} for i in range(1, 4)]
     runs = [write_run(tmp_path / name, lines) for name in ("a", "b")]
     axes = plot.losses_figure(runs, None, "iteration", 0.0).axes[0]
@@ -96,12 +96,12 @@ def test_loss_of_several_runs_is_written(tmp_path: Path) -> None:
     assert output.read_bytes().startswith(PNG)
 
 
-def test_an_iteration_done_again_counts_as_last_written(tmp_path: Path) -> None:
+def test_an_iteration_done_again_counts_as_last_written(tmp_path):
     run = write_run(tmp_path / "run", [{"iteration": i, "lm_loss": loss} for i, loss in ((1, 9.0), (2, 8.0), (2, 7.0))])
     assert plot.read_curves(run, ["lm_loss"], "iteration")["lm_loss"] == [(1, 9.0), (2, 7.0)]
 
 
-def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path: Path) -> None:
+def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path):
     lines = [
         {"iteration": n, "lm_loss": 1.0, "grad_norm": norm, "consumed_tokens": 8 * n, "iteration_time_ms": 1.8e6}
         for n, norm in enumerate((4.0, 2.0, 0.0), 1)
@@ -135,13 +135,7 @@ def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path: Path) 
         (["losses", "one.jsonl", "--smooth", "1"], "--smooth is 1.0"),
     ],
 )
-def test_what_cannot_be_drawn_is_said_once_and_nothing_written(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
+def test_what_cannot_be_drawn_is_said_once_and_nothing_written(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("broken.jsonl").write_text("[1, 2]\n")
     Path("empty.jsonl").touch()
@@ -153,7 +147,7 @@ def test_what_cannot_be_drawn_is_said_once_and_nothing_written(
     assert not Path("out.png").exists()
 
 
-def test_help_needs_no_matplotlib() -> None:
+def test_help_needs_no_matplotlib():
     code = (
         "import sys\nfrom tools import plot\ntry: plot.main(['--help'])\nexcept SystemExit: pass\n"
         "assert not {'matplotlib', 'torch'} & set(sys.modules)"
@@ -162,7 +156,7 @@ def test_help_needs_no_matplotlib() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
 
 
-def test_captions_count_as_one_says_it() -> None:
+def test_captions_count_as_one_says_it():
     assert [layouts.ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111, 113)] == [
         "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th", "113th",
     ]  # fmt: skip

@@ -23,7 +23,7 @@ def write_text(folder: Path, documents: int = 20) -> Path:
     return folder
 
 
-def test_writes_then_keeps_then_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_then_keeps_then_refuses(tmp_path, capsys):
     text = write_text(tmp_path / "text")
     flags = ["--input", str(text), "--output-prefix", str(tmp_path / "d")]
     assert main([*flags, "--vocab-size", "320"]) == 0
@@ -40,7 +40,7 @@ def test_writes_then_keeps_then_refuses(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*flags, "--vocab-size", "330", "--overwrite"]) == 0
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
+def test_bad_input_is_one_line(tmp_path):
     run = subprocess.run(
         [sys.executable, "tools/prepare_data.py", "--input", tmp_path / "none", "--output-prefix", tmp_path / "d"],
         cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE,
@@ -67,11 +67,11 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         ["--input", "x", "--output-prefix", "y", "--too-long", "split"],
     ],
 )
-def test_contradicting_flags(flags: list[str]) -> None:
+def test_contradicting_flags(flags):
     assert main(flags) == 2
 
 
-def test_conversations_are_prepared_checked_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversations_are_prepared_checked_and_shown(tmp_path, capsys):
     tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
     source.write_text((json.dumps({"messages": TURNS}) + "\n") * 3 + "{\n")
     flags = ["--chat", "--input", str(source), "--output-prefix", f"{tmp_path}/c", "--tokenizer-model", tokenizer]
@@ -89,7 +89,7 @@ def test_conversations_are_prepared_checked_and_shown(tmp_path: Path, capsys: py
     assert out.count("=== sample") == 1
 
 
-def test_a_tokenizer_is_trained_for_a_template_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_is_trained_for_a_template_by_name(tmp_path, capsys):
     source, prefix = tmp_path / "in.jsonl", f"{tmp_path}/c"
     source.write_text((json.dumps({"messages": TURNS}) + "\n") * 30)
     flags = ["--input", str(source), "--output-prefix", prefix, "--seq-length", "128", "--vocab-size", "264"]
@@ -100,7 +100,7 @@ def test_a_tokenizer_is_trained_for_a_template_by_name(tmp_path: Path, capsys: p
     assert "<|im_start|>assistant\n⟦Hello!<|im_end|>⟧\n" in capsys.readouterr().out
 
 
-def test_long_texts_are_shown_abridged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_texts_are_shown_abridged(tmp_path, capsys):
     tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
     long = [{"role": "user", "content": "a" * 1000}, {"role": "assistant", "content": "b" * 1000}]
     source.write_text(json.dumps({"messages": long}) + "\n")
@@ -117,7 +117,7 @@ def test_long_texts_are_shown_abridged(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"{'a' * 1000}</s>\n<|assistant|>\n⟦{'b' * 1000}</s>⟧\n" in capsys.readouterr().out
 
 
-def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -132,7 +132,7 @@ def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path: Path, capsys: p
         assert ("warning: 1 of 5 tokens (20.00%) stand for text" in capsys.readouterr().out) == told
 
 
-def test_a_prefix_of_text_is_checked_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):
     text = write_text(tmp_path / "text", 3)
     assert main(["--input", str(text), "--output-prefix", f"{tmp_path}/d", "--vocab-size", "320"]) == 0
     capsys.readouterr()
@@ -151,9 +151,7 @@ def test_a_prefix_of_text_is_checked_whole(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_interrupted_run_leaves_nothing(
-    tmp_path: Path, default_data: Path, number: signal.Signals, status: int
-) -> None:
+def test_interrupted_run_leaves_nothing(tmp_path, default_data, number, status):
     out, tokenizer = tmp_path / "out", default_data.with_suffix(".model")
     with interruptible():
         process = subprocess.Popen(
@@ -175,7 +173,7 @@ def test_interrupted_run_leaves_nothing(
     assert not out.exists()
 
 
-def test_help_waits_for_nothing_large() -> None:
+def test_help_waits_for_nothing_large():
     """These imports make the help slow, on any machine."""
     code = (
         "import runpy, sys; sys.argv = ['prepare_data', '--help']\n"

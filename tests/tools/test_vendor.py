@@ -75,7 +75,7 @@ def started(script: str, folder: Path, *arguments: str, **environment: str) -> s
     )
 
 
-def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path: Path) -> None:
+def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path):
     """Outputs and gradients equal one process, and nothing of this checkout is imported."""
     assert vendor.main([str(tmp_path)]) == 0
     for name in ("data", "train", "kernels"):
@@ -100,7 +100,7 @@ def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path: Path
         assert "OURS []\nOWN True" in said
 
 
-def test_package_and_checkout_share_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_and_checkout_share_a_process(tmp_path, monkeypatch):
     """Each has its own operators; under one name, the later would silently take the place of the earlier."""
     vendor.write(tmp_path / "same", vendor.package(namespace=vendor.NAMESPACE))
     broken = started(BESIDE, tmp_path / "same", PYTHONPATH=str(vendor.ROOT))
@@ -120,7 +120,7 @@ def test_package_and_checkout_share_a_process(tmp_path: Path, monkeypatch: pytes
     assert "longmesh_attention" in said  # a call of the checkout's operator ended in the package
 
 
-def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path: Path) -> None:
+def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path):
     first, again = vendor.package(), vendor.package()
     assert first == again
     origin = json.loads(first[vendor.ORIGIN])
@@ -133,7 +133,7 @@ def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path: Path
     assert vendor.commit_of(plain).startswith("unknown")
 
 
-def test_only_what_it_wrote_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_it_wrote_is_written_over(tmp_path, capsys):
     target = vendor.write(tmp_path, EMPTY)
     (target / "__pycache__").mkdir()
     (target / "__pycache__" / "a.pyc").write_bytes(b"")
@@ -153,7 +153,7 @@ def test_only_what_it_wrote_is_written_over(tmp_path: Path, capsys: pytest.Captu
     assert (target / "__init__.py").read_text() == "mine = 1\n"
 
 
-def test_links_and_folders_of_the_users_are_kept(tmp_path: Path) -> None:
+def test_links_and_folders_of_the_users_are_kept(tmp_path):
     nested = {**EMPTY, "part/a.py": b""}
     nested[vendor.ORIGIN] = json.dumps({"files": dict.fromkeys(("__init__.py", "part/a.py"), EMPTY_DIGEST)}).encode()
     target = vendor.write(tmp_path, nested)
@@ -184,7 +184,7 @@ def test_links_and_folders_of_the_users_are_kept(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_destination_that_takes_no_files_is_named(tmp_path: Path) -> None:
+def test_a_destination_that_takes_no_files_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "lost").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
@@ -201,7 +201,7 @@ def test_a_destination_that_takes_no_files_is_named(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "lost"]
 
 
-def test_nothing_stays_of_a_package_that_cannot_be_written(tmp_path: Path) -> None:
+def test_nothing_stays_of_a_package_that_cannot_be_written(tmp_path):
     before = vendor.write(tmp_path, EMPTY)
     with pytest.raises(OSError, match=r"Is a directory|Not a directory|File exists"):
         vendor.write(tmp_path, {"a": b"", "a/b.py": b""})
@@ -209,7 +209,7 @@ def test_nothing_stays_of_a_package_that_cannot_be_written(tmp_path: Path) -> No
     assert (before / "__init__.py").read_bytes() == b""
 
 
-def test_names_are_changed_and_nothing_else() -> None:
+def test_names_are_changed_and_nothing_else():
     source = '''"""Of kernels.merge and longmesh::op; é"""
 from kernels import reference
 import parallel.context.plan as plan, os
@@ -231,7 +231,7 @@ from longmesh_attention.runtime.files import owned as é; é(torch.ops.longmesh_
 @pytest.mark.parametrize(
     "line", ["from model import llama", "import train.loop", "from parallel import mesh", "from kernels.lost import x"]
 )
-def test_an_import_of_what_stays_behind_is_refused(line: str) -> None:
+def test_an_import_of_what_stays_behind_is_refused(line):
     files = {"kernels/__init__.py": b"", "kernels/a.py": vendor.renamed(line.encode(), Path("kernels/a.py"))}
     with pytest.raises(vendor.VendorError, match=r"kernels/a\.py of the package imports"):
         vendor._check_imports(files, {"model", "train", "parallel", "kernels"})

@@ -23,7 +23,7 @@ def write_run(folder: Path, iterations: int, **more: float) -> Path:
     return folder
 
 
-def test_a_run_is_shown_with_its_holder_time_left_and_last_checkpoint(tmp_path: Path) -> None:
+def test_a_run_is_shown_with_its_holder_time_left_and_last_checkpoint(tmp_path):
     run = write_run(tmp_path / "run", 6, validation_loss=3.5, memory_gb=1.5, skipped_iterations=2)
     os.utime(run / "iter_0000002", (1000, 1000))
     with owned(run):
@@ -42,7 +42,7 @@ def test_a_run_is_shown_with_its_holder_time_left_and_last_checkpoint(tmp_path: 
     assert failed == "  failed at iteration 5: loss was not finite"
 
 
-def test_a_local_checkpoint_of_this_machine_is_shown(tmp_path: Path) -> None:
+def test_a_local_checkpoint_of_this_machine_is_shown(tmp_path):
     run = write_run(tmp_path / "run", 6)
     with (run / "config.toml").open("a") as config:
         config.write(f'[checkpoint]\nnon_persistent_local_ckpt_dir = "{tmp_path}/node"\n')
@@ -53,7 +53,7 @@ def test_a_local_checkpoint_of_this_machine_is_shown(tmp_path: Path) -> None:
     assert watch.describe(run, 1065.0, 60)[-1] == "  local one here: iteration 5, 1:05 ago (1 kept)"
 
 
-def test_a_look_reads_what_is_new_and_all_of_a_file_that_was_written_anew(tmp_path: Path) -> None:
+def test_a_look_reads_what_is_new_and_all_of_a_file_that_was_written_anew(tmp_path):
     run = write_run(tmp_path / "run", 2)
     metrics = run / "metrics.jsonl"
     text = metrics.read_text()
@@ -71,7 +71,7 @@ def test_a_look_reads_what_is_new_and_all_of_a_file_that_was_written_anew(tmp_pa
     assert watch.records_of(metrics) == []
 
 
-def test_a_file_written_anew_under_the_inode_it_had_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_a_file_written_anew_under_the_inode_it_had_is_read_from_its_beginning(tmp_path):
     run = write_run(tmp_path / "run", 5)
     metrics, file = run / "metrics.jsonl", (run / "metrics.jsonl").stat().st_ino
     assert len(watch.describe(run, 0.0, 60)) == 5
@@ -82,7 +82,7 @@ def test_a_file_written_anew_under_the_inode_it_had_is_read_from_its_beginning(t
     assert "iteration 6/8" in watch.describe(run, 0.0, 60)[1]
 
 
-def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path, capsys):
     good, bad = write_run(tmp_path / "good", 6), write_run(tmp_path / "bad", 6)
     (bad / "metrics.jsonl").write_text("?\n")
     assert watch.main([str(bad), str(good), "--once"]) == 0
@@ -108,9 +108,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, caps
         *(("metrics.jsonl", text) for text in (None, "[1]\n", "[" * 100_000 + "\n", '{"iteration": 1e400}\n')),
     ],
 )
-def test_a_file_that_no_run_writes_is_a_line(
-    name: str, content: str | bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_no_run_writes_is_a_line(name, content, tmp_path, capsys):
     bad, good = write_run(tmp_path / "bad", 2), write_run(tmp_path / "good", 3)
     (bad / name).unlink(missing_ok=True)
     if content is None:
@@ -123,13 +121,13 @@ def test_a_file_that_no_run_writes_is_a_line(
     assert f"{good}   nobody trains; started 3 times" in others
 
 
-def test_records_without_times_are_shown(tmp_path: Path) -> None:
+def test_records_without_times_are_shown(tmp_path):
     run = write_run(tmp_path / "run", 2)
     (run / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
     assert watch.describe(run, 0.0, 60)[1].endswith("iteration 1/8, stopped")
 
 
-def test_a_killed_holder_is_nobody(tmp_path: Path) -> None:
+def test_a_killed_holder_is_nobody(tmp_path):
     run = write_run(tmp_path / "run", 8)
     with owned(run):
         text = (run / ".lock").read_text()
@@ -140,15 +138,13 @@ def test_a_killed_holder_is_nobody(tmp_path: Path) -> None:
     assert "iteration 8/8, done" in shown
 
 
-def test_a_curve_has_the_means_of_its_shares() -> None:
+def test_a_curve_has_the_means_of_its_shares():
     assert watch.sparkline([0, 0, 7, 7, 3, 4], 3) == "▁█▅"
     assert watch.sparkline([2.0], 9) == "▁"
     assert watch.sparkline([], 9) == ""
 
 
-def test_folders_without_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_without_a_run(tmp_path, capsys, monkeypatch):
     run, data = tmp_path / "run", tmp_path / "data"
     run.mkdir()
     data.mkdir()
@@ -164,7 +160,7 @@ def test_folders_without_a_run(
     assert "squeue was not found" in capsys.readouterr().err
 
 
-def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path, monkeypatch):
     here, far = tmp_path / "here", tmp_path / "scratch/deep/below/x"
     for made in (here / "runs/x/logs/17", far / "logs/18", far / "2/logs/19"):
         made.mkdir(parents=True)
@@ -182,7 +178,7 @@ def test_a_job_belongs_to_the_run_that_keeps_its_logs(tmp_path: Path, monkeypatc
     assert runs == (here / "runs/x", far, far / "2", None, here / "runs/x", here / "runs/x")
 
 
-def test_what_squeue_says_stays_a_line_and_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_squeue_says_stays_a_line_and_prints(tmp_path, monkeypatch):
     job = "17\\t17\\ta\\033[2J\\tRUNNING\\tnode1\\t/x\\t$(touch FOUND)"
     (tmp_path / "squeue").write_text(f"#!/bin/sh\nprintf '{job}\\n18\\ttwo\\nlines\\n'\n")
     (tmp_path / "squeue").chmod(0o755)

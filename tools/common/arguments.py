@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from types import FrameType
 from typing import Any, NoReturn, ParamSpec
 
 from runtime.errors import UserError, printable
@@ -76,7 +75,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
     SIGTERM is raised as an exception too, so that half-written files are removed and processes ended on the way out.
     """
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         sys.exit(main())
     except BrokenPipeError:  # whoever reads the output has enough
@@ -86,7 +85,3 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr)
         sys.exit(130)
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)

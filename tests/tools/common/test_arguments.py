@@ -16,7 +16,7 @@ run_command(one_line_errors(lambda: print("x" * (1 << 20))))
 """
 
 
-def test_a_reader_that_goes_away_ends_a_command_without_a_word() -> None:
+def test_a_reader_that_goes_away_ends_a_command_without_a_word():
     with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         assert command.stdout is not None
         assert command.stderr is not None
@@ -31,7 +31,7 @@ def _asked(rank: int, size: int) -> tuple[int, str]:
         return exit_status(main, ["--load", "x", "--fast"]), said.getvalue()
 
 
-def test_one_rank_tells_of_an_argument_that_none_takes() -> None:
+def test_one_rank_tells_of_an_argument_that_none_takes():
     statuses, said = zip(*run_ranks(_asked, 2), strict=True)
     assert statuses == (2, 2)
     assert "".join(said) == "error: unrecognized arguments: --fast; --help lists the arguments\n"

@@ -10,7 +10,7 @@ from tools.common.cases import WORDS, Case, case_of, cases_of, command_of
 from tools.fit import parsed
 
 
-def test_a_line_is_a_case_and_its_command_line() -> None:
+def test_a_line_is_a_case_and_its_command_line():
     line = "pp=2 cp=4 wallfacer team=2 p2p_intra zero1 layers=1+3 full --recompute-offload"
     more = {"layers": (1, 3), "recompute": "full", "more": ("--recompute-offload",)}
     case = Case(pp=2, cp=4, method="wallfacer", team=2, placement="p2p_intra", mode="zero1", **more)
@@ -23,7 +23,7 @@ def test_a_line_is_a_case_and_its_command_line() -> None:
     assert case_of("joined=2").flags[0] == "--pack-samples"
 
 
-def test_a_bar_stands_for_two_lines() -> None:
+def test_a_bar_stands_for_two_lines():
     assert cases_of("cp=2|4 ring|zigzag\n\n tp=2|pp=2") == [
         *(Case(cp=size, method=name) for size in (2, 4) for name in ("ring", "zigzag")),
         Case(tp=2),
@@ -33,19 +33,19 @@ def test_a_bar_stands_for_two_lines() -> None:
 
 
 @pytest.mark.parametrize("line", ["cp=4 rings", "cp=four", "zigzag=2", "cp"])
-def test_a_word_that_is_none_is_refused(line: str) -> None:
+def test_a_word_that_is_none_is_refused(line):
     with pytest.raises(UserError, match=r"has the word '.*'; use pp=N, .*, zigzag, "):
         case_of(line)
     with pytest.raises(UserError, match="begins with 'lama', which is no model; use llama"):
         command_of("lama cp=2", {"llama": []})
 
 
-def test_every_word_belongs_to_one_field() -> None:
+def test_every_word_belongs_to_one_field():
     assert {"none": "method", "zero3": "mode", "GPipe": "schedule", "full": "recompute"}.items() <= WORDS.items()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *LINEAR_KINDS])
-def test_every_mesh_of_parity_is_a_configuration(kind: str) -> None:
+def test_every_mesh_of_parity_is_a_configuration(kind):
     for case in chosen_cases(kind):
         mesh = parsed(flags_of(kind, case, Path("none"))).mesh
         assert (mesh.pipeline_model_parallel_size, mesh.context_parallel_size) == (case.pp, case.cp)

@@ -1,7 +1,6 @@
 """Tables from columns as data, and results as lines that are read back as they were."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ RESULT = {
 }
 
 
-def test_a_row_is_a_line_and_all_of_it_comes_back(tmp_path: Path) -> None:
+def test_a_row_is_a_line_and_all_of_it_comes_back(tmp_path):
     write_records(tmp_path / "new" / "x.jsonl", RESULT)
     lines = (tmp_path / "new" / "x.jsonl").read_text().splitlines()
     assert [json.loads(line).get("of") for line in lines] == [None, "rows", "rows", "ratios", "ratios"]
@@ -25,7 +24,7 @@ def test_a_row_is_a_line_and_all_of_it_comes_back(tmp_path: Path) -> None:
     assert found == RESULT | {"ratios": {"a/b": {"ratio": 0.333333333333}, "b/a": {"ratio": 3.0}}}
 
 
-def test_a_table_is_columns_of_data() -> None:
+def test_a_table_is_columns_of_data():
     rows = [{"name": "a", "s": 1.25, "of": [1, 2]}, {"name": "long", "s": None}]
     columns = {"": "{name}", "s": "{s:.1f}", "x s": lambda row: row["s"] and 2 * row["s"], "[1]": "{of[1]}"}
     table = Table(columns, rows)
@@ -35,7 +34,7 @@ def test_a_table_is_columns_of_data() -> None:
     assert as_csv(["a", "b"], [[1 / 3, None], ["x,y", 2]]) == 'a,b\n0.333333,\n"x,y",2\n'
 
 
-def test_what_could_not_be_read_back_is_refused(tmp_path: Path) -> None:
+def test_what_could_not_be_read_back_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a row of rows has a field 'of'"):
         lines_of({"rows": [{"of": 1}]})
     path = tmp_path / "x.jsonl"

@@ -84,27 +84,22 @@ def test_nodes_of_16(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nodes", "1", *RUN, "--dry-run"], "dry_run is among the run's flags, and a job trains"),
-        (["--nodes", "1", "--array", "--seed 2", "--lr 1 --save=q", "--", *RUN], "save is in '--lr 1 --save=q' of --a"),
-        (["--gpus", "4", *RUN], "gpus is 4, and .* has 8 per node"),
-        (["--gpus", "12", *RUN], "gpus is 12, and .* has 8 per node; give a multiple of 8"),
-        (["--nodes", "1", "train.py"], "the entry is train.py; give pretrain_gpt.py or pretrain_dit.py"),
-        (
-            ["--nodes", "1", *RUN, "--context-parallel-size", "3"],
-            "context_parallel_size is 3, which does not divide the 8",
-        ),
-        (["--nodes", "1", *RUN, "--save", "none"], "save is not set"),
-        (["--nodes", "1", "--time", "10", *RUN], "time is 10, and the ranks are told to save 600 s before it is over"),
-        (["--nodes", "1", "--time", "soon", *RUN], "time is soon; write minutes, H:MM:SS"),
-        (["--nodes", "1", "--option", "quick", *RUN], "option is 'quick'; it must be written as sbatch takes it"),
-        (
-            ["--nodes", "1", "--container-runtime", "apptainer", *RUN],
-            "container_runtime is apptainer, and con",
-        ),
+        ("--nodes 1 RUN --dry-run", "dry_run is among the run's flags, and a job trains"),
+        ("--nodes 1 --array '--seed 2' '--lr 1 --save=q' -- RUN", "save is in '--lr 1 --save=q' of --a"),
+        ("--gpus 4 RUN", "gpus is 4, and .* has 8 per node"),
+        ("--gpus 12 RUN", "gpus is 12, and .* has 8 per node; give a multiple of 8"),
+        ("--nodes 1 train.py", "the entry is train.py; give pretrain_gpt.py or pretrain_dit.py"),
+        ("--nodes 1 RUN --context-parallel-size 3", "context_parallel_size is 3, which does not divide the 8"),
+        ("--nodes 1 RUN --save none", "save is not set"),
+        ("--nodes 1 --time 10 RUN", "time is 10, and the ranks are told to save 600 s before it is over"),
+        ("--nodes 1 --time soon RUN", "time is soon; write minutes, H:MM:SS"),
+        ("--nodes 1 --option quick RUN", "option is 'quick'; it must be written as sbatch takes it"),
+        ("--nodes 1 --container-runtime apptainer RUN", "container_runtime is apptainer, and con"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments, words):
-    ending = end(submit.main, ["--cluster", str(CLUSTERS / "h100_pod.toml"), *arguments])
+    asked = [part for word in shlex.split(arguments) for part in (RUN if word == "RUN" else [word])]
+    ending = end(submit.main, ["--cluster", str(CLUSTERS / "h100_pod.toml"), *asked])
     assert ending.status == 1
     assert not ending.wrong
     assert re.search(words, ending.stderr), ending.stderr

@@ -48,9 +48,8 @@ def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys, monkey
     assert "candidates, of which the best 4 are shown (--top); " in out
     assert "ulysses_degree is 16 with 8 query" in out
     assert main([*MODEL, *A100]) == 0
-    assert capsys.readouterr().out.startswith(
-        "1 process on WallFacer's A100, 8 x 4, sequences of 4096 tokens\n1 candidate; "
-    )
+    alone = "1 process on WallFacer's A100, 8 x 4, sequences of 4096 tokens\n1 candidate; "
+    assert capsys.readouterr().out.startswith(alone)
 
 
 def test_json_parses_and_holds_the_same(capsys):
@@ -78,24 +77,21 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path, everything):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--context-parallel-size 4 --profile", "profile needs 4 processes, as planned for, and finds 1; use torch"),
+        ("--top 0", "top is 0; it must be 1 or more"),
+        ("--longest --vocab-size none", "vocab_size is not set.* name the model with --config FILE"),
+        ("--fewest --world-size 4", "fewest finds the number of processes, and world_size names it"),
+        ("--cluster none.toml", "none.toml: cannot be read"),
+        ("--fits --top 3", "--top is given, and --fits is of one configuration and ranks none"),
         (
-            ("--context-parallel-size", "4", "--profile"),
-            "profile needs 4 processes, as planned for, and finds 1; use torch",
-        ),
-        (("--top", "0"), "top is 0; it must be 1 or more"),
-        (("--longest", "--vocab-size", "none"), "vocab_size is not set.* name the model with --config FILE"),
-        (("--fewest", "--world-size", "4"), "fewest finds the number of processes, and world_size names it"),
-        (("--cluster", "none.toml"), "none.toml: cannot be read"),
-        (("--fits", "--top", "3"), "--top is given, and --fits is of one configuration and ranks none"),
-        (
-            ("--fits", "--context-parallel-method", "auto", "--tensor-model-parallel-size", "3", "--world-size", "3"),
+            "--fits --context-parallel-method auto --tensor-model-parallel-size 3 --world-size 3",
             "context_parallel_method is auto, and no method suits",
         ),
-        (("--context-parallel-size", "3", "--world-size", "4"), "context_parallel_size is 3, which does not divide"),
+        ("--context-parallel-size 3 --world-size 4", "context_parallel_size is 3, which does not divide"),
     ],
 )
 def test_bad_input_is_one_line(flags, message, capsys):
-    assert main([*MODEL, *A100, *flags]) == 1
+    assert main([*MODEL, *A100, *flags.split()]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1

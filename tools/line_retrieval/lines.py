@@ -44,29 +44,20 @@ _PROBE = 32
 """Lines from which a line's tokens are estimated."""
 
 
-@dataclass(frozen=True)
-class _Wording:
-    joint: str
-    intro: str
-    line: str
-    outro: str
-    question: str
-    answer: str
-
-
 WORDINGS = {
-    "full": _Wording(
-        joint="-",
-        intro="Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and "
+    "full": {
+        "joint": "-",
+        "intro": "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and "
         "contains a '<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize "
         "its corresponding <REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding "
         "<REGISTER_CONTENT> of a certain line index. Now the record start:\n\n",
-        line="line {key}: REGISTER_CONTENT is <{value}>\n",
-        outro="\nNow the record is over. ",
-        question="Tell me what is the <REGISTER_CONTENT> in line {key}?",
-        answer="<{value}>",
-    ),
-    "small": _Wording(joint=" ", intro="", line="{key} {value}\n", outro="", question="{key}?", answer="{value}"),
+        "line": "line {key}: REGISTER_CONTENT is <{value}>\n",
+        "outro": "\nNow the record is over. ",
+        "question": "Tell me what is the <REGISTER_CONTENT> in line {key}?",
+        "answer": "<{value}>",
+    },
+    "small": {"joint": " ", "intro": "", "outro": "", "line": "{key} {value}\n"}
+    | {"question": "{key}?", "answer": "{value}"},
 }
 """LongEval's, and one of few words, such as "torpid kid lemon", that a tiny model learns in minutes."""
 
@@ -171,15 +162,15 @@ class Maker:
         keys = dict(zip(named, map(self._key, draw.distinct(len(named), _names(self._words), "key")), strict=True))
         values = {line: self._value(draw, line) for line in named}
         record = "".join(
-            wording.line.format(key=keys[line], value=values[line]) if line in keys else self._filler(draw, line)
+            wording["line"].format(key=keys[line], value=values[line]) if line in keys else self._filler(draw, line)
             for line in range(lines)
         )
         turns: list[Turn] = []
         for number, line in enumerate(asked):
-            question = wording.question.format(key=keys[line])
-            before = wording.intro + record + wording.outro if number == 0 else ""
+            question = wording["question"].format(key=keys[line])
+            before = wording["intro"] + record + wording["outro"] if number == 0 else ""
             turns.append({"role": "user", "content": before + question})
-            turns.append({"role": "assistant", "content": wording.answer.format(value=values[line])})
+            turns.append({"role": "assistant", "content": wording["answer"].format(value=values[line])})
         return turns
 
     def _asked(self, draw: "_Draw", lines: int) -> list[int]:
@@ -207,7 +198,7 @@ class Maker:
         for kind in (NOUNS, *[ADJECTIVES] * (self._words - 1)):
             number, word = divmod(number, len(kind))
             words.append(kind[word])
-        return WORDINGS[self.task.vocabulary].joint.join(reversed(words))
+        return WORDINGS[self.task.vocabulary]["joint"].join(reversed(words))
 
     def _value(self, draw: "_Draw", line: int) -> str:
         if self.task.vocabulary == "small":

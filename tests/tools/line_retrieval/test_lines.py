@@ -1,4 +1,4 @@
-"""Made conversations: an asked line is in the record once, a seed gives the same bytes, a tiny model knows the words."""
+"""Made conversations: an asked line is in the record once, a seed gives the same bytes, a tiny model has its words."""
 
 import hashlib
 import json

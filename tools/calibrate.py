@@ -47,7 +47,8 @@ from train.watching.progress import peak_flops
 
 Figures = dict[str, tuple[Any, str]]
 """Value, and how it was measured, by key of a cluster file."""
-Say, Step = Callable[[str], None], Callable[[], object]
+Say = Callable[[str], None]
+Step = Callable[[], object]
 LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
 WIDTHS = {"cpu": {"num_heads": 8, "head_dim": 64}, "cuda": {"num_heads": 32, "head_dim": 128}}
 FFN = 4
@@ -308,7 +309,7 @@ def posting(device: torch.device, to: Sequence[int], of: Sequence[int], size: in
     """Return what posts ``size`` bytes to each of some ranks and as many of each of others, and returns what waits."""
     sent, *received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(1 + len(of)))
 
-    def post() -> Callable[[], None]:
+    def post() -> Step:
         operations = [dist.P2POp(dist.irecv, into, peer) for into, peer in zip(received, of, strict=True)]
         under_way = dist.batch_isend_irecv([*operations, *(dist.P2POp(dist.isend, sent, peer) for peer in to)])
         return lambda: [one.wait() for one in under_way]

@@ -230,7 +230,7 @@ def plan(argv: list[str]) -> None:
     if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group
         return
     if args.json:
-        told = {"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]]}
+        told: dict[str, Any] = {"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]]}
         told |= {"refused": dict(found.refused), "too_large": len(found.too_large)}
         print(json.dumps({**told, "host_short": len(found.host_short)}))
     else:

@@ -5,7 +5,7 @@ Squares are queries x keys in global positions, as the papers draw them.
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NUMBERED_TOKENS = 64  # longer sequences have no room for a rank's number on each token
 PALE = 0.28  # opacity of a rank's colour, where it is pale
-STYLE = {
+STYLE: Any = {
     "font.size": 8,
     "text.color": INK,
     "axes.titlecolor": INK,
@@ -146,11 +146,12 @@ def draw(drawings: list[Drawing]) -> "Figure":
     """Draw one band per method: its tokens, its rounds, and a time line of its ranks."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     columns, longest = max(len(shown.rounds) for shown in drawings), max(shown.slowest for shown in drawings)
     with rc_context(STYLE):
-        figure = Figure(figsize=(2.45 * columns + 6.5, 4.0 * len(drawings) + 1.25), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches
+        engine = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
+        figure = Figure(figsize=(2.45 * columns + 6.5, 4.0 * len(drawings) + 1.25), layout=engine)
         figure.suptitle(_headline(drawings[0].plan), x=0.01, ha="left", size=15, weight="bold")
         bands = figure.subfigures(len(drawings), squeeze=False)[:, 0]
         for band, shown in zip(bands, drawings, strict=True):
@@ -197,7 +198,7 @@ def _strip(axes: "Axes", shown: Drawing) -> None:
 
     tokens, ranks = len(shown.owners), colours(shown.plan.size)
     numbered = tokens <= NUMBERED_TOKENS
-    edges = {"edgecolors": "white", "linewidth": 0.8} if numbered else {}
+    edges: Any = {"edgecolors": "white", "linewidth": 0.8} if numbered else {}
     cells = (np.arange(tokens + 1) - 0.5, (-0.5, 0.5), shown.owners[None])
     axes.pcolormesh(*cells, cmap=ListedColormap(ranks), vmin=-0.5, vmax=len(ranks) - 0.5, **edges)
     for position, rank in enumerate(shown.owners if numbered else ()):
@@ -219,10 +220,10 @@ def _square(axes: "Axes", shown: Drawing, index: int) -> None:
 
     ranks, now, none = colours(shown.plan.size), shown.rounds[index], np.full_like(shown.rounds[0], -1)
     before, ever = np.max([none, *shown.rounds[:index]], axis=0), np.max(shown.rounds, axis=0)
-    palette = [*ranks, *(to_rgba(rank, PALE) for rank in ranks), "white", MASKED]
+    palette: list[Any] = [*ranks, *(to_rgba(rank, PALE) for rank in ranks), "white", MASKED]
     later = np.where(ever >= 0, 2 * len(ranks), 2 * len(ranks) + 1)
     kinds = np.where(now >= 0, now, np.where(before >= 0, len(ranks) + before, later))
-    edges = {"edgecolors": "white", "linewidth": 0.45} if len(now) <= 2 * NUMBERED_TOKENS else {}
+    edges: Any = {"edgecolors": "white", "linewidth": 0.45} if len(now) <= 2 * NUMBERED_TOKENS else {}
     cells = (np.arange(len(now)), np.arange(len(now)), kinds)
     axes.pcolormesh(*cells, cmap=ListedColormap(palette), vmin=-0.5, vmax=len(palette) - 0.5, **edges)
     axes.set(title=_round_title(shown.plan, index), xlabel="keys", ylabel="" if index else "queries", aspect="equal")
@@ -246,7 +247,7 @@ def _time_line(axes: "Axes", shown: Drawing, longest: int) -> None:
     took = np.broadcast_to(work.max(axis=1, keepdims=True), work.shape) if shown.in_step else work
     starts = np.cumsum(took, axis=0) - took
     ends = np.concatenate([starts[1:], np.full_like(starts[:1], shown.slowest)])
-    waiting = {"color": "none", "edgecolor": MASKED, "hatch": "////", "linewidth": 0}
+    waiting: Any = {"color": "none", "edgecolor": MASKED, "hatch": "////", "linewidth": 0}
     for done, start, end in zip(work, starts, ends, strict=True):
         bars = axes.barh(range(plan.size), done, left=start, height=0.74, color=ranks, edgecolor="white", linewidth=1.2)
         axes.barh(range(plan.size), end - start - done, left=start + done, height=0.74, **waiting)
@@ -256,8 +257,8 @@ def _time_line(axes: "Axes", shown: Drawing, longest: int) -> None:
     if shown.in_step and len(starts) > 1:
         axes.vlines(ends[:, 0], -0.85, plan.size - 0.4, color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
         for index, middle in enumerate((starts[:, 0] + ends[:, 0]) / 2):
-            label = f"round {index}" if len(starts) <= 5 else str(index)
-            axes.text(middle, -0.62, label, ha="center", va="center", size=7.5, color=FAINT)
+            name = f"round {index}" if len(starts) <= 5 else str(index)
+            axes.text(middle, -0.62, name, ha="center", va="center", size=7.5, color=FAINT)
     axes.vlines(shown.even, -0.42, plan.size - 0.4, color=INK, linewidth=1.4, zorder=0)  # behind bars and numbers
     axes.set(xlim=(0, longest * 1.02), ylim=(plan.size - 0.4, -0.85))
     axes.set_yticks(range(plan.size), [f"rank {rank}" for rank in range(plan.size)], size=8, color=INK)

@@ -67,12 +67,12 @@ BUDGET = {
     "train": 5780,
     "planner": 2840,
     "runtime": 2360,
-    "slurm": 380,
-    "tools": 4550,
+    "slurm": 350,
+    "tools": 4300,
     "parity": 1030,
     "papers": 1850,
     "bench": 2930,
-    "tests": 41330,
+    "tests": 41200,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from checkpoint.manifest import METADATA, CheckpointError, Manifest, describe, disk_errors, write_manifest
 from checkpoint.search import POINTER, to_stderr, what_is_broken
-from runtime.files import fsync_folder, write_text
+from runtime.files import fsync, write_text
 from runtime.together import from_first, gather_results, is_first
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ def publish(draft: Draft) -> None:
             raise CheckpointError(f"{path} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
         write_manifest(path, manifest)
         path.rename(folder)
-        fsync_folder(folder.parent)
+        fsync(folder.parent)
         write_text(folder.parent / POINTER, f"{manifest.iteration}\n")
 
 

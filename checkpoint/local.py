@@ -4,7 +4,6 @@ Each node has the files of its own ranks, and the manifest, which lists those of
 where the nodes have all of its files between them, and loads as any other once each node has those that it reads.
 """
 
-import hashlib
 import os
 import shutil
 import uuid
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.manifest import CheckpointError, describe, read_manifest
-from runtime.files import read_own
+from runtime.files import read_own, sha256
 from runtime.together import from_first, gather_results, raise_together
 
 STARTS = "starts.jsonl"
@@ -45,7 +44,7 @@ def fingerprint(save: Path) -> str | None:
     if not (starts := save / STARTS).exists():
         return None
     path, (first, newline, _) = os.path.realpath(save), read_own(starts).partition("\n")
-    return f"{os.path.basename(path)}-{hashlib.sha256((path + first + newline).encode()).hexdigest()[:12]}"
+    return f"{os.path.basename(path)}-{sha256(path + first + newline)[:12]}"
 
 
 def remove_others(local: Path, kept: Path | None) -> None:

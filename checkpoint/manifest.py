@@ -1,6 +1,5 @@
 """The manifest of a checkpoint, its files with their checksums, and its errors."""
 
-import hashlib
 import json
 import os
 import re
@@ -115,4 +114,4 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(content, sort_keys=True))

@@ -1,6 +1,5 @@
 """The checkpoints of a run's folder: find the newest whole one, verify every byte of it, remove older ones."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -26,7 +25,7 @@ from checkpoint.manifest import (
     read_manifest,
 )
 from runtime.errors import UserError, printable
-from runtime.files import not_a_file, read_own
+from runtime.files import not_a_file, read_own, sha256
 from runtime.together import from_first, gather_results, is_first
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -77,7 +76,7 @@ def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
     """Return this host, the folder's inode, what is wrong with its manifest, the manifest's digest, and the files."""
     host = socket.gethostname()
     try:
-        digest = hashlib.sha256(repr(read_manifest(folder)).encode()).hexdigest()
+        digest = sha256(repr(read_manifest(folder)))
         return host, folder.stat().st_ino, "", digest, {path.name for path in folder.iterdir()}
     except (CheckpointError, OSError) as error:
         return host, 0, str(error), "", set()
@@ -125,7 +124,7 @@ def _what_is_left_out(folder: Path, manifest: Manifest) -> str | None:
     return None
 
 
-def _what_differs(path: Path, size: int, sha256: str, read: bool) -> str | None:
+def _what_differs(path: Path, size: int, digest: str, read: bool) -> str | None:
     try:
         if kind := not_a_file(path):
             return f"{path} is {kind}, not a file"
@@ -135,7 +134,7 @@ def _what_differs(path: Path, size: int, sha256: str, read: bool) -> str | None:
         found = path.stat().st_size
         if found != size:
             return f"{path} has {found} bytes instead of {size}"
-        same = not read or describe(path)[1] == sha256
+        same = not read or describe(path)[1] == digest
         return None if same else f"{path} has another SHA-256 than the manifest says"
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"

@@ -1,6 +1,5 @@
 """Tokenizers behind one small interface: sentencepiece models trained here, and Hugging Face's tokenizer.json."""
 
-import hashlib
 import io
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 from data.text.indexed import writing
 from runtime.errors import DataError
+from runtime.files import sha256
 
 END_OF_TEXT = "<|endoftext|>"
 # End-of-text tokens of well-known tokenizers, tried if no tokenizer_config.json names one.
@@ -42,7 +42,7 @@ class Tokenizer(ABC):
         self.vocab_size = vocab_size
         self.eod = eod
         # By content, not path: a retrained tokenizer at the same path must not reuse the old caches.
-        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.sha256 = sha256(content)
         self.unique_identifiers: OrderedDict[str, object] = OrderedDict(
             {"class": type(self).__name__, "sha256": self.sha256}
         )

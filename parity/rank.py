@@ -1,6 +1,5 @@
 """One process of `make parity`: train as an entry script does, and return the results."""
 
-import hashlib
 import resource
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from model.base import initial_weight
 from model.dit import initial_dit_weight
 from parity.modules import Notes, Piece
 from parity.samples import feed
+from runtime.files import sha256
 from runtime.tensors import Part, generator_of
 from tools.common.training import Records, trainer_of
 from train import optim
@@ -157,7 +157,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _digest(value: Tensor) -> str:
-    return hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _peak_mb() -> float:

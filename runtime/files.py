@@ -25,37 +25,46 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Yield temporary paths beside ``paths``, and rename them to ``paths`` when the block ends.
+    """Yield drafts beside ``paths``, which the block writes, and rename them to ``paths`` when it ends.
 
-    Files are fsynced before the renames, their folders after. The temporary names differ only where ``paths`` do, so
-    that a .bin/.idx pair stays a pair. If the block raises (KeyboardInterrupt included), the temporary files are
-    removed and ``paths`` are as before.
+    A draft is a file or a folder, as the block makes it; a folder takes a free name, or an empty folder's. Drafts are
+    fsynced before the renames, the folders around them after. Their names differ only where ``paths`` do, so that a
+    .bin/.idx pair stays a pair. If the block raises (KeyboardInterrupt included), drafts are removed and ``paths`` are
+    as before.
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: a draft cannot be written, or another folder has its name.
     """
     # Keep suffixes: readers choose by them. mkstemp would ignore the umask and make the files private.
     unique = uuid.uuid4().hex
-    temporary = tuple(path.with_name(f".{path.stem}.{unique}{path.suffix}") for path in paths)
-    renamed: list[Path] = []
+    drafts = tuple(path.with_name(f".{path.stem}.{unique}{path.suffix}") for path in paths)
+    renamed: list[tuple[Path, Path]] = []
     try:
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        for name in temporary:
-            with name.open("rb+") as stream:
-                os.fsync(stream.fileno())
-        for name, path in zip(temporary, paths, strict=True):
-            renamed.append(path)
-            name.replace(path)
+        yield drafts
+        for draft in drafts:
+            for path in (*draft.rglob("*"), draft):
+                fsync(path)
+        for draft, path in zip(drafts, paths, strict=True):
+            renamed.append((draft, path))
+            draft.replace(path)
         renamed.clear()
         for folder in {path.parent for path in paths}:
-            fsync_folder(folder)
+            fsync(folder)
     finally:
         # An interrupt between two renames must not leave a .bin beside another run's .idx.
-        for name in (*temporary, *renamed):
+        taken = [path for draft, path in renamed if not os.path.lexists(draft)]
+        for path in (*drafts, *taken):
             with suppress(OSError):
-                name.unlink()
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -69,8 +78,8 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
     """Lock a folder, or the files of one stem in it, against other processes until the block ends.
 
     The lock (``runtime.locks``) is on ``.lock`` or ``.STEM.lock``. The block's end removes that file, and folders
-    made for it that are still empty. A killed process loses its lock; the drafts that it left (files of ``replacing``
-    and folders named like them) are removed here.
+    made for it that are still empty. A killed process loses its lock; the drafts of ``replacing`` that it left are
+    removed here.
 
     Args:
         folder: created if missing.
@@ -91,10 +100,7 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
     try:
         taken = Lock(lock, wait)
         for path in _drafts(folder, stem):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            _remove(path)
         yield
     finally:
         _HELD.remove(held)
@@ -162,10 +168,12 @@ def read_own(path: Path, most: int = 1 << 30) -> str:
         return file.read(most).decode(errors="replace")
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(of: Path | str | bytes) -> str:
+    """Return the SHA-256 of a file, a text in UTF-8 or bytes, in hex."""
+    if isinstance(of, Path):
+        with of.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(of.encode() if isinstance(of, str) else of).hexdigest()
 
 
 def copy_files(sources: Mapping[str, str], folder: Path) -> dict[str, tuple[int, str]]:
@@ -183,8 +191,8 @@ def copy_files(sources: Mapping[str, str], folder: Path) -> dict[str, tuple[int,
     return found
 
 
-def fsync_folder(path: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
+def fsync(path: Path) -> None:
+    """Make a file's contents, or renames and new names in a folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -8,7 +8,6 @@ renamed, so that a project with folders of these names can import it, even besid
 
 import argparse
 import ast
-import hashlib
 import json
 import re
 import shutil
@@ -21,7 +20,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from runtime.files import fsync_folder, owned, sha256, unwritable
+from runtime.files import fsync, owned, sha256, unwritable
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
 
@@ -62,7 +61,7 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
     _check_imports(
         files, {path.parent.name for path in root.glob("*/*.py")} | {path.stem for path in root.glob("*.py")}
     )
-    digests = {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)}
+    digests = {name: sha256(files[name]) for name in sorted(files)}
     origin = {"project": "longmesh", "version": version, "commit": commit, "files": digests}
     return {**files, ORIGIN: (json.dumps(origin, indent=1) + "\n").encode()}
 
@@ -157,7 +156,7 @@ def write(destination: Path, files: dict[str, bytes]) -> Path:
             if target.exists():
                 target.rename(old)
             draft.rename(target)
-            fsync_folder(destination)
+            fsync(destination)
         finally:
             if old.exists() and not target.exists():
                 old.rename(target)

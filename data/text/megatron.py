@@ -1,11 +1,8 @@
 """Adapter for megatron.core.datasets: from indexed token files to training samples."""
 
-import hashlib
 import json
 import logging
 import os
-import shutil
-import uuid
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +19,7 @@ from data.text.blend import BlendedDataset, EpochedDataset
 from data.text.config import DataConfig, blend, split_shares
 from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
 from runtime.errors import DataError
-from runtime.files import InUseError, owned
+from runtime.files import InUseError, owned, replacing, sha256
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -147,6 +144,7 @@ class _Source:
         self.dataset = megatron_core().IndexedDataset(self.prefix, mmap=False)
         self.reader = self.dataset.bin_reader = TokenReader(self.prefix)
         self.writes = check
+        self.wanted = [index for index, share in enumerate(split_shares(config.split)) if share > 0]
 
     def gpt_config(self, epoch: int, cache: str) -> "GPTDatasetConfig":
         return megatron_core().GPTDatasetConfig(
@@ -164,8 +162,7 @@ class _Source:
 
     def splits(self) -> list[EpochedDataset | None]:
         """Return an endless dataset per split, None where the share is 0."""
-        wanted = [index for index, share in enumerate(split_shares(self.config.split)) if share > 0]
-        for index in wanted:
+        for index in self.wanted:
             begin, end = self.documents(index)
             tokens = int(self.indexed.lengths[begin:end].sum(dtype="int64"))
             if tokens < self.seq_length + 1:
@@ -176,7 +173,7 @@ class _Source:
                     "documents, or a smaller seq_length"
                 )
         cache = self.cache()
-        return [self.endless(index, cache) if index in wanted else None for index in range(len(SPLITS))]
+        return [self.endless(index, cache) if index in self.wanted else None for index in range(len(SPLITS))]
 
     def endless(self, index: int, cache: str) -> EpochedDataset:
         try:
@@ -231,7 +228,7 @@ class _Source:
             "digests": 1,
         }
         root = Path(self.config.data_cache_path or os.path.join(self.prefix, "cache"))
-        folder = root.absolute() / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+        folder = root.absolute() / sha256(json.dumps(key, sort_keys=True))[:24]
         if not folder.is_dir() and self.writes:
             self.write_cache(folder)
         for path in folder.glob("*.npy"):
@@ -244,18 +241,16 @@ class _Source:
         return str(folder)
 
     def write_cache(self, folder: Path) -> None:
-        temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
         try:
             # A second run waits for the first, which takes no longer than its own cache would.
             with owned(folder.parent, folder.name, wait=True):
                 if folder.is_dir():
                     return
-                temporary.mkdir()
-                for index, share in enumerate(split_shares(self.config.split)):
-                    if share > 0:
-                        self.gpt_dataset(index, 0, str(temporary))
-                write_digests(temporary)
-                os.replace(temporary, folder)
+                with replacing(folder) as (draft,):
+                    draft.mkdir()
+                    for index in self.wanted:
+                        self.gpt_dataset(index, 0, str(draft))
+                    write_digests(draft)
         except (OSError, InUseError) as error:
             # Without locks another run may have finished the same folder, which is as good as ours.
             if not folder.is_dir():
@@ -264,8 +259,6 @@ class _Source:
                     f"the sample indices of {self.prefix} cannot be written to {folder.parent} ({said}); "
                     f"give --data-cache-path a folder that you can write to and all machines share"
                 ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 @cache

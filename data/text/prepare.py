@@ -1,14 +1,12 @@
 """Prepare text and conversations as Megatron's indexed token files: train a tokenizer, tokenize, write, or keep."""
 
-import hashlib
 import json
 import os
 import shutil
 import sys
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -39,7 +37,7 @@ from data.text.rows import Rows, size_of
 from data.text.workers import Tokens, batched, in_order, tokenized, usable_cores
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.errors import DataError, StoppedError
-from runtime.files import InUseError, owned
+from runtime.files import InUseError, owned, sha256
 
 SPOOLED = ("bin", "lengths", "learned", "refused")
 # Input that takes a process longer than its start.
@@ -158,7 +156,7 @@ def prepare(
             return kept, True
         with ExitStack() as held:
             try:
-                for stem in dict.fromkeys(with_end(prefix, end).stem for end in ends_of(request) if end != TOKENIZER):
+                for stem in dict.fromkeys(with_end(prefix, end).stem for end in ends_of(request)):
                     held.enter_context(owned(prefix.parent, stem))
             except InUseError as error:
                 raise DataError(f"cannot write {prefix}: {error}") from error
@@ -178,16 +176,13 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
         source = Corpus(files, request.max_bytes, not request.inputs, request.json_key)
     inputs = inputs_of(request)
     size = _checked(request, source, progress)
-    ends = [end for end in ends_of(request) if end != TOKENIZER]
+    ends = ends_of(request)
     # The spool ends last, when the output is in its place.
     with ExitStack() as kept, writing(*(with_end(prefix, end) for end in ends)) as drafts:
         draft = dict(zip(ends, drafts, strict=True))
-        path = Path(request.tokenizer_model or draft.get(".model") or kept.enter_context(_folder_beside(prefix)))
-        if request.tokenizer_model is None:
-            path = _train(request, source, path, progress)
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(request.tokenizer_model or _train(request, source, draft, progress))
         key = json.dumps([made_with_of(request), tokenizer.sha256, inputs], sort_keys=True)
-        spool = Spool(prefix, hashlib.sha256(key.encode()).hexdigest(), SPOOLED)
+        spool = Spool(prefix, sha256(key), SPOOLED)
         kept.push(spool.close)
         busy = min(usable_cores(), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
         _tokenize(request, source, tokenizer, spool, size, progress, workers or busy)
@@ -199,32 +194,22 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
             # The new .bin must never stand beside the old record, nor text beside a loss mask.
             for end in (".json", *CHAT_ENDS):
                 with_end(prefix, end).unlink(missing_ok=True)
-        if TOKENIZER in ends_of(request):
-            shutil.rmtree(with_end(prefix, TOKENIZER), ignore_errors=True)
-            path.parent.replace(with_end(prefix, TOKENIZER))
+            if TOKENIZER in ends:
+                shutil.rmtree(with_end(prefix, TOKENIZER), ignore_errors=True)
     return prepared
 
 
-@contextmanager
-def _folder_beside(prefix: Path) -> Iterator[Path]:
-    """Make a folder that the block moves to its place; else nothing of it stays."""
-    folder = prefix.with_name(f".{prefix.name}.{uuid.uuid4().hex}")  # a draft, as `owned` knows them
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _train(request: Request, source: Corpus | Rows, draft: Path, progress: bool) -> Path:
-    """Train a tokenizer as the draft, or in that folder; return its path."""
+def _train(request: Request, source: Corpus | Rows, draft: dict[str, Path], progress: bool) -> Path:
+    """Train a tokenizer as one of the drafts; return its path."""
     size = request.vocab_size or 4096
     if progress:
         print(f"training a tokenizer of {size} entries", file=sys.stderr)
     if isinstance(source, Corpus):
-        return train_tokenizer(source, draft.with_suffix(""), size)
+        return train_tokenizer(source, draft[".model"].with_suffix(""), size)
     assert request.chat is not None
-    return train_chat_tokenizer(source, request.chat.skip_refused, draft, size, str(request.chat.chat_template))
+    return train_chat_tokenizer(
+        source, request.chat.skip_refused, draft[TOKENIZER], size, str(request.chat.chat_template)
+    )
 
 
 def _checked(request: Request, source: Corpus | Rows, progress: bool) -> int | None:

@@ -1,6 +1,5 @@
 """Requests of prepared data, and the record beside the data."""
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, fields
@@ -15,6 +14,7 @@ from data.text.indexed import LOSS_MASK, open_indexed
 from data.text.rows import HUB
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
+from runtime.files import sha256
 
 CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
 """Counts of what became of conversations."""
@@ -141,7 +141,7 @@ def made_with_of(request: Request) -> dict[str, Any]:
             source = load_template(request.tokenizer_model, request.chat.chat_template).source
         else:
             source = NAMED[str(request.chat.chat_template)].source
-        made_with["chat"]["chat_template"] = hashlib.sha256(source.encode()).hexdigest()
+        made_with["chat"]["chat_template"] = sha256(source)
     return made_with
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from model.hf.folder import CONFIG, WEIGHTS, read_json
 from runtime.errors import UserError
-from runtime.files import fsync_folder
+from runtime.files import replacing
 
 INDEX = f"{WEIGHTS}.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -149,20 +148,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder} has no name; give the name of a new folder")
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder} exists; choose a new folder, nothing is written over")
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
-        draft.mkdir(parents=True)
-        yield draft
-        for path in (*draft.rglob("*"), draft):
-            fsync_folder(path)  # of a file, its contents
-        draft.rename(folder)
-        fsync_folder(folder.absolute().parent)
+        with replacing(folder) as (draft,):
+            draft.mkdir()
+            yield draft
     except OSError as error:
         raise UserError(
             f"cannot write to {folder} ({error.strerror or error}); free space or choose another"
         ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_model(

@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,18 @@ def test_replacing_keeps_the_old_and_pairs_the_new(tmp_path: Path) -> None:
         for name in names:
             name.write_bytes(b"new")
     assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b"new", b"new"]
+
+
+def test_a_folder_takes_a_free_name_and_no_other_folders(tmp_path: Path) -> None:
+    for taken in (False, True):
+        with (
+            pytest.raises(OSError, match="not empty") if taken else nullcontext(),
+            replacing(tmp_path / "d") as (draft,),
+        ):
+            (draft / "sub").mkdir(parents=True)
+            (draft / "sub" / "a").write_text(str(taken))
+        assert [path.name for path in tmp_path.iterdir()] == ["d"]
+        assert (tmp_path / "d" / "sub" / "a").read_text() == "False"
 
 
 def test_it_is_on_disk_before_it_bears_its_name_and_the_name_after(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkpoint.local import STARTS
-from data.latents.writer import write_latents
+from data.latents.folder import write_latents
 from data.text.indexed import open_indexed, write_index, writing
 from data.text.prepare import Request, prepare
 from planner.cluster import load_cluster

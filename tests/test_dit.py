@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import pretrain_dit
 from checkpoint.api import load_model
-from data.latents.writer import write_latents
+from data.latents.folder import write_latents
 from model.dit import DiT
 from model.dit_config import architecture_of
 from parity.cases import DIFFUSION, REFERENCE, chosen_cases

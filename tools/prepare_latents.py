@@ -23,8 +23,7 @@ import numpy as np
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.latents.folder import LatentFolder, check_labels
-from data.latents.writer import write_latents
+from data.latents.folder import LatentFolder, write_latents
 from runtime.errors import DataError
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     if args.check is not None:
         folder = LatentFolder(args.check)
-        check_labels(folder.labels, folder.where_label, args.num_classes)
+        folder.check_labels(args.num_classes)
         folder.check_finite()
     else:
         batches = _batches(args.input, args.size, args.vae, args.batch_size)

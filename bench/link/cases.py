@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.latents.writer import write_latents
+from data.latents.folder import write_latents
 from data.text.prepare import Request
 from parallel.context import ContextConfig
 from runtime.machine import ROOT

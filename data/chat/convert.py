@@ -13,8 +13,8 @@ import numpy as np
 from data.chat.bounded import UnboundedError
 from data.chat.conversations import turns_of
 from data.chat.template import ChatTemplate
+from data.text.corpus import Row
 from data.text.indexed import write_index
-from data.text.rows import Row
 from data.text.workers import Tokens, joined
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError

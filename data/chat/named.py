@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.chat.conversations import turns_of
-from data.text.rows import Row
+from data.text.corpus import Row
 from runtime.errors import DataError
 from runtime.files import write_text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.latents.folder import LatentFolder, check_labels, locate
+from data.latents.folder import LatentFolder, Latents, Shard
 from data.text.config import split_shares
 from runtime.errors import DataError
 
@@ -39,50 +39,30 @@ class LatentDataConfig:
             raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")
 
 
-class Digits:
-    """scikit-learn's handwritten digits as latents from -1 (paper) to 1 (ink), with the interface of a LatentFolder."""
-
-    shape: tuple[int, ...] = (1, 8, 8)
-
-    def __init__(self) -> None:
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise DataError(
-                "data_path is digits, which takes scikit-learn: pip install scikit-learn (make venv EXTRAS=digits)"
-            ) from error
-        found = load_digits()
-        self.images = (found.images[:, None] / 8 - 1).astype(np.float32)  # [1797, 1, 8, 8]
-        self.labels = found.target.astype(np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def latents(self, row: int) -> np.ndarray:
-        """Return one sample, float32 [1, 8, 8]."""
-        return self.images[row]
-
-    def where_label(self, row: int) -> tuple[Path, int]:
-        """Return the file and row of a label, for messages."""
-        return Path(DIGITS), row
-
-
-Source = Digits | LatentFolder
+def digits() -> Latents:
+    """Return scikit-learn's handwritten digits as latents, float32 [1, 8, 8] from -1 (paper) to 1 (ink)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(
+            "data_path is digits, which takes scikit-learn: pip install scikit-learn (make venv EXTRAS=digits)"
+        ) from error
+    found, path = load_digits(), Path(DIGITS)
+    images = (found.images[:, None] / 8 - 1).astype(np.float32)  # [1797, 1, 8, 8]
+    labels = found.target.astype(np.int64)
+    return Latents([Shard(path=path, labels=labels, labels_path=path, read=images.__getitem__)], (1, 8, 8))
 
 
 class LatentSamples:
     """Endless epochs: sample n is number n mod len of epoch n // len; each epoch has every row once, reshuffled.
 
     Args:
-        sources: sources of the rows, concatenated.
-        rows: rows of this dataset, int64 [samples].
+        rows: rows of this dataset among those of `latents`, int64 [samples].
         seed: seed of the order.
     """
 
-    def __init__(self, sources: Sequence[Source], rows: np.ndarray, seed: int) -> None:
-        self._sources = list(sources)
-        self._ends = np.cumsum([len(source) for source in sources])
-        self._rows, self._seed = rows, seed
+    def __init__(self, latents: Latents, rows: np.ndarray, seed: int) -> None:
+        self._latents, self._rows, self._seed = latents, rows, seed
         self._epoch, self._order = -1, rows
 
     def __len__(self) -> int:
@@ -90,7 +70,7 @@ class LatentSamples:
         return len(self._rows)
 
     def row(self, index: int) -> int:
-        """Return the row of sample `index`, over all sources."""
+        """Return the row of sample `index`."""
         epoch, within = divmod(index, len(self._rows))
         if epoch != self._epoch:
             # RandomState's stream is frozen: every numpy gives the same order.
@@ -104,11 +84,10 @@ class LatentSamples:
         None gives a filler that never counts: zeros, label 0 and sample -1. Raises DataError for a bad sample.
         """
         if index is None:
-            latents, label = np.zeros(self._sources[0].shape, np.float32), 0
+            latents, label = np.zeros(self._latents.shape, np.float32), 0
         else:
-            number, within = locate(self._ends, self.row(index))
-            source = self._sources[number]
-            latents, label = source.latents(within), int(source.labels[within])
+            row = self.row(index)
+            latents, label = self._latents.latents(row), int(self._latents.labels[row])
         sample = -1 if index is None else index
         return {"latents": torch.from_numpy(latents), "labels": torch.tensor(label), "sample": torch.tensor(sample)}
 
@@ -134,14 +113,18 @@ def build_latent_datasets(
     from runtime.together import raise_together
 
     with raise_together():
-        sources: list[Source] = [Digits() if path == DIGITS else LatentFolder(path) for path in config.data_path]
-        for path, source in zip(config.data_path, sources, strict=True):
-            _check(path, source, tuple(latent_shape), num_classes)
-        train, valid = _split(config.split, sum(map(len, sources)))
-    return LatentSamples(sources, train, seed), LatentSamples(sources, valid, seed) if len(valid) else None
+        shards, shape = list[Shard](), tuple(latent_shape)
+        for path in config.data_path:
+            found = digits() if path == DIGITS else LatentFolder(path)
+            _check_shape(path, found, shape)
+            found.check_labels(num_classes)
+            shards += found.shards
+        latents = Latents(shards, shape)
+        train, valid = _split(config.split, len(latents))
+    return LatentSamples(latents, train, seed), LatentSamples(latents, valid, seed) if len(valid) else None
 
 
-def _check(path: str, source: Source, latent_shape: tuple[int, ...], num_classes: int) -> None:
+def _check_shape(path: str, source: Latents, latent_shape: tuple[int, ...]) -> None:
     if source.shape != latent_shape:
         has, wanted = (" ".join(map(str, shape)) for shape in (source.shape, latent_shape))
         if path == DIGITS:
@@ -150,7 +133,6 @@ def _check(path: str, source: Source, latent_shape: tuple[int, ...], num_classes
                 f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or set latent_shape to {has}"
             )
         raise DataError(f"{path} holds latents of {has}, and latent_shape is {wanted}; set latent_shape to {has}")
-    check_labels(source.labels, source.where_label, num_classes)
 
 
 def _split(split: str, samples: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""A folder of precomputed latents: shards of samples and the index.json that names them.
+"""A folder of precomputed latents: shards of samples and the index.json that names them, read and written.
 
 index.json: {"version": 1, "shape": [C, H, W] or [C, F, H, W], "dtype": "float32" or "float16",
 "shards": [{"latents": file, "labels": file, "samples": N}, ...]}. A .npy shard holds latents [N, *shape], a second .npy
@@ -6,31 +6,31 @@ its labels, integers [N]; a .safetensors shard holds both under these names, and
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from data.fingerprint import fingerprint
 from runtime.errors import DataError
+from runtime.files import InUseError, owned, reason, replacing
 from runtime.progress import Progress
 
 INDEX = "index.json"
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
 _SAFETENSORS = {"F32": "float32", "F16": "float16"}
-_BLOCK = 1 << 26
 _WRITE = "write the folder again (tools/prepare_latents.py)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One memory-mapped file of latents, with the shape and dtype that its index says."""
+    """Samples of one file, memory-mapped, with the shape and dtype that its index says."""
 
     path: Path
-    samples: int
     labels: np.ndarray
     """int64 [samples]."""
     labels_path: Path
@@ -38,51 +38,52 @@ class Shard:
     read: Callable[[slice], np.ndarray]
     """Read rows of the latents, [rows, *shape]."""
 
-    def check_finite(self) -> None:
-        """Read everything; raise DataError for the first row with a NaN or an infinity."""
-        rows = max(1, _BLOCK // max(1, self.path.stat().st_size // max(1, self.samples)))
-        for begin in range(0, self.samples, rows):
-            # numpy clips a slice past the end, safetensors raises.
-            block = self.read(slice(begin, min(begin + rows, self.samples)))
-            good = np.isfinite(block).reshape(len(block), -1).all(axis=1)
-            if not good.all():
-                raise not_finite(self.path, begin + int(np.argmin(good)))
+
+class Latents:
+    """The samples of shards, one after the other, all of one shape."""
+
+    def __init__(self, shards: Sequence[Shard], shape: tuple[int, ...]) -> None:
+        self.shards, self.shape = shards, shape
+        self._ends = np.cumsum([len(shard.labels) for shard in shards])
+        self.labels = np.concatenate([shard.labels for shard in shards])  # int64 [samples]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def locate(self, row: int) -> tuple[Shard, int]:
+        """Return the shard that holds a sample, and its row there."""
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        return self.shards[number], row - (int(self._ends[number - 1]) if number else 0)
+
+    def latents(self, row: int) -> np.ndarray:
+        """Return sample `row`, float32 [*shape]; raise DataError for a NaN or an infinity."""
+        shard, within = self.locate(row)
+        found = shard.read(slice(within, within + 1))[0].astype(np.float32)
+        if not np.isfinite(found).all():
+            raise DataError(
+                f"{shard.path}: row {within} holds a NaN or an infinity; repair or leave out the sample and {_WRITE}"
+            )
+        return found
+
+    def check_labels(self, num_classes: int | None = None) -> None:
+        """Raise DataError for the first label that is negative or, given num_classes, not below it."""
+        negative = self.labels < 0
+        below = bool(negative.any())  # reported first: no num_classes fixes it
+        bad = negative if below or num_classes is None else self.labels >= num_classes
+        if bad.any():
+            row = int(np.argmax(bad))
+            shard, within = self.locate(row)
+            allowed = "classes begin at 0"
+            if num_classes is not None:
+                allowed = f"num_classes {num_classes} allows 0 to {num_classes - 1}"
+            remedy = f"set num_classes to {int(self.labels.max()) + 1} or more, or repair the labels"
+            if below:
+                remedy = "number the classes from 0, and leave out samples without one"
+            where = f"{shard.labels_path}: row {within}"
+            raise DataError(f"{where} has label {self.labels[row]}, and {allowed}; {remedy}")
 
 
-def not_finite(path: Path, row: int) -> DataError:
-    """Return the DataError for a sample with a NaN or an infinity."""
-    return DataError(f"{path}: row {row} holds a NaN or an infinity; repair or leave out the sample and {_WRITE}")
-
-
-def check_labels(labels: np.ndarray, where: Callable[[int], tuple[Path, int]], num_classes: int | None = None) -> None:
-    """Raise DataError for the first label that is negative or, given num_classes, not below it.
-
-    Args:
-        labels: int64 [samples].
-        where: returns the file and row of a sample's label.
-    """
-    negative = labels < 0
-    below = bool(negative.any())  # reported first: no num_classes fixes it
-    bad = negative if below or num_classes is None else labels >= num_classes
-    if bad.any():
-        row = int(np.argmax(bad))
-        file, within = where(row)
-        allowed = "classes begin at 0"
-        if num_classes is not None:
-            allowed = f"num_classes {num_classes} allows 0 to {num_classes - 1}"
-        remedy = f"set num_classes to {int(labels.max()) + 1} or more, or repair the labels"
-        if below:
-            remedy = "number the classes from 0, and leave out samples without one"
-        raise DataError(f"{file}: row {within} has label {labels[row]}, and {allowed}; {remedy}")
-
-
-def locate(ends: np.ndarray, row: int) -> tuple[int, int]:
-    """Return the part that holds a row, and its row there; ``ends``, int64 [parts], cumulates the parts' sizes."""
-    number = int(np.searchsorted(ends, row, side="right"))
-    return number, row - (int(ends[number - 1]) if number else 0)
-
-
-class LatentFolder:
+class LatentFolder(Latents):
     """The samples of a folder, in the order of its shards."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -94,36 +95,15 @@ class LatentFolder:
         """
         self.folder = Path(folder)
         index = _index(self.folder)
-        self.shape: tuple[int, ...] = tuple(index["shape"])
-        self.shards = [_open(self.folder, entry, self.shape, index["dtype"]) for entry in index["shards"]]
-        self._ends = np.cumsum([shard.samples for shard in self.shards])
-        self.labels = np.concatenate([shard.labels for shard in self.shards])  # int64 [samples]
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def where_label(self, row: int) -> tuple[Path, int]:
-        """Return the file that holds the label of sample `row`, and its row there."""
-        shard, within = self._locate(row)
-        return shard.labels_path, within
-
-    def latents(self, row: int) -> np.ndarray:
-        """Return sample `row`, float32 [*shape]; raise DataError for a NaN or an infinity."""
-        shard, within = self._locate(row)
-        found = shard.read(slice(within, within + 1))[0].astype(np.float32)
-        if not np.isfinite(found).all():
-            raise not_finite(shard.path, within)
-        return found
-
-    def _locate(self, row: int) -> tuple[Shard, int]:
-        number, within = locate(self._ends, row)
-        return self.shards[number], within
+        shape = tuple(index["shape"])
+        super().__init__([_open(self.folder, entry, shape, index["dtype"]) for entry in index["shards"]], shape)
 
     def check_finite(self) -> None:
-        """Read all values; raise DataError as `Shard` does. Training checks each sample as it reads it."""
+        """Read all values; raise DataError for a NaN or an infinity. Training checks each sample as it reads it."""
         with Progress() as progress:
-            for number, shard in enumerate(self.shards, start=1):
-                shard.check_finite()
+            for number, (begin, end) in enumerate(pairwise([0, *self._ends]), start=1):
+                for row in range(begin, end):
+                    self.latents(row)
                 progress(f"{self.folder}: {number} of {len(self.shards)} shards checked")
 
 
@@ -197,7 +177,7 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
         row = int(np.argmax(over))
         raise DataError(f"{labels_path}: row {row} has label {labels[row]}, which is no int64; repair the labels")
     labels = np.asarray(labels, dtype=np.int64)
-    return Shard(path=path, samples=samples, labels=labels, labels_path=labels_path, read=read)
+    return Shard(path=path, labels=labels, labels_path=labels_path, read=read)
 
 
 def _npy(path: Path) -> np.ndarray:
@@ -237,3 +217,101 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, ValueError, TypeError, OverflowError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read ({error}); {_WRITE}") from error
+
+
+def write_latents(
+    folder: str | Path,
+    batches: Iterable[tuple[np.ndarray, np.ndarray]],
+    *,
+    dtype: str = "float32",
+    samples_per_shard: int = 4096,
+    kind: Literal["npy", "safetensors"] = "npy",
+) -> int:
+    """Write batches of latents [n, *shape] and labels [n] as a folder; return the number of samples.
+
+    Shards are filled in order; they appear at the end, the index last, so a killed write leaves no valid folder. If
+    anything raises, `batches` included, nothing stays.
+
+    Raises:
+        DataError: the folder has an index, is being written or is not writable, there are no samples, or latents
+            differ in shape or are not finite (also after the cast to `dtype`: float16 has a smaller range).
+    """
+    folder = Path(folder)
+    shards: list[dict[str, Any]] = []
+    shape: tuple[int, ...] | None = None
+    with ExitStack() as drafts:  # the first one appears last
+        with _writable(folder):
+            drafts.enter_context(owned(folder))
+        if (folder / INDEX).exists():
+            raise DataError(f"{folder} holds latents already; name another folder, or remove it")
+        (index,) = drafts.enter_context(replacing(folder / INDEX))
+        for latents, labels in _regrouped(batches, samples_per_shard):
+            first, shape = len(shards) * samples_per_shard, shape or latents.shape[1:]
+            if latents.shape[1:] != shape:
+                raise DataError(f"sample {first} on is {latents.shape[1:]}, those before {shape}")
+            with np.errstate(over="ignore"):  # an overflow gives an infinity, found below
+                # Contiguous: safetensors writes an array's memory as is, whatever its strides.
+                latents = np.ascontiguousarray(latents, dtype=DTYPES[dtype])
+            finite = np.isfinite(latents.reshape(len(latents), -1)).all(1)
+            if not finite.all():
+                row = first + int(np.argmin(finite))
+                raise DataError(f"sample {row} holds a NaN or an infinity in {dtype}; leave it out, or use float32")
+            names = _names(len(shards), kind)
+            with _writable(folder):
+                paths = drafts.enter_context(replacing(*(folder / name for name in names.values())))
+                _write_shard(paths, latents, labels.astype(np.int64))
+            shards.append({**names, "samples": len(latents)})
+        if shape is None:
+            raise DataError(f"there are no samples to write to {folder}")
+        with _writable(folder):
+            content = {"version": 1, "shape": list(shape), "dtype": dtype, "shards": shards}
+            index.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            drafts.close()
+    return sum(shard["samples"] for shard in shards)
+
+
+def _names(number: int, kind: str) -> dict[str, str]:
+    """Return the names of a shard's files."""
+    if kind == "safetensors":
+        return {"latents": f"latents-{number:05d}.safetensors"}
+    return {what: f"{what}-{number:05d}.npy" for what in ("latents", "labels")}
+
+
+def _write_shard(paths: Sequence[Path], latents: np.ndarray, labels: np.ndarray) -> None:
+    if len(paths) == 1:
+        from safetensors.numpy import save
+
+        # Not save_file: it ignores the umask and makes files private.
+        paths[0].write_bytes(save({"latents": latents, "labels": labels}))
+    else:
+        for path, array in zip(paths, (latents, labels), strict=True):
+            np.save(path, array)
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except InUseError as error:
+        raise DataError(f"{error}, or name another folder") from error
+    except (OSError, SafetensorError) as error:
+        said = reason(error, folder) if isinstance(error, OSError) else error
+        raise DataError(f"cannot write to {folder} ({said}); free space or name a folder to write to") from error
+
+
+def _regrouped(batches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Regroup the samples into batches of `size`."""
+    held: list[tuple[np.ndarray, np.ndarray]] = []
+    count = 0
+    for batch in batches:
+        held.append(batch)
+        count += len(batch[1])
+        while count >= size:
+            latents, labels = (np.concatenate(part) for part in zip(*held, strict=True))
+            yield latents[:size], labels[:size]
+            held, count = [(latents[size:], labels[size:])], count - size
+    if count:
+        latents, labels = (np.concatenate(part) for part in zip(*held, strict=True))
+        yield latents, labels

@@ -19,7 +19,7 @@ import numpy as np
 from data.chat.convert import convert, with_turns_alone, write_packed
 from data.chat.named import NAMED, train_chat_tokenizer
 from data.chat.template import load_template
-from data.text.corpus import Corpus, input_files, stdlib_files, stdlib_folder
+from data.text.corpus import Corpus, Rows, input_files, size_of, stdlib_files, stdlib_folder
 from data.text.indexed import LOSS_MASK, entropy, id_type, token_counts, unwritable, write_index, writing
 from data.text.record import (
     CHAT_ENDS,
@@ -33,7 +33,6 @@ from data.text.record import (
     made_with_of,
     with_end,
 )
-from data.text.rows import Rows, size_of
 from data.text.workers import Tokens, batched, in_order, tokenized, usable_cores
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.errors import DataError, StoppedError

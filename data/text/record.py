@@ -9,9 +9,8 @@ from typing import Any
 from data.chat.convert import Chat
 from data.chat.named import NAMED
 from data.chat.template import load_template
-from data.text.corpus import input_files
+from data.text.corpus import HUB, input_files
 from data.text.indexed import LOSS_MASK, open_indexed
-from data.text.rows import HUB
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from runtime.files import sha256

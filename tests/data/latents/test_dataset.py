@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.latents.dataset import Digits, LatentDataConfig, build_latent_datasets
-from data.latents.folder import LatentFolder
-from data.latents.writer import write_latents
+from data.latents.dataset import LatentDataConfig, build_latent_datasets, digits
+from data.latents.folder import LatentFolder, write_latents
 from runtime.errors import DataError
 from runtime.ranks import run_ranks
 
@@ -42,7 +41,8 @@ def test_a_folder_gives_back_what_was_written(tmp_path, kind, dtype):
         assert found.latents(row).dtype == np.float32
         np.testing.assert_array_equal(found.latents(row), latents[row].astype(dtype))
     labels_file = {"npy": "labels-00002.npy", "safetensors": "latents-00002.safetensors"}[kind]
-    assert found.where_label(9) == (tmp_path / labels_file, 1)
+    shard, within = found.locate(9)
+    assert (shard.labels_path, within) == (tmp_path / labels_file, 1)
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
@@ -105,13 +105,13 @@ def test_folders_are_taken_together(tmp_path):
 def test_digits_are_scaled_and_labelled():
     train, valid = built("digits", shape=(1, 8, 8), classes=10)
     assert (len(train), len(valid)) == (1617, 180)
-    digits = Digits()
-    assert digits.images.min() == -1
-    assert digits.images.max() == 1
-    assert sorted(set(digits.labels.tolist())) == list(range(10))
+    found = digits()
+    images = [found.latents(row) for row in range(len(found))]
+    assert (np.min(images), np.max(images)) == (-1, 1)
+    assert sorted(set(found.labels.tolist())) == list(range(10))
     row = train.row(5)
-    np.testing.assert_array_equal(train[5]["latents"].numpy(), digits.images[row])
-    assert train[5]["labels"] == digits.labels[row]
+    np.testing.assert_array_equal(train[5]["latents"].numpy(), images[row])
+    assert train[5]["labels"] == found.labels[row]
 
 
 def corrupt(path, row, value=np.nan):
@@ -128,13 +128,6 @@ def corrupt(path, row, value=np.nan):
     del array
 
 
-@pytest.fixture(params=[1 << 26, 600], ids=["whole", "blocks"])
-def block(request, monkeypatch):
-    """Bytes read at once: shards of four rows whole, or in blocks of three and one."""
-    monkeypatch.setattr("data.latents.folder._BLOCK", request.param)
-
-
-@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("row", [2, 3])
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 def test_a_nan_is_named_with_file_and_row(tmp_path, kind, row):

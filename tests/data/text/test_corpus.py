@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.text import rows
+from data.text import corpus
 from data.text.corpus import Corpus, input_files, stdlib_files
 from runtime.errors import DataError
 
@@ -102,7 +102,7 @@ def test_rows_of_every_kind_are_documents(tmp_path: Path) -> None:
 
 def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elements longer and shorter than a piece, brackets and commas inside of strings."""
-    monkeypatch.setattr(rows, "_CHUNK", 7)
+    monkeypatch.setattr(corpus, "_CHUNK", 7)
     table = [{"text": "]" * n + ", [{" + chr(10) + "é"} for n in (1, 50, 3, 7)]
     (tmp_path / "a.json").write_text(json.dumps(table, ensure_ascii=False))
     assert list(Corpus([tmp_path / "a.json"])) == [row["text"] for row in table]

@@ -6,8 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from data.latents.folder import LatentFolder
-from data.latents.writer import write_latents
+from data.latents.folder import LatentFolder, write_latents
 from runtime.errors import DataError
 from tests.data.latents.test_dataset import folder, samples
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from data.chat.conversations import turns_of
 from data.text.corpus import Row
+from data.tokenizer import to_train_on
 from runtime.errors import DataError
 from runtime.files import write_text
-
-_CHARACTERS = 8_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, 
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )
-    backend.train_from_iterator(list(_texts(rows, skip_refused)), trainer)
+    backend.train_from_iterator(list(to_train_on(_texts(rows, skip_refused))), trainer)
     if (found := backend.get_vocab_size()) < vocab_size:
         raise DataError(f"vocab_size is {vocab_size}, and the conversations fill {found} entries; give that or fewer")
     config = {
@@ -90,7 +89,6 @@ def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, 
 
 
 def _texts(rows: Iterable[Row], skip_refused: bool) -> Iterator[str]:
-    left = _CHARACTERS
     for where, row in rows:
         try:
             turns = turns_of(row)
@@ -98,8 +96,4 @@ def _texts(rows: Iterable[Row], skip_refused: bool) -> Iterator[str]:
             if not skip_refused:
                 raise DataError(f"{where}: {error}") from error
             continue
-        for turn in turns:
-            yield turn["content"][:left]
-            left -= len(turn["content"])
-            if left <= 0:
-                return
+        yield from (turn["content"] for turn in turns)

@@ -11,7 +11,7 @@ import torch
 
 from data.latents.folder import LatentFolder, Latents, Shard
 from data.text.config import split_shares
-from runtime.errors import DataError
+from runtime.errors import DataError, at_least
 
 DIGITS = "digits"
 
@@ -35,8 +35,7 @@ class LatentDataConfig:
         split_shares(self.split)
         if not self.data_path:
             raise DataError("data_path is empty; give folders of latents, or digits")
-        if self.num_workers < 0:
-            raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")
+        at_least(self, 0, "num_workers")
 
 
 def digits() -> Latents:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from runtime.errors import DataError
+from runtime.errors import DataError, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,7 @@ class DataConfig:
                 f"mock_data draws tokens, with which {', '.join(there)} cannot go; leave these out, or mock_data "
                 "(--no-mock-data)"
             )
-        if self.num_workers < 0:
-            raise DataError(f"num_workers is {self.num_workers}; it must be 0 or more")
+        at_least(self, 0, "num_workers")
 
     @property
     def tells_documents(self) -> bool:

@@ -132,7 +132,9 @@ def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: 
     indexed = open_indexed(prefix)
     _check_arrays(indexed)
     ids = indexed.token_ids()
-    for start, stop in _scan_blocks(indexed.tokens, scan_tokens):
+    head = min(indexed.tokens, scan_tokens)
+    ends = (0, head), (max(head, indexed.tokens - scan_tokens), indexed.tokens)
+    for start, stop in ((at, min(at + _BLOCK, end)) for begin, end in ends for at in range(begin, end, _BLOCK)):
         block = ids[start:stop]
         if block.max() >= vocab_size or block.min() < 0:
             at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
@@ -176,28 +178,20 @@ def write_index(
             file.write(np.array(bounds[start : start + _BLOCK], dtype="<i8").tobytes())
 
 
-def unigram_entropy(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> float:
-    """Return the entropy of the frequencies of the first `limit` tokens of `prefix`.bin, in nats per token.
-
-    This is the loss of a model that knows only the token frequencies. Raises DataError (`open_indexed`).
-    """
-    return entropy(token_counts(prefix, limit))
-
-
-def token_counts(prefix: str | os.PathLike[str], limit: int) -> np.ndarray:
-    """Count each id among the first `limit` tokens."""
+def token_counts(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> np.ndarray:
+    """Count each id among the first `limit` tokens of `prefix`.bin. Raises DataError (`open_indexed`)."""
     indexed, counts = open_indexed(prefix), np.zeros(1, dtype=np.int64)
     size = min(indexed.tokens, limit)
     with open(f"{prefix}.bin", "rb") as file:  # a memory map would hold all of it
-        for start in range(0, size, 1 << 22):
-            block = np.bincount(np.fromfile(file, indexed.dtype, min(size - start, 1 << 22)), minlength=len(counts))
+        for start in range(0, size, _BLOCK):
+            block = np.bincount(np.fromfile(file, indexed.dtype, min(size - start, _BLOCK)), minlength=len(counts))
             block[: len(counts)] += counts
             counts = block
     return counts
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Return the entropy of frequencies, in nats."""
+    """Return the entropy of frequencies in nats: the loss per token of a model that knows only these."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -247,15 +241,6 @@ def unwritable(path: Path, error: OSError) -> StoppedError:
     """Return the error for a file that cannot be written."""
     said = reason(error, path.parent)
     return StoppedError(f"cannot write {path} ({said}); free space or choose a folder that you can write to")
-
-
-def _scan_blocks(tokens: int, scan_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield disjoint ranges, at most a block each, that cover the first and last `scan_tokens` of `tokens`."""
-    head = min(tokens, scan_tokens)
-    tail = max(head, tokens - scan_tokens)
-    for begin, end in ((0, head), (tail, tokens)):
-        for start in range(begin, end, _BLOCK):
-            yield start, min(start + _BLOCK, end)
 
 
 def _check_arrays(indexed: Indexed) -> None:

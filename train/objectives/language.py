@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from data.loader import IGNORE_INDEX, Batch
 from data.text.blend import cumulative_lengths, positions_in_documents
 from data.text.config import DataConfig, blend
-from data.text.indexed import unigram_entropy
+from data.text.indexed import entropy, token_counts
 from kernels.products import linear
 from model.base import LanguageModel
 from parallel.context import ContextParallel
@@ -140,4 +140,4 @@ def corpus_entropy(data: DataConfig) -> dict[str, float]:
     if data.mock_data:
         return {}
     prefixes, _ = blend(data.data_path)
-    return {"unigram_entropy": unigram_entropy(prefixes[0])} if len(prefixes) == 1 and not data.sft else {}
+    return {"unigram_entropy": entropy(token_counts(prefixes[0]))} if len(prefixes) == 1 and not data.sft else {}

@@ -7,7 +7,7 @@ import torch
 
 from data.latents.dataset import LatentDataConfig, build_latent_datasets, digits
 from data.latents.folder import LatentFolder, write_latents
-from runtime.errors import DataError
+from runtime.errors import DataError, UserError
 from runtime.ranks import run_ranks
 
 SHAPE = (2, 4, 4)
@@ -264,7 +264,7 @@ def test_broken_safetensors_are_named(tmp_path):
     ],
 )
 def test_settings_that_do_not_fit_are_named(tmp_path, settings, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         built(folder(tmp_path), **settings)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from data.text import prepare as module
 from data.text.config import DataConfig
-from data.text.indexed import check_indexed, unigram_entropy, writing
+from data.text.indexed import check_indexed, entropy, token_counts, writing
 from data.text.megatron import build_datasets, megatron_core
 from data.text.prepare import Prepared, Request, prepare
 from data.text.workers import tokenized
@@ -72,10 +72,10 @@ def test_unigram_entropy(tmp_path: Path) -> None:
     ids = [1, 1, 1, 1, 2, 2, 3, 0]
     prefix = write_documents(tmp_path / "d", [ids])
     expected = -sum(p * math.log(p) for p in (4 / 8, 2 / 8, 1 / 8, 1 / 8))
-    assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
-    assert unigram_entropy(prefix, limit=4) == 0
+    assert entropy(token_counts(prefix)) == pytest.approx(expected, rel=1e-12)
+    assert entropy(token_counts(prefix, limit=4)) == 0
     uniform = write_documents(tmp_path / "u", [list(range(900))])
-    assert unigram_entropy(uniform) == pytest.approx(math.log(900), rel=1e-12)
+    assert entropy(token_counts(uniform)) == pytest.approx(math.log(900), rel=1e-12)
 
 
 def test_prepare_round_trip(tmp_path: Path, folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_prepare_round_trip(tmp_path: Path, folder: Path) -> None:
         dtype="uint16",
         text_bytes=sum(path.stat().st_size for path in folder.iterdir()),
         skipped_files=0,
-        unigram_entropy=pytest.approx(unigram_entropy(prefix), rel=1e-12),
+        unigram_entropy=pytest.approx(entropy(token_counts(prefix)), rel=1e-12),
     )
 
 

@@ -99,8 +99,9 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
     _HELD.add(held)
     try:
         taken = Lock(lock, wait)
-        for path in _drafts(folder, stem):
-            _remove(path)
+        for path, of in [(path, match["stem"]) for path in folder.iterdir() if (match := _DRAFT.fullmatch(path.name))]:
+            if of == stem if stem is not None else not (folder / f".{of}.lock").exists():  # those are of their owner
+                _remove(path)
         yield
     finally:
         _HELD.remove(held)
@@ -109,14 +110,6 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
         for path in made:
             with suppress(OSError):
                 path.rmdir()
-
-
-def _drafts(folder: Path, stem: str | None = None) -> list[Path]:
-    """List the drafts that killed processes left of one stem; with None, of all stems without a lock of their own."""
-    found = [(path, match["stem"]) for path in folder.iterdir() if (match := _DRAFT.fullmatch(path.name))]
-    if stem is None:
-        return [path for path, of in found if not (folder / f".{of}.lock").exists()]
-    return [path for path, of in found if of == stem]
 
 
 def room(folder: Path, needed: int | None = None) -> str:

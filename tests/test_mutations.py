@@ -298,12 +298,14 @@ def test_what_a_run_notes_of_its_starts_and_failures(
     name: str, line: dict[str, Any], mutation: str, run: Path, tmp_path: Path
 ) -> None:
     """They are read by the next start, which names the file where it is not taken, and starts.jsonl with local ones."""
+    config = parse_args(["--data-path", "x", "--tokenizer-model", "x", "--save", str(run), "--load", str(run)])
     (run / name).write_text(json.dumps(line | LINES.get(mutation, {})) + "\n")
     ANY_FILE.get(mutation, lambda path: None)(run / name)
 
     def start() -> int:
         assert fingerprint(run) is None or name == STARTS
         find_checkpoint(run, local=run)
+        claim_folder(config)  # before starts.jsonl gets the line of this start
         Health(HealthConfig(), str(run), [], Progress())
         return 1
 
@@ -328,12 +330,23 @@ def test_a_lock_that_is_no_file(kind: str, run: Path) -> None:
     assert "which is no lock; remove it" in line
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kind", ["fifo", "folder", "symlink out of the folder"])
-def test_a_folder_to_save_to_with_what_is_no_file_in_a_files_place(name: str, kind: str, run: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in FILES for kind in ("fifo", "folder", "symlink out of the folder")),
+        *((f"hf/{name}", "fifo") for name in ("config.json", "more/vocab.json")),
+        ("hf/config.json", "symlink out of the folder"),
+    ],
+)
+def test_what_is_no_file_in_the_place_of_a_file_to_write_or_take_over(
+    name: str, kind: str, run: Path, tmp_path: Path
+) -> None:
+    """Of the folder to save to, or, as ``hf/``, of the one that another run begins with."""
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).touch()
     ANY_FILE[kind](run / name)
-    config = parse_args(["--data-path", "x", "--tokenizer-model", "x", "--save", str(run), "--load", str(run)])
+    save = tmp_path / "other" if name.startswith("hf/") else run
+    config = parse_args(["--data-path", "x", "--tokenizer-model", "x", "--save", str(save), "--load", str(run)])
     _, (line,) = ended(lambda: claim_folder(config))
     assert f"and {name} there is a" in line
 

@@ -28,7 +28,7 @@ from runtime.watchdog import report_unresponsive_ranks
 from train.config.common import CommonConfig
 from train.config.entries import ENTRIES
 from train.config.flags import ConfigError, read_toml, write_toml
-from train.watching.health import FAILURES, Progress
+from train.watching.health import FAILURES, Progress, read_failures
 from train.watching.metrics import METRICS, RunLog, check_services, disk_errors
 
 # How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
@@ -141,7 +141,9 @@ def claim_folder(config: CommonConfig) -> None:
 
     Raises:
         ConfigError: the folder holds a run that ``--load`` does not continue, or checkpoints later than the requested
-            one; it is not writable; or a logging service is not installed.
+            one; it is not writable, or a file there, or one to be taken over, is none; or a logging service is not
+            installed.
+        TrainingError: its list of failures is none.
     """
     from_first(lambda: _claim_folder(config))
 
@@ -155,8 +157,12 @@ def _claim_folder(config: CommonConfig) -> None:
     for path in (folder / name for name in FILES):
         if kind := not_a_file(path):
             raise ConfigError(f"save is {folder}, and {path.name} there is {kind}, not a file; remove it")
-    iterations = saved_iterations(folder)[::-1]
+    read_failures(folder / FAILURES)
     load = config.checkpoint.load
+    for path in (Path(load) / HF_FOLDER).rglob("*") if load and not (folder / HF_FOLDER).exists() else ():
+        if (kind := not_a_file(path)) not in ("", "a folder"):
+            raise ConfigError(f"load is {load}, and {path.relative_to(load)} there is {kind}, not a file; remove it")
+    iterations = saved_iterations(folder)[::-1]
     same = load is not None and os.path.realpath(load) == os.path.realpath(folder)  # Path.resolve fails on a loop
     goes_on = same and not config.checkpoint.finetune
     begun = iterations or ((folder / METRICS).exists() and not _begins_again(config, folder))

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -64,7 +65,7 @@ def start_draft(
 
     def start() -> tuple[Room | None, T]:
         with disk_errors(path):
-            if _make_here(path) if local else is_first(group) and _make(path, folder):
+            if (local or is_first(group)) and _make(path, folder, local):
                 made.append(path)
             size = shutil.disk_usage(path) if made else None
         return Room(path, size.free if size.total else None) if size else None, prepare()
@@ -80,41 +81,37 @@ def start_draft(
     return draft, rooms, [prepared for _, prepared in answers]
 
 
-def _make_here(draft: Path) -> bool:
-    """Make a draft, unless another rank of this node has made it."""
-    draft.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+def _make(draft: Path, folder: Path, local: bool) -> bool:
+    """Make a draft, unless another rank of this node has made it or the checkpoint's name is taken on the shared disk.
+
+    There, drafts of killed runs are removed.
+    """
+    if not local and folder.exists():
+        return False
+    draft.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if local else 0o777)
+    if not local:
+        remove_drafts(draft.parent)
     with suppress(FileExistsError):
         draft.mkdir()
         return True
     return False
 
 
-def _make(draft: Path, folder: Path) -> bool:
-    """Make a draft, and remove those of killed runs, unless the checkpoint's name is taken."""
-    if folder.exists():
-        return False
-    draft.parent.mkdir(parents=True, exist_ok=True)
-    remove_drafts(draft.parent)
-    draft.mkdir()
-    return True
-
-
 def _free_name(folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Rename a broken checkpoint: a run resumed from an earlier one reaches its iteration again."""
     if (problem := what_is_broken(folder, group)) is None:
         raise CheckpointError(
             f"{folder} exists and is whole; move it away or choose another --save, it is not overwritten"
         )
-    from_first(lambda: _move_aside(folder, problem), group)
 
+    def move_aside() -> None:
+        with disk_errors(folder):
+            names = (folder.with_name(f"{folder.name}.broken-{number}") for number in count(1))
+            aside = next(name for name in names if not name.exists())
+            folder.rename(aside)
+        to_stderr(f"moved a broken one to {aside}: {problem}")
 
-def _move_aside(folder: Path, problem: str) -> None:
-    """Rename a broken checkpoint: a run resumed from an earlier one reaches its iteration again."""
-    with disk_errors(folder):
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.broken-{number}")).exists():
-            number += 1
-        folder.rename(aside)
-    to_stderr(f"moved a broken one to {aside}: {problem}")
+    from_first(move_aside, group)
 
 
 def remove_drafts(directory: Path) -> None:

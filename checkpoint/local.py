@@ -5,7 +5,6 @@ where the nodes have all of its files between them, and loads as any other once 
 """
 
 import os
-import shutil
 import uuid
 from collections.abc import Collection
 from contextlib import suppress
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint.manifest import CheckpointError, describe, read_manifest
+from checkpoint.manifest import CheckpointError, describe, read_manifest, remove
 from runtime.files import read_own, sha256
 from runtime.together import from_first, gather_results, raise_together
 
@@ -51,10 +50,8 @@ def remove_others(local: Path, kept: Path | None) -> None:
     """Remove all but one of this node's local checkpoints, drafts too; its ranks may do so at once."""
     for path in local.glob("iter_*"):
         if path != kept:
-            gone = path.with_name(f"iter_{uuid.uuid4().hex[:8]}.tmp")  # first, so that a kill leaves no broken one
             with suppress(OSError):  # another rank was first
-                path.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)  # another rank may be at it too
+                remove(path, ignore_errors=True)  # another rank may be at it too
 
 
 def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -60,6 +62,17 @@ def is_count(value: object) -> bool:
 def describe(path: Path) -> tuple[int, str]:
     """Return the size in bytes and the SHA-256 of a file."""
     return path.stat().st_size, sha256(path)
+
+
+def remove(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a checkpoint or a draft, renamed first, so that a kill leaves a draft and no broken checkpoint.
+
+    Raises:
+        OSError: it cannot be renamed or, unless these errors are ignored, removed.
+    """
+    draft = folder.with_name(f"iter_{uuid.uuid4().hex[:8]}.tmp")
+    folder.rename(draft)
+    shutil.rmtree(draft, ignore_errors=ignore_errors)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -2,10 +2,8 @@
 
 import json
 import re
-import shutil
 import socket
 import sys
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from checkpoint.manifest import (
     describe,
     is_count,
     read_manifest,
+    remove,
 )
 from runtime.errors import UserError, printable
 from runtime.files import not_a_file, read_own, sha256
@@ -281,10 +280,7 @@ class Keeper:
         return True
 
     def _remove(self, folder: Path) -> None:
-        # Renamed first: what a kill leaves is a draft, not a broken checkpoint.
-        draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
-            folder.rename(draft)
-            shutil.rmtree(draft)
+            remove(folder)
         except OSError as error:
             self.report(f"cannot remove {folder}, which is older than those to keep: {error.strerror}")

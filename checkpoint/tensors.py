@@ -2,8 +2,7 @@
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import EnumType
 from pathlib import Path
 from typing import IO, Any
@@ -198,8 +197,17 @@ def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.Proc
     Raises:
         CheckpointError: on every rank.
     """
-    with _one_error(f"cannot load {folder}"):
-        dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_TensorPlanner(), process_group=group)
+    try:
+        with warnings.catch_warnings():
+            # A single process without a process group is supported here.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_TensorPlanner(), process_group=group)
+    except CheckpointException as error:  # the tracebacks of all ranks that failed
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, (UserError, SystemExit, KeyboardInterrupt)):
+            raise cause from error
+        found = f"rank {rank} found {type(cause).__name__}: {cause}"
+        raise CheckpointError(f"cannot load {folder}: {found}") from error
 
 
 def files_read(state: State, metadata: Metadata) -> set[str]:
@@ -340,18 +348,3 @@ class _TensorPlanner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: IO[bytes]) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor; a checkpoint holds tensors only")
-
-
-@contextmanager
-def _one_error(what: str) -> Iterator[None]:
-    """Turn the tracebacks that DCP raises on every rank into one message."""
-    try:
-        with warnings.catch_warnings():
-            # A single process without a process group is supported here.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, (UserError, SystemExit, KeyboardInterrupt)):
-            raise cause from error
-        raise CheckpointError(f"{what}: rank {rank} found {type(cause).__name__}: {cause}") from error

@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_removed_is_reported(run: Path, monkeypatch: pyt
 
 def _killed(rank: int, size: int, run: Path) -> None:
     if rank == 0:
-        shutil.rmtree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     Keeper(last=2, every=None).prune(run)
 
 

@@ -63,6 +63,9 @@ class _File(io.IOBase):
         os.ftruncate(self.handle, self._end)
         self._there = self._end
 
+    def close(self) -> None:
+        """Stay open, whoever writes: the next save writes it over."""
+
     def free(self) -> None:
         self._mapped.close()
         os.close(self.handle)

@@ -20,7 +20,7 @@ from checkpoint.saving import Saves, newest_checkpoint
 from checkpoint.search import _abandoned
 from runtime.ranks import run_ranks
 from runtime.together import from_first
-from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, save, train, whole_tensors
+from tests.parallel.tiny import ARCHITECTURE, build, equal, flip_a_byte, rewrite_manifest, save, train, whole_tensors
 
 
 def config(folder: Path, node: int, beside: bool = False) -> CheckpointConfig:
@@ -39,12 +39,6 @@ def config(folder: Path, node: int, beside: bool = False) -> CheckpointConfig:
 
 def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def found(config_: CheckpointConfig) -> tuple[Path | None, str]:
@@ -93,7 +87,7 @@ def _all_that_can_happen(rank: int, size: int, folder: Path, sharded: bool, besi
 
     dist.barrier()
     if rank == 2:
-        flip(path / ".metadata")
+        flip_a_byte(path, ".metadata")
     again, said = found(settings)
     assert again == folder / "run" / "iter_0000001", "each node's copy is looked at"
     assert rank or "node1" in said
@@ -117,56 +111,52 @@ def test_each_node_has_its_part_of_the_newest_one_and_all_can_be_read(
     run_ranks(_all_that_can_happen, 4, tmp_path, sharded, beside)
 
 
-def flipped(node: Path) -> None:
-    flip(next(node.glob("*/iter_0000002/__3_0.distcp")))
+def second(node: Path) -> Path:
+    """A node's part of the local checkpoint."""
+    return next(node.glob("*/iter_0000002"))
 
 
-def cut_off(node: Path) -> None:
-    next(node.glob("*/iter_0000002/__2_0.distcp")).unlink()
-
-
-def lost(node: Path) -> None:
-    next(node.glob("run-*")).rename(node / "elsewhere")
-
-
-def of_another_moment(node: Path) -> None:
-    rewrite_manifest(next(node.glob("*/iter_0000002")), extra={"consumed_samples": 9})
-
-
-def of_another_run(node: Path) -> None:
-    (node.parent / "run" / "starts.jsonl").write_text("begun anew\n")
-
-
-def untouched(node: Path) -> None:
-    pass
-
-
-BREAKS: dict[Callable[[Path], None], str] = {
-    flipped: "passed over a broken one: .*/node1/run-.*/iter_0000002/__3_0.distcp has another SHA-256 than",
-    cut_off: "passed over a broken one: .*/iter_0000002/__2_0.distcp is missing",
-    lost: "passed over a broken one: .*/node1/run-.*/iter_0000002/manifest.json is missing",
-    of_another_moment: "passed over a broken one: .*/iter_0000002 is not the same checkpoint on all nodes",
-    of_another_run: "passed over .*/node0/run-[0-9a-f]{12}, which is of another run; remove it if that one is over",
-    untouched: "",
+BREAKS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped": (
+        lambda node: flip_a_byte(second(node), "__3_0.distcp"),
+        "passed over a broken one: .*/node1/run-.*/iter_0000002/__3_0.distcp has another SHA-256 than",
+    ),
+    "cut off": (
+        lambda node: (second(node) / "__2_0.distcp").unlink(),
+        "passed over a broken one: .*/iter_0000002/__2_0.distcp is missing",
+    ),
+    "lost": (
+        lambda node: next(node.glob("run-*")).rename(node / "elsewhere"),
+        "passed over a broken one: .*/node1/run-.*/iter_0000002/manifest.json is missing",
+    ),
+    "of another moment": (
+        lambda node: rewrite_manifest(second(node), extra={"consumed_samples": 9}),
+        "passed over a broken one: .*/iter_0000002 is not the same checkpoint on all nodes",
+    ),
+    "of another run": (
+        lambda node: (node.parent / "run" / "starts.jsonl").write_text("begun anew\n"),
+        "passed over .*/node0/run-[0-9a-f]{12}, which is of another run; remove it if that one is over",
+    ),
+    "untouched": (lambda node: None, ""),
 }
 
 
 def _broken(rank: int, size: int, folder: Path) -> None:
     model, optimizer = build(0, sharded=True)
-    for broken, note in BREAKS.items():
-        at = folder / broken.__name__
+    for broken, (damage, note) in BREAKS.items():
+        at = folder / broken
         from_first(at.mkdir)
         settings = from_first(lambda at=at: config(at, 0)) and config(at, rank // 2)
         saves = Saves(config=settings, say=lambda line: None)
         for iteration, tier in ((1, "shared"), (2, "local")):
             saves.save(tier, iteration, model, optimizer, architecture=ARCHITECTURE, extra={})  # type: ignore[arg-type]
-        from_first(lambda broken=broken, at=at: broken(at / "node1"))
+        from_first(lambda damage=damage, at=at: damage(at / "node1"))
         path, said = found(settings)
-        local = broken is untouched
+        local = broken == "untouched"
         assert path == (saves._local if local else at / "run") / f"iter_000000{2 if local else 1}", (broken, path, said)
         if rank == 0:
             assert re.search(note, said), said
-        if not local and broken is not of_another_run:
+        if not local and broken != "of another run":
             dist.barrier()
             assert not list(saves._local.glob("iter_*")), "what was passed over does not come back"
 
@@ -182,7 +172,7 @@ def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(
     saves = Saves(config=settings, say=lambda line: None)
     saves.save("local", 1, *run, architecture=ARCHITECTURE, extra={})
     assert saves._local is not None
-    flip(next(saves._local.glob("*/__0_0.distcp")))
+    flip_a_byte(saves._local / "iter_0000001")
     path, said = found(settings)
     assert path is None, "there was no shared one yet"
     assert "__0_0.distcp has another SHA-256" in said
@@ -193,7 +183,7 @@ def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(
     assert said == f"passed over {saves._local}/iter_0000002: {path} is no older"
     saves.save("local", 4, *run, architecture=ARCHITECTURE, extra={})
     (saves._local / "iter_0000005.1a2b3c4d.tmp").mkdir()
-    flip(next(path.glob("__0_0.distcp")))
+    flip_a_byte(path)
     path, said = found(settings)
     assert path == saves._local / "iter_0000004", "whole, though the shared one is broken"
     assert files(saves._local) == {

@@ -31,9 +31,14 @@ from tests.parallel.tiny import (
 )
 
 
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The newer one of two checkpoints."""
     two_checkpoints(tmp_path)
-    path = tmp_path / "iter_0000002"
+    return tmp_path / "iter_0000002"
+
+
+def test_tensors_that_do_not_fit_are_named(path: Path) -> None:
     wide, fewer, more = Tiny(), Tiny(), Tiny()
     wide.head = nn.Linear(WIDTH, VOCABULARY + 1, bias=False)
     fewer.layers = fewer.layers[:1]
@@ -60,8 +65,10 @@ class Bomb:
         return os.mkdir, (str(self.target),)
 
 
-def _forge(folder: Path, table: Any) -> None:
-    """Replace DCP's table, and make the manifest agree with it."""
+def _forge(folder: Path, change: Callable[[Any], None]) -> None:
+    """Change DCP's table, and make the manifest agree with it."""
+    table = pickle.loads((folder / ".metadata").read_bytes())
+    change(table)
     (folder / ".metadata").write_bytes(pickle.dumps(table))
     files = {name: describe(folder / name) for name in read_manifest(folder).files}
     rewrite_manifest(folder, files=files)
@@ -70,12 +77,9 @@ def _forge(folder: Path, table: Any) -> None:
     assert str(folder) in problem or "do not trust it" in problem
 
 
-def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path)
-    path, target = tmp_path / "iter_0000002", tmp_path / "exploded"
-    table = pickle.loads((path / ".metadata").read_bytes())
-    table.planner_data = Bomb(target)
-    _forge(path, table)
+def test_a_pickle_in_a_checkpoint_does_not_run(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "exploded"
+    _forge(path, lambda table: setattr(table, "planner_data", Bomb(target)))
     with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
         load_model(path, Tiny(), ARCHITECTURE)
     assert not target.exists()
@@ -101,47 +105,42 @@ def test_a_member_of_an_enumeration_is_read_as_every_python_writes_it() -> None:
         ATTRIBUTE % (b"TensorProperties", b"__init__"),
     ],
 )
-def test_no_other_name_of_torch_is_admitted(tmp_path: Path, opcodes: bytes) -> None:
-    two_checkpoints(tmp_path)
-    path = tmp_path / "iter_0000002"
+def test_no_other_name_of_torch_is_admitted(path: Path, opcodes: bytes) -> None:
     (path / ".metadata").write_bytes(opcodes)
     with pytest.raises(CheckpointError, match=r"asks for torch\.|asks for __init__ of|cannot be read"):
         load_model(path, Tiny(), ARCHITECTURE)
 
 
-def test_objects_and_outside_files_in_the_table_are_refused(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path)
-    path = tmp_path / "iter_0000002"
-    intact = (path / ".metadata").read_bytes()
-    table = pickle.loads(intact)
-    # DCP would read such an entry with torch.load(weights_only=False).
-    table.state_dict_metadata["model.head.weight"] = BytesStorageMetadata()
-    _forge(path, table)
-    with pytest.raises(CheckpointError, match="objects besides tensors"):
-        load_model(path, Tiny(), ARCHITECTURE)
-    table = pickle.loads(intact)
-    next(iter(table.storage_data.values())).relative_path = "../../secret"
-    _forge(path, table)
-    with pytest.raises(CheckpointError, match=r"points at '\.\./\.\./secret'"):
-        load_model(path, Tiny(), ARCHITECTURE)
+def _first_place(table: Any) -> Any:
+    return next(iter(table.storage_data.values()))
 
 
-def _move(table: Any) -> None:
-    next(iter(table.storage_data.values())).offset = 2**70
-
-
-def _stretch(table: Any) -> None:
-    table.state_dict_metadata["model.head.weight"].size = torch.Size([1 << 52, 1])
-
-
-@pytest.mark.parametrize("change", [_move, _stretch])
-def test_numbers_of_the_table_have_bounds(tmp_path: Path, change: Callable[[Any], None]) -> None:
-    two_checkpoints(tmp_path)
-    path = tmp_path / "iter_0000002"
-    table = pickle.loads((path / ".metadata").read_bytes())
-    change(table)
-    _forge(path, table)
-    with pytest.raises(CheckpointError, match="tensors larger than its files, or places in no file"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # DCP would read such an entry with torch.load(weights_only=False).
+        (
+            lambda table: table.state_dict_metadata.update({"model.head.weight": BytesStorageMetadata()}),
+            "objects besides tensors",
+        ),
+        (
+            lambda table: setattr(_first_place(table), "relative_path", "../../secret"),
+            r"points at '\.\./\.\./secret'",
+        ),
+        (
+            lambda table: setattr(_first_place(table), "offset", 2**70),
+            "tensors larger than its files, or places in no file",
+        ),
+        (
+            lambda table: setattr(table.state_dict_metadata["model.head.weight"], "size", torch.Size([1 << 52, 1])),
+            "tensors larger than its files, or places in no file",
+        ),
+    ],
+    ids=["an object", "a file outside", "a place outside", "a large tensor"],
+)
+def test_what_a_forged_table_may_not_say(path: Path, change: Callable[[Any], None], message: str) -> None:
+    _forge(path, change)
+    with pytest.raises(CheckpointError, match=message):
         load_model(path, Tiny(), ARCHITECTURE)
 
 

@@ -258,6 +258,8 @@ LINES = {
     '{"text": "\\ud800"}': 'field "text" .* is no text|lone surrogates',
     '{"text": "a"': "not JSON in UTF-8",
     "text": "not JSON",
+    "{": "not JSON",
+    '{"text": "caf\udce9"}': "not JSON in UTF-8",
     "[" * 100_000: "not JSON",
     "1" * 10_000: "not JSON",
 }
@@ -266,7 +268,7 @@ LINES = {
 @pytest.mark.parametrize(("line", "words"), LINES.items(), ids=range(len(LINES)))
 def test_lines_without_text(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(f'{{"text": "good"}}\n\n{line}\n')
+    path.write_text(f'{{"text": "good"}}\n\n{line}\n', errors="surrogateescape")  # as the byte E9 alone
     with pytest.raises(ValueError, match=rf"^[^\n]*a\.jsonl, line 3: [^\n]*({words})[^\n]*$"):
         list(Corpus([path]))
 

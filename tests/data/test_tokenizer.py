@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -39,14 +39,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -> Sen
     return SentencePieceTokenizer(train_tokenizer(sources, tmp_path_factory.mktemp("tokenizer") / "t", 800))
 
 
-def write_hugging_face(folder: Path, end: str | None) -> Path:
-    """A byte-level tokenizer.json without merges; `end` is its only special token, beyond a hole in the ids."""
-    alphabet = sorted(ByteLevel.alphabet())
-    backend = Backend(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+def write_hugging_face(folder: Path, *special: str, merges: Sequence[tuple[str, str]] = ()) -> Path:
+    """A byte-level tokenizer.json: a token is a byte, but for the special ones and the ``merges`` of two."""
+    words = [*sorted(ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    backend = Backend(BPE({word: number for number, word in enumerate(words)}, list(merges)))
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
-    if end is not None:
-        backend.add_special_tokens([AddedToken(end, special=True)])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     path = folder / "tokenizer.json"
     backend.save(str(path))
     return path
@@ -88,16 +87,14 @@ def test_what_megatron_needs(trained: SentencePieceTokenizer, tmp_path: Path, so
     json.dumps(trained.unique_identifiers)
 
 
-@pytest.mark.parametrize("vocab_size", [100, 10_000_000])
-def test_impossible_vocabulary(tmp_path: Path, vocab_size: int) -> None:
-    with pytest.raises(DataError, match=f"vocab_size {vocab_size}"):
-        train_tokenizer(["some text\n" * 10], tmp_path / "t", vocab_size)
+@pytest.mark.parametrize(
+    ("texts", "vocab_size", "message"),
+    [(["some text\n" * 10], size, f"vocab_size {size}") for size in (100, 10_000_000)] + [(["", "\n"], 500, "no text")],
+)
+def test_what_no_tokenizer_is_trained_of(tmp_path: Path, texts: list[str], vocab_size: int, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        train_tokenizer(texts, tmp_path / "t", vocab_size)
     assert not list(tmp_path.iterdir())
-
-
-def test_nothing_to_train_on(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no text"):
-        train_tokenizer(["", "\n"], tmp_path / "t", 500)
 
 
 @pytest.mark.parametrize("text", AWKWARD)
@@ -119,34 +116,17 @@ def test_hugging_face_end_named_beside(tmp_path: Path, named: object) -> None:
     assert load_tokenizer(path).eod == 256
 
 
-def _missing(folder: Path) -> Path:
-    return folder / "none.model"
-
-
-def _garbage(folder: Path) -> Path:
-    (folder / "t.model").write_bytes(b"garbage" * 100)
-    return folder / "t.model"
-
-
-def _garbage_json(folder: Path) -> Path:
-    (folder / "tokenizer.json").write_text("{}")
-    return folder / "tokenizer.json"
-
-
-def _other_kind(folder: Path) -> Path:
-    (folder / "t.bin").write_bytes(b"")
-    return folder / "t.bin"
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("name", "content", "message"),
     [
-        (_missing, "cannot read tokenizer .*none.model"),
-        (_garbage, "t.model is no sentencepiece model"),
-        (_garbage_json, "tokenizer.json is no Hugging Face"),
-        (_other_kind, "t.bin must be a sentencepiece"),
+        ("none.model", None, "cannot read tokenizer .*none.model"),
+        ("t.model", b"garbage" * 100, "t.model is no sentencepiece model"),
+        ("tokenizer.json", b"{}", "tokenizer.json is no Hugging Face"),
+        ("t.bin", b"", "t.bin must be a sentencepiece"),
     ],
 )
-def test_broken_files(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
+def test_broken_files(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        load_tokenizer(make(tmp_path))
+        load_tokenizer(tmp_path / name)

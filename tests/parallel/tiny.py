@@ -90,8 +90,8 @@ def two_checkpoints(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def flip_a_byte(folder: Path) -> None:
-    path = folder / "__0_0.distcp"
+def flip_a_byte(folder: Path, name: str = "__0_0.distcp") -> None:
+    path = folder / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

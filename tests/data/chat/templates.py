@@ -3,13 +3,8 @@
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-
 from data.chat.named import NAMED
+from tests.data.test_tokenizer import write_hugging_face
 
 ALTERNATE = "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
 TEMPLATES = {
@@ -93,17 +88,8 @@ BY_HAND = {
 
 
 def write_tokenizer(folder: Path, template: str | None, merges: tuple[tuple[str, str], ...] = ()) -> str:
-    """Write a byte-level tokenizer.json with the special tokens, and a tokenizer_config.json; return its path.
-
-    A token is a byte, but for the special ones and the ``merges`` of two.
-    """
+    """Write a byte-level tokenizer.json with the special tokens, and a tokenizer_config.json; return its path."""
     folder.mkdir(exist_ok=True)
-    words = [*sorted(ByteLevel.alphabet()), *(a + b for a, b in merges)]
-    backend = Backend(BPE({word: number for number, word in enumerate(words)}, list(merges)))
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    backend.decoder = ByteLevelDecoder()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    backend.save(str(folder / "tokenizer.json"))
     config = TOKENS | ({} if template is None else {"chat_template": template})
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return str(folder / "tokenizer.json")
+    return str(write_hugging_face(folder, *SPECIAL, merges=merges))

@@ -252,13 +252,6 @@ def test_where_all_are_refused_the_first_says_why(tmp_path: Path) -> None:
         prepared(tmp_path, write_lines(tmp_path / "in", [{}, {}]), skip_refused=True)
 
 
-def test_parquet_that_is_cut_off(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "in", [SHAREGPT] * 500)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"in\.parquet: no Parquet, or cut off"):
-        prepared(tmp_path, path)
-
-
 def test_a_request_for_the_same_keeps_and_another_template_does_not(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [SHAREGPT])
     first = prepared(tmp_path, source)

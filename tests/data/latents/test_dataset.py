@@ -1,5 +1,5 @@
-import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -114,7 +114,7 @@ def test_digits_are_scaled_and_labelled():
     assert train[5]["labels"] == found.labels[row]
 
 
-def corrupt(path, row, value=np.nan):
+def corrupt(path, row, value):
     """In place, so that who has the file open reads it too."""
     if path.suffix == ".npy":
         array = np.load(path, mmap_mode="r+")
@@ -128,26 +128,18 @@ def corrupt(path, row, value=np.nan):
     del array
 
 
-@pytest.mark.parametrize("row", [2, 3])
+@pytest.mark.parametrize(("row", "value"), [(2, np.nan), (3, np.inf)])
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
-def test_a_nan_is_named_with_file_and_row(tmp_path, kind, row):
-    folder(tmp_path, kind=kind)
-    LatentFolder(tmp_path).check_finite()
-    corrupt(tmp_path / f"latents-00001.{kind}", row)
-    with pytest.raises(DataError, match=rf"latents-00001\.{kind}: row {row} holds a NaN"):
-        LatentFolder(tmp_path).check_finite()
-    train, _ = built(tmp_path, split="100")
-    (bad,) = (n for n in range(len(train)) if train.row(n) == 4 + row)
-    with pytest.raises(DataError, match=rf"latents-00001\.{kind}: row {row} holds a NaN"):
-        train[bad]
-
-
-@pytest.mark.parametrize("kind", ["npy", "safetensors"])
-def test_a_nan_that_comes_later_is_found_when_its_sample_is_read(tmp_path, kind):
+def test_a_nan_is_named_with_file_and_row(tmp_path, kind, row, value):
+    """By a check of the folder, and by the sample where it came after the start of a run."""
     train, _ = built(folder(tmp_path, kind=kind), split="100")
-    corrupt(tmp_path / f"latents-00000.{kind}", 3, value=np.inf)
-    bad = next(i for i in range(10) if train.row(i) == 3)
-    with pytest.raises(DataError, match=rf"latents-00000\.{kind}: row 3"):
+    LatentFolder(tmp_path).check_finite()
+    corrupt(tmp_path / f"latents-00001.{kind}", row, value)
+    message = rf"latents-00001\.{kind}: row {row} holds a NaN"
+    with pytest.raises(DataError, match=message):
+        LatentFolder(tmp_path).check_finite()
+    (bad,) = (n for n in range(len(train)) if train.row(n) == 4 + row)
+    with pytest.raises(DataError, match=message):
         train[bad]
 
 
@@ -161,67 +153,78 @@ def remove(path):
         file.unlink()
 
 
-def broken(path, how):
-    """Spoil a folder in one way."""
-    index = json.loads((path / "index.json").read_text())
-    ways = {
-        "empty": lambda: remove(path),
-        "no index": lambda: (path / "index.json").unlink(),
-        "no shards": lambda: changed(path, shards=[]),
-        "no json": lambda: (path / "index.json").write_text("{"),
-        "version": lambda: changed(path, version=2),
-        "index shape": lambda: changed(path, shape=[4, 4]),
-        "index dtype": lambda: changed(path, dtype="int8"),
-        "index dtypes": lambda: changed(path, dtype=["float32"]),
-        "outside": lambda: changed(path, shards=[{**index["shards"][0], "latents": "../x.npy"}]),
-        "missing": lambda: (path / "latents-00001.npy").unlink(),
-        "truncated": lambda: (path / "latents-00001.npy").write_bytes((path / "latents-00001.npy").read_bytes()[:150]),
-        "pickle": lambda: np.save(path / "latents-00001.npy", np.array([{}] * 4), allow_pickle=True),
-        "text": lambda: (path / "latents-00001.npy").write_text("nothing"),
-        "shape": lambda: np.save(path / "latents-00001.npy", np.zeros((4, 2, 4, 5), np.float32)),
-        "dtype": lambda: np.save(path / "latents-00001.npy", np.zeros((4, *SHAPE))),
-        "rows": lambda: np.save(path / "latents-00001.npy", np.zeros((3, *SHAPE), np.float32)),
-        "label dtype": lambda: np.save(path / "labels-00001.npy", np.zeros(4)),
-        "label rows": lambda: np.save(path / "labels-00001.npy", np.zeros(3, int)),
-        "label": lambda: np.save(path / "labels-00001.npy", np.array([0, 1, 3, 0])),
-        "negative": lambda: np.save(path / "labels-00001.npy", np.array([3, -1, 0, 0])),
-        "unsigned": lambda: np.save(path / "labels-00001.npy", np.array([0, 0, 2**63 + 5, 3], np.uint64)),
-    }
-    ways[how]()
+def array(name, values, **how):
+    """A way to spoil a folder: another array in the place of one of its files."""
+    return lambda path: np.save(path / name, np.asarray(values), **how)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("empty", "latents is empty; name a folder of latents"),
-        ("no index", "latents holds no index.json"),
-        ("no shards", "index.json names no shards, so the folder is empty"),
-        ("no json", "index.json cannot be read"),
-        ("version", "index.json is not an index of version 1"),
-        ("index shape", r"index.json: shape is \[4, 4\]"),
-        ("index dtype", "index.json: dtype is int8; it must be float32 or float16"),
-        ("index dtypes", r"index.json: dtype is \['float32'\]; it must be float32 or float16"),
-        ("outside", "it must name files of the folder"),
-        ("missing", r"latents-00001.npy is missing"),
-        ("truncated", r"latents-00001.npy cannot be read"),
-        ("pickle", r"latents-00001.npy cannot be read"),
-        ("text", r"latents-00001.npy cannot be read \(not a numpy array\)"),
-        ("shape", r"latents-00001.npy holds float32 \[4, 2, 4, 5\], and its index says float32 \[4, 2, 4, 4\]"),
-        ("dtype", r"latents-00001.npy holds float64 \[4, 2, 4, 4\], and its index says float32"),
-        ("rows", r"latents-00001.npy holds float32 \[3"),
-        ("label dtype", r"labels-00001.npy holds labels float64 \[4\]; they must be integers \[4\]"),
-        ("label rows", r"labels-00001.npy holds labels int64 \[3\]"),
-        ("label", r"labels-00001.npy: row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
-        (
-            "negative",
-            r"labels-00001.npy: row 1 has label -1, and num_classes 3 allows 0 to 2; number the classes from 0",
-        ),
-        ("unsigned", r"labels-00001.npy: row 2 has label 9223372036854775813, which is no int64"),
-    ],
-)
-def test_broken_folders_are_named(tmp_path, how, message):
+def labels(*values):
+    return array("labels-00001.npy", values)
+
+
+def latents(values, **how):
+    return array("latents-00001.npy", values, **how)
+
+
+def outside(path):
+    shard = json.loads((path / "index.json").read_text())["shards"][0]
+    changed(path, shards=[{**shard, "latents": "../x.npy"}])
+
+
+BROKEN = {
+    "empty": (remove, "latents is empty; name a folder of latents"),
+    "no index": (lambda path: (path / "index.json").unlink(), "latents holds no index.json"),
+    "no shards": (lambda path: changed(path, shards=[]), "index.json names no shards, so the folder is empty"),
+    "no json": (lambda path: (path / "index.json").write_text("{"), "index.json cannot be read"),
+    "version": (lambda path: changed(path, version=2), "index.json is not an index of version 1"),
+    "index shape": (lambda path: changed(path, shape=[4, 4]), r"index.json: shape is \[4, 4\]"),
+    "index dtype": (
+        lambda path: changed(path, dtype="int8"),
+        "index.json: dtype is int8; it must be float32 or float16",
+    ),
+    "index dtypes": (
+        lambda path: changed(path, dtype=["float32"]),
+        r"index.json: dtype is \['float32'\]; it must be float32 or float16",
+    ),
+    "outside": (outside, "it must name files of the folder"),
+    "missing": (lambda path: (path / "latents-00001.npy").unlink(), "latents-00001.npy is missing"),
+    "truncated": (lambda path: os.truncate(path / "latents-00001.npy", 150), "latents-00001.npy cannot be read"),
+    "pickle": (latents([{}] * 4, allow_pickle=True), "latents-00001.npy cannot be read"),
+    "text": (
+        lambda path: (path / "latents-00001.npy").write_text("nothing"),
+        r"latents-00001.npy cannot be read \(not a numpy array\)",
+    ),
+    "shape": (
+        latents(np.zeros((4, 2, 4, 5), np.float32)),
+        r"latents-00001.npy holds float32 \[4, 2, 4, 5\], and its index says float32 \[4, 2, 4, 4\]",
+    ),
+    "dtype": (
+        latents(np.zeros((4, *SHAPE))),
+        r"latents-00001.npy holds float64 \[4, 2, 4, 4\], and its index says float32",
+    ),
+    "rows": (latents(np.zeros((3, *SHAPE), np.float32)), r"latents-00001.npy holds float32 \[3"),
+    "label dtype": (labels(*np.zeros(4)), r"labels-00001.npy holds labels float64 \[4\]; they must be integers \[4\]"),
+    "label rows": (labels(0, 0, 0), r"labels-00001.npy holds labels int64 \[3\]"),
+    "label": (
+        labels(0, 1, 3, 0),
+        r"labels-00001.npy: row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4",
+    ),
+    "negative": (
+        labels(3, -1, 0, 0),
+        r"labels-00001.npy: row 1 has label -1, and num_classes 3 allows 0 to 2; number the classes from 0",
+    ),
+    "unsigned": (
+        labels(*np.array([0, 0, 2**63 + 5, 3], np.uint64)),
+        r"labels-00001.npy: row 2 has label 9223372036854775813, which is no int64",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_folders_are_named(tmp_path, how):
     path = folder(tmp_path / "latents")
-    broken(path, how)
+    spoil, message = BROKEN[how]
+    spoil(path)
     with pytest.raises(DataError, match=message):
         built(path)
 
@@ -294,12 +297,3 @@ def test_ranks_have_one_order_and_fail_together(tmp_path):
     assert order == other_order
     assert "latents-00001.npy is missing" in error
     assert "latents-00001.npy is missing" in other_error
-
-
-def test_fields_have_help():
-    assert {field.name for field in dataclasses.fields(LatentDataConfig)} == {
-        "data_path",
-        "split",
-        "num_workers",
-        "pack_samples",
-    }

@@ -167,6 +167,8 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
             f"tokenizer {tokenizer} is no tokenizer.json, whose special tokens a chat template needs; give one"
         )
     config, own = tokenizer_config(tokenizer), Path(tokenizer).with_name("chat_template.jinja")
+    name = str(own if file is None else Path(file))
+    source: str | None
     if file in NAMED:
         found = load_tokenizer(tokenizer)
         assert isinstance(found, HuggingFaceTokenizer)
@@ -175,26 +177,20 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
                 f"{tokenizer} lacks {', '.join(lost)}, special tokens of the chat template {file}; give another, or "
                 "leave out --tokenizer-model to train a tokenizer that has them"
             )
-    path = Path(file) if file is not None else own
-    try:
-        if file in NAMED:
-            source: str | None = NAMED[file].source
-        elif file is not None or own.is_file():
-            with path.open(encoding="utf-8") as stream:
+        source = NAMED[file].source
+    elif file is None and not own.is_file():
+        name, source = str(own.with_name("tokenizer_config.json")), _default_of(config)
+    else:
+        try:
+            with open(name, encoding="utf-8") as stream:
                 source = stream.read(MOST_SOURCE + 1)
-        else:
-            source = _default_of(config)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the chat template {path} ({error}); check --chat-template") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read the chat template {name} ({error}); check --chat-template") from error
     if source is None:
         raise DataError(
             f"{tokenizer} has no chat template, neither in a {own.name} nor in a tokenizer_config.json beside it; give "
             f"--chat-template FILE, or {' or '.join(NAMED)}"
         )
-    if file in NAMED:
-        name = str(file)
-    else:
-        name = str(path if file is not None or path.is_file() else own.with_name("tokenizer_config.json"))
     _compiled(name, source)
     none = {name: "" for name, value in config.items() if name.endswith("_token") and value is None}
     return ChatTemplate(name=name, source=source, tokens=tuple((none | special_tokens(config)).items()))

@@ -73,7 +73,9 @@ class LatentSamples:
         epoch, within = divmod(index, len(self._rows))
         if epoch != self._epoch:
             # RandomState's stream is frozen: every numpy gives the same order.
-            shuffled = np.random.RandomState(_hash(self._seed, epoch)).permutation(len(self._rows))
+            # The seed is a hash of both, as 32 bits: with their sum, epoch 1 of a seed would equal epoch 0 of the next.
+            hashed = hashlib.sha256(f"{self._seed}, epoch {epoch}".encode()).digest()[:4]
+            shuffled = np.random.RandomState(int.from_bytes(hashed, "little")).permutation(len(self._rows))
             self._epoch, self._order = epoch, self._rows[shuffled]
         return int(self._order[within])
 
@@ -89,11 +91,6 @@ class LatentSamples:
             latents, label = self._latents.latents(row), int(self._latents.labels[row])
         sample = -1 if index is None else index
         return {"latents": torch.from_numpy(latents), "labels": torch.tensor(label), "sample": torch.tensor(sample)}
-
-
-def _hash(seed: int, epoch: int) -> int:
-    """Hash both to 32 bits: with their sum, epoch 1 of a seed would equal epoch 0 of the next."""
-    return int.from_bytes(hashlib.sha256(f"{seed}, epoch {epoch}".encode()).digest()[:4], "little")
 
 
 def build_latent_datasets(

@@ -256,10 +256,8 @@ def write_latents(
             if not finite.all():
                 row = first + int(np.argmin(finite))
                 raise DataError(f"sample {row} holds a NaN or an infinity in {dtype}; leave it out, or use float32")
-            names = _names(len(shards), kind)
             with _writable(folder):
-                paths = drafts.enter_context(replacing(*(folder / name for name in names.values())))
-                _write_shard(paths, latents, labels.astype(np.int64))
+                names = _write_shard(drafts, folder, len(shards), latents, labels, kind)
             shards.append({**names, "samples": len(latents)})
         if shape is None:
             raise DataError(f"there are no samples to write to {folder}")
@@ -270,22 +268,23 @@ def write_latents(
     return sum(shard["samples"] for shard in shards)
 
 
-def _names(number: int, kind: str) -> dict[str, str]:
-    """Return the names of a shard's files."""
+def _write_shard(
+    drafts: ExitStack, folder: Path, number: int, latents: np.ndarray, labels: np.ndarray, kind: str
+) -> dict[str, str]:
+    """Write the drafts of a shard's files; return their names by what they hold, as an index has them."""
+    arrays = {"latents": latents, "labels": labels.astype(np.int64)}
+    names = {what: f"{what}-{number:05d}.npy" for what in arrays}
     if kind == "safetensors":
-        return {"latents": f"latents-{number:05d}.safetensors"}
-    return {what: f"{what}-{number:05d}.npy" for what in ("latents", "labels")}
-
-
-def _write_shard(paths: Sequence[Path], latents: np.ndarray, labels: np.ndarray) -> None:
-    if len(paths) == 1:
+        names = {"latents": f"latents-{number:05d}.safetensors"}
+    paths = drafts.enter_context(replacing(*(folder / name for name in names.values())))
+    if kind == "safetensors":
         from safetensors.numpy import save
 
-        # Not save_file: it ignores the umask and makes files private.
-        paths[0].write_bytes(save({"latents": latents, "labels": labels}))
+        paths[0].write_bytes(save(arrays))  # not save_file: it ignores the umask and makes files private
     else:
-        for path, array in zip(paths, (latents, labels), strict=True):
+        for path, array in zip(paths, arrays.values(), strict=True):
             np.save(path, array)
+    return names
 
 
 @contextmanager

@@ -202,10 +202,7 @@ class _Source:
 
     def gpt_dataset(self, index: int, epoch: int, cache: str) -> "GPTDataset":
         """Build one epoch of a split; an empty `cache` keeps its indices in memory."""
-        import numpy
-
-        megatron = megatron_core()
-        documents = numpy.arange(*self.documents(index), dtype=numpy.int32)
+        megatron, documents = megatron_core(), np.arange(*self.documents(index), dtype=np.int32)
         return megatron.GPTDataset(
             self.dataset, self.prefix, documents, None, megatron.Split(index), self.gpt_config(epoch, cache)
         )

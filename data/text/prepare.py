@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
@@ -183,8 +183,20 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
         key = json.dumps([made_with_of(request), tokenizer.sha256, inputs], sort_keys=True)
         spool = Spool(prefix, sha256(key), SPOOLED)
         kept.push(spool.close)
-        busy = min(usable_cores(), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
-        _tokenize(request, source, tokenizer, spool, size, progress, workers or busy)
+        unit = "text_bytes" if request.chat is None else "read"
+        with (
+            _bar("tokenized", size, progress, spool.counts[unit], request) as bar,
+            closing(_tokens(request, source, tokenizer, spool.counts["read"], workers)) as results,
+        ):
+            for found in results:
+                spool.write("bin", found.ids.tobytes())
+                spool.write("lengths", found.lengths.tobytes())
+                spool.write("learned", b"" if found.learned is None else found.learned.tobytes())
+                spool.write("refused", "".join(f"{line}\n" for line in found.refused).encode())
+                spool.counts.update(found.counts)
+                spool.note()
+                bar.update(found.counts[unit])
+        spool.flush()
         prepared = _finish(request, tokenizer, spool, draft, skipped=len(source.skipped))
         record: dict[str, Any] = {"made_with": made_with_of(request), "prepared": asdict(prepared), "inputs": inputs}
         record["python"] = sys.version
@@ -243,37 +255,18 @@ def _bar(done: str, total: int | None, progress: bool, initial: int, request: Re
     )  # fmt: skip
 
 
-def _tokenize(
-    request: Request,
-    source: Corpus | Rows,
-    tokenizer: Tokenizer,
-    spool: Spool,
-    size: int | None,
-    progress: bool,
-    workers: int,
-) -> None:
+def _tokens(
+    request: Request, source: Corpus | Rows, tokenizer: Tokenizer, read: int, workers: int | None
+) -> Generator[Tokens, None, None]:
+    """Yield the tokens of what comes after the first ``read`` documents or rows, in order."""
     work: Callable[[list[Any]], Tokens] = partial(tokenized, tokenizer)
+    items: Iterator[Any] = islice(iter(source), read, None)
     if request.chat is not None:
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
         template = load_template(tokenizer.path, request.chat.chat_template)
-        work = partial(convert, request.chat, template, tokenizer)
-    unit = "text_bytes" if request.chat is None else "read"
-    items: Iterator[Any] = islice(iter(source), spool.counts["read"], None)
-    if request.chat is not None:
-        items = map(with_turns_alone, items)
-    with (
-        _bar("tokenized", size, progress, spool.counts[unit], request) as bar,
-        closing(in_order(work, batched(items), workers)) as results,
-    ):
-        for found in results:
-            spool.write("bin", found.ids.tobytes())
-            spool.write("lengths", found.lengths.tobytes())
-            spool.write("learned", b"" if found.learned is None else found.learned.tobytes())
-            spool.write("refused", "".join(f"{line}\n" for line in found.refused).encode())
-            spool.counts.update(found.counts)
-            spool.note()
-            bar.update(found.counts[unit])
-    spool.flush()
+        work, items = partial(convert, request.chat, template, tokenizer), map(with_turns_alone, items)
+    busy = min(usable_cores(), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
+    return in_order(work, batched(items), workers or busy)
 
 
 def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[str, Path], skipped: int) -> Prepared:

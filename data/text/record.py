@@ -136,11 +136,9 @@ def made_with_of(request: Request) -> dict[str, Any]:
     if request.tokenizer_model is not None:
         made_with["tokenizer_model"] = os.path.abspath(request.tokenizer_model)
     if request.chat is not None:
-        if request.tokenizer_model is not None:
-            source = load_template(request.tokenizer_model, request.chat.chat_template).source
-        else:
-            source = NAMED[str(request.chat.chat_template)].source
-        made_with["chat"]["chat_template"] = sha256(source)
+        model, name = request.tokenizer_model, request.chat.chat_template
+        template = NAMED[str(name)] if model is None else load_template(model, name)
+        made_with["chat"]["chat_template"] = sha256(template.source)
     return made_with
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.text import indexed
 from data.text.blend import BlendedDataset, EpochedDataset
 from data.text.config import DataConfig, blend, split_shares
 from data.text.megatron import build_datasets, megatron_core
@@ -93,15 +94,16 @@ def test_eod_mask_loss(prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "message"),
+    ("settings", "message"),
     [
-        ("99,1,0", 'split "99,1,0" leaves the valid split 0 documents'),
-        ("0,100,0", "nothing to train on"),
+        ({"split": "99,1,0"}, 'split "99,1,0" leaves the valid split 0 documents'),
+        ({"split": "0,100,0"}, "nothing to train on"),
+        ({"seed": -1}, "seed"),
     ],
 )
-def test_split_too_small(prefix: str, split: str, message: str) -> None:
+def test_what_no_samples_are_built_of(prefix: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        build(prefix, split)
+        build(prefix, **settings)
 
 
 def test_split_is_enough_from_one_sample_on(tmp_path: Path) -> None:
@@ -113,12 +115,6 @@ def test_split_is_enough_from_one_sample_on(tmp_path: Path) -> None:
         build(short, "100,0,0")
 
 
-@pytest.mark.parametrize("split", ["", "a", "1,2,3,4", "0,0,0", "-1,2", "inf,1", "nan", "1,,2"])
-def test_bad_split(split: str) -> None:
-    with pytest.raises(ValueError, match="split is"):
-        DataConfig(split=split)
-
-
 def test_splits_and_blends_are_parsed() -> None:
     assert split_shares("95,5") == [0.95, 0.05, 0.0]
     assert split_shares("2,1,1") == [0.5, 0.25, 0.25]
@@ -127,45 +123,37 @@ def test_splits_and_blends_are_parsed() -> None:
     assert blend(["0.3", "a", "7", "b"]) == (["a", "b"], [0.3, 7.0])
 
 
+BLENDS = (("0.3",), ("0.3", "a", "b"), ("a", "0.3"), ("0", "a"), ("-1", "a"), ("1", "2"), ("a", "b", "3"), ("a.bin",))
+
+
 @pytest.mark.parametrize(
-    "data_path",
-    [("0.3",), ("0.3", "a", "b"), ("a", "0.3"), ("0", "a"), ("-1", "a"), ("1", "2"), ("a", "b", "3"), ("a.bin",)],
+    ("fields", "message"),
+    [
+        *(({"split": split}, "split is") for split in ("", "a", "1,2,3,4", "0,0,0", "-1,2", "inf,1", "nan", "1,,2")),
+        *(({"data_path": path}, "data_path") for path in BLENDS),
+        ({"num_workers": -1}, "num_workers is -1"),
+    ],
 )
-def test_bad_blend(data_path: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="data_path"):
-        DataConfig(data_path=data_path)
+def test_bad_settings(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**fields)
 
 
-def test_bad_numbers(prefix: str) -> None:
-    with pytest.raises(ValueError, match="num_workers is -1"):
-        DataConfig(num_workers=-1)
-    with pytest.raises(DataError, match="seed"):
-        build(prefix, seed=-1)
-
-
-def test_bad_id_is_caught_at_the_start_and_at_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("bad", "message"), [(1000, "token id 1000, but the vocabulary has 1000"), (-1, "token id -1 in 1 places")]
+)
+def test_bad_id_is_caught_at_the_start_and_at_reading(
+    bad: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is -1, which GPTDataset masks, masked in silence."""
     documents = counting_documents(40)
-    documents[20][7] = 1000
-    prefix = write_documents(tmp_path / "d", documents)
-    with pytest.raises(DataError, match=r"d\.bin holds token id 1000 \(document 20, token 507"):
+    documents[20][7] = bad
+    prefix = write_documents(tmp_path / "d", documents, np.int32)
+    with pytest.raises(DataError, match=rf"d\.bin holds token id {bad} \(document 20, token 507"):
         build(prefix)
-    from data.text import indexed
-
     monkeypatch.setattr(indexed.check_indexed, "__defaults__", (100,))  # as in a corpus too large to scan
     train = build(prefix)[0]
-    with pytest.raises(DataError, match=r"d\.bin: sample \d+ holds token id 1000, but the vocabulary has 1000"):
-        tokens_of(train, range(len(train)))
-
-
-def test_minus_one_is_not_masked_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = counting_documents(40)
-    documents[20][7] = -1
-    prefix = write_documents(tmp_path / "d", documents, np.int32)
-    from data.text import indexed
-
-    monkeypatch.setattr(indexed.check_indexed, "__defaults__", (100,))
-    train = build(prefix)[0]
-    with pytest.raises(DataError, match=r"sample \d+ holds token id -1 in 1 places"):
+    with pytest.raises(DataError, match=rf"d\.bin: sample \d+ holds {message}"):
         tokens_of(train, range(len(train)))
 
 

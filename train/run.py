@@ -159,9 +159,11 @@ def _claim_folder(config: CommonConfig) -> None:
             raise ConfigError(f"save is {folder}, and {path.name} there is {kind}, not a file; remove it")
     read_failures(folder / FAILURES)
     load = config.checkpoint.load
-    for path in (Path(load) / HF_FOLDER).rglob("*") if load and not (folder / HF_FOLDER).exists() else ():
+    source = Path(load or "") / HF_FOLDER
+    for path in source.rglob("*") if load and not (folder / HF_FOLDER).exists() else ():
         if (kind := not_a_file(path)) not in ("", "a folder"):
-            raise ConfigError(f"load is {load}, and {path.relative_to(load)} there is {kind}, not a file; remove it")
+            name = f"{HF_FOLDER}/{path.relative_to(source)}"
+            raise ConfigError(f"load is {load}, and {name} there is {kind}, not a file; remove it")
     iterations = saved_iterations(folder)[::-1]
     same = load is not None and os.path.realpath(load) == os.path.realpath(folder)  # Path.resolve fails on a loop
     goes_on = same and not config.checkpoint.finetune

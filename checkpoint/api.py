@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.drafts import check_room, own_files, publish, remove_drafts, removed_on_error, start_draft
+from checkpoint.drafts import check_room, own_files, publish, removed_on_error, start_draft
 from checkpoint.local import bring, remove_others
 from checkpoint.manifest import METADATA, CheckpointError, Manifest, checkpoint_folder, read_manifest
-from checkpoint.search import checkpoint_of, find_checkpoint, saved_iterations
 from runtime.errors import UserError
 from runtime.together import cpu_group, gather_results, raise_together
 
@@ -23,23 +22,6 @@ if TYPE_CHECKING:
 
     from checkpoint.background import Background
     from checkpoint.tensors import Model, Read
-
-__all__ = [
-    "CheckpointConfig",
-    "CheckpointError",
-    "Manifest",
-    "checkpoint_of",
-    "compare_architecture",
-    "find_checkpoint",
-    "load_checkpoint",
-    "load_model",
-    "read_manifest",
-    "remove_drafts",
-    "save_checkpoint",
-    "saved_iterations",
-    "stored_weights",
-]
-
 
 HUGGING_FACE = "hf:"
 

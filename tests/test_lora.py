@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoint.api import CheckpointError, find_checkpoint, load_model
+from checkpoint.api import load_model
+from checkpoint.manifest import CheckpointError
+from checkpoint.search import find_checkpoint
 from model.config import ModelConfig, architecture_of
 from model.hf import save_hf
 from model.hf.adapter import peft_name, write_adapter

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from checkpoint.api import find_checkpoint, load_model
+from checkpoint.api import load_model
 from checkpoint.local import fingerprint
 from checkpoint.manifest import read_manifest
+from checkpoint.search import find_checkpoint
 from runtime.files import LOCK, owned
 from runtime.locks import alive
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.api import find_checkpoint
+from checkpoint.search import find_checkpoint
 from data.tokenizer import load_tokenizer
 from runtime.processes import launched_world_size
 from tests.endings import Ending, end

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from checkpoint.api import Manifest, checkpoint_of, find_checkpoint, read_manifest, save_checkpoint, stored_weights
-from checkpoint.manifest import checkpoint_folder
+from checkpoint.api import save_checkpoint, stored_weights
+from checkpoint.manifest import Manifest, checkpoint_folder, read_manifest
+from checkpoint.search import checkpoint_of, find_checkpoint
 from data.fingerprint import digest
 from data.text.config import DataConfig
 from data.tokenizer import load_tokenizer

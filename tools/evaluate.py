@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint.api import CheckpointError, load_model
+from checkpoint.api import load_model
+from checkpoint.manifest import CheckpointError
 from data.loader import IGNORE_INDEX, Batch
 from data.text.corpus import Corpus, input_files
 from data.text.indexed import check_indexed

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.api import CheckpointError, checkpoint_of, load_model, read_manifest
-from checkpoint.manifest import checkpoint_folder
+from checkpoint.api import load_model
+from checkpoint.manifest import CheckpointError, checkpoint_folder, read_manifest
+from checkpoint.search import checkpoint_of
 from data.latents.vae import Vae
 from model.dit_config import architecture_of
 from parallel.mesh import Mesh, distributed_mesh

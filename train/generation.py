@@ -20,7 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.api import CheckpointConfig, checkpoint_of, load_model, read_manifest
+from checkpoint.api import CheckpointConfig, load_model
+from checkpoint.manifest import read_manifest
+from checkpoint.search import checkpoint_of
 from kernels.cache import States
 from kernels.merge import merged
 from model.attention import Attend, Attention, sdpa

@@ -9,14 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpoint.api import (
-    CheckpointError,
-    compare_architecture,
-    load_checkpoint,
-    load_model,
-    read_manifest,
-)
-from checkpoint.manifest import MANIFEST, is_count
+from checkpoint.api import compare_architecture, load_checkpoint, load_model
+from checkpoint.manifest import MANIFEST, CheckpointError, is_count, read_manifest
 from checkpoint.saving import newest_checkpoint
 from model.config import architecture_of
 from model.hf.api import open_hf

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 import torch
 
-from checkpoint.api import CheckpointConfig, remove_drafts, saved_iterations
+from checkpoint.api import CheckpointConfig
+from checkpoint.drafts import remove_drafts
 from checkpoint.local import STARTS, fingerprint
-from checkpoint.search import POINTER
+from checkpoint.search import POINTER, saved_iterations
 from model.hf.folder import CONFIG
 from model.hf.shards import carry, new_folder
 from runtime.errors import LaunchError, UserError, printable

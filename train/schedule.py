@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.api import CheckpointError
+from checkpoint.manifest import CheckpointError
 from train.optim import OptimizerConfig
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.api import find_checkpoint, load_model, save_checkpoint
+from checkpoint.api import load_model, save_checkpoint
+from checkpoint.search import find_checkpoint
 from model.config import architecture_of
 from model.hf.api import our_weights, their_weights
 from model.hf.shards import Weights

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.api import CheckpointError
+from checkpoint.manifest import CheckpointError
 from data.latents.vae import Vae
 from pretrain_dit import main as pretrain
 from runtime.errors import DataError

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from checkpoint.api import CheckpointConfig, read_manifest
+from checkpoint.api import CheckpointConfig
+from checkpoint.manifest import read_manifest
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
 from model.base import initial_weight

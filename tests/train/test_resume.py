@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint.api import CheckpointConfig, CheckpointError
+from checkpoint.api import CheckpointConfig
+from checkpoint.manifest import CheckpointError
 from data.text.config import DataConfig
 from model.diffusion import DiffusionConfig
 from parallel.mesh import MeshConfig

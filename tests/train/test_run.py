@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.api import CheckpointConfig, CheckpointError
+from checkpoint.api import CheckpointConfig
+from checkpoint.manifest import CheckpointError
 from checkpoint.search import find_checkpoint
 from parallel.mesh import MeshError
 from runtime.errors import AbsentError, LaunchError

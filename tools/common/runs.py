@@ -44,8 +44,8 @@ def open_run(folder: Path, step: int | None = None) -> Run:
 
     Raises UserError: no run or checkpoint is there, or its tokenizer is gone or another one.
     """
-    from checkpoint.api import checkpoint_of
     from checkpoint.manifest import read_manifest
+    from checkpoint.search import checkpoint_of
     from data.fingerprint import digest
     from data.tokenizer import load_tokenizer
     from runtime.errors import DataError

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from checkpoint.api import saved_iterations
 from checkpoint.manifest import is_count
+from checkpoint.search import saved_iterations
 from runtime.errors import UserError, require
 from runtime.files import read_own, write_text
 from runtime.together import from_first

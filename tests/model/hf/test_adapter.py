@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.api import checkpoint_of, load_model
+from checkpoint.api import load_model
+from checkpoint.search import checkpoint_of
 from model.config import architecture_of
 from model.hf import load_hf
 from model.hf.adapter import read_adapter

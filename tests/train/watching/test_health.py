@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.api import CheckpointConfig, find_checkpoint
+from checkpoint.api import CheckpointConfig
 from checkpoint.saving import Saves
+from checkpoint.search import find_checkpoint
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank

@@ -10,9 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from data.chat.bounded import UnboundedError
 from data.chat.conversations import turns_of
-from data.chat.template import ChatTemplate
+from data.chat.template import ChatTemplate, UnboundedError
 from data.text.corpus import Row
 from data.text.indexed import write_index
 from data.text.workers import Tokens, joined

@@ -6,22 +6,24 @@ Templates are those of Hugging Face, jinja2 in a sandbox with what `transformers
 through it adds to the conversation before it with the generation prompt, if both are prefixes of the whole; white space
 at its end, which follows the token that ends it, is not.
 
-A template is a program: it is compiled and called within bounds (`data.chat.bounded`).
+A template is a program of other people: it is compiled and called within bounds of processor time and memory.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from data.chat.bounded import UnboundedError, bounded
 from data.chat.conversations import Turn
 from data.chat.named import NAMED
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, special_tokens, tokenizer_config
@@ -34,9 +36,18 @@ Spans = list[tuple[int, int]]
 """Characters [begin, end) of a text."""
 MOST_CHARACTERS, MOST_SOURCE = 1 << 26, 1 << 21
 """Characters of a conversation in a template, and of a template."""
+MOST_SECONDS = 10.0
+"""Processor time of one call, which no other process's load makes longer."""
+MOST_BYTES = 1 << 30
+"""Memory of one call, beside what the process has (Linux)."""
 _MARKS: ContextVar[tuple[str, str]] = ContextVar("marks", default=("", ""))
 """Text around the assistant's words in the current rendering."""
 _NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+Result = TypeVar("Result")
+
+
+class UnboundedError(DataError):
+    """A program does not end, or outgrows the memory: it fails for all of its input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +111,10 @@ class ChatTemplate:
         offsets = np.array(places, dtype=np.int64).reshape(-1, 2)
         across = None
         for spans in self._spans(turns, text, marked):
-            if (learned := _tokens_of(offsets, spans, len(text))) is not None:
+            learned, cut = _tokens_of(offsets, spans, len(text))
+            if not cut.any():
                 return np.array(ids, dtype=np.int64), learned
-            across = across or _across(places, spans)
+            across = across or places[int(np.argmax(cut))]
         if across is not None:
             raise DataError(
                 f"the token of {text[slice(*across)]!r} lies across the edge of an assistant's turn, so that it would "
@@ -271,14 +283,8 @@ def _between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
     return "".join(pieces[::2]), list(zip(at[::2], at[1::2], strict=False)) if alternate else None
 
 
-def _across(places: Sequence[tuple[int, int]], spans: Spans) -> tuple[int, int] | None:
-    """Return where the first token lies that is in a span in part, if one is."""
-    edges = [edge for span in spans for edge in span]
-    return next((place for place in places if any(place[0] < edge < place[1] for edge in edges)), None)
-
-
-def _tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> np.ndarray | None:
-    """Return which tokens [T] of ``offsets`` [T, 2] lie in the spans; None if one lies in part."""
+def _tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which tokens of ``offsets`` [T, 2] lie in the spans, and which lie there in part, bool [T] each."""
     steps = np.zeros(length + 2, dtype=np.int64)
     for begin, end in spans:
         steps[begin] += 1
@@ -286,6 +292,51 @@ def _tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> np.ndarray | N
     inside = np.concatenate(([0], np.cumsum(np.cumsum(steps) > 0)))  # [length + 3]: characters of spans before each
     begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # empty ones as their first character
     covered = inside[ends] - inside[begins]
-    if ((covered > 0) & (covered < ends - begins)).any():
-        return None
-    return covered > 0
+    return covered > 0, (covered > 0) & (covered < ends - begins)
+
+
+class _Expired(BaseException):
+    """Time is over; no `except Exception` on the way takes it for an error of its own."""
+
+
+def bounded(name: str, work: Callable[[], Result]) -> Result:
+    """Return ``work()``, called in the main thread.
+
+    Args:
+        name: of the program, for messages.
+
+    Raises:
+        UnboundedError: it takes more than MOST_SECONDS or MOST_BYTES.
+    """
+    running = True
+
+    def expire(*_: object) -> None:
+        if running:
+            raise _Expired
+
+    def report(lost: Any) -> None:
+        if lost.exc_type is not _Expired:  # in a destructor: the next signal comes soon
+            hook(lost)
+
+    handler, hook = signal.signal(signal.SIGPROF, expire), sys.unraisablehook
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        sys.unraisablehook = report
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 0.1)
+        if sys.platform == "linux":
+            with open("/proc/self/statm", encoding="ascii") as file:
+                most = int(file.read().split()[0]) * resource.getpagesize() + MOST_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (min([most, *(n for n in limits if n >= 0)]), limits[1]))
+        found = work()
+        running = False
+        return found
+    except _Expired:
+        raise UnboundedError(f"{name} does not end within {MOST_SECONDS:g} s of one processor; repair it") from None
+    except MemoryError:
+        raise UnboundedError(f"{name} takes more than {MOST_BYTES >> 20:,} MiB of memory; repair it") from None
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
+        sys.unraisablehook = hook
+        resource.setrlimit(resource.RLIMIT_AS, limits)

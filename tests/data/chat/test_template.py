@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data.chat import bounded
-from data.chat.bounded import UnboundedError
-from data.chat.template import ChatTemplate, load_template
+from data.chat import template as module
+from data.chat.template import ChatTemplate, UnboundedError, bounded, load_template
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from runtime.errors import DataError
 from tests.data.chat.templates import BY_HAND, MARKED, TEMPLATES, TURNS, write_tokenizer
@@ -155,7 +154,7 @@ NESTED = {
 def test_a_template_that_does_not_end_or_grows_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded, "MOST_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
     source, message = UNBOUNDED[name]
     with pytest.raises(UnboundedError if "jinja2" not in message else DataError, match=rf"_config\.json ({message})"):
         loaded(tmp_path, source)[1].render(TURNS)
@@ -170,8 +169,8 @@ def test_a_template_that_is_nested_too_deeply_is_refused(name: str, tmp_path: Pa
 def test_bounds_end_with_the_call() -> None:
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
     with pytest.raises(ZeroDivisionError):
-        bounded.bounded("a program", lambda: 1 // 0)
-    assert bounded.bounded("a program", lambda: resource.getrlimit(resource.RLIMIT_AS)[0]) > 0
+        bounded("a program", lambda: 1 // 0)
+    assert bounded("a program", lambda: resource.getrlimit(resource.RLIMIT_AS)[0]) > 0
     assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == before
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 

@@ -163,8 +163,8 @@ def _claim_folder(config: CommonConfig) -> None:
     source = Path(load or "") / HF_FOLDER
     for path in source.rglob("*") if load and not (folder / HF_FOLDER).exists() else ():
         if (kind := not_a_file(path)) not in ("", "a folder"):
-            name = f"{HF_FOLDER}/{path.relative_to(source)}"
-            raise ConfigError(f"load is {load}, and {name} there is {kind}, not a file; remove it")
+            found = f"{HF_FOLDER}/{path.relative_to(source)} there is {kind}"
+            raise ConfigError(f"load is {load}, and {found}, not a file; remove it")
     iterations = saved_iterations(folder)[::-1]
     same = load is not None and os.path.realpath(load) == os.path.realpath(folder)  # Path.resolve fails on a loop
     goes_on = same and not config.checkpoint.finetune

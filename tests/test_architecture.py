@@ -62,9 +62,9 @@ BUDGET = {
     "model": 4300,
     "kernels": 3340,
     "parallel": 6380,
-    "checkpoint": 1645,
-    "data": 3730,
-    "train": 5780,
+    "checkpoint": 1620,
+    "data": 3530,
+    "train": 5790,
     "planner": 2840,
     "runtime": 2360,
     "slurm": 350,
@@ -72,7 +72,7 @@ BUDGET = {
     "parity": 1030,
     "papers": 1850,
     "bench": 2930,
-    "tests": 41200,
+    "tests": 41130,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -13,7 +13,7 @@ from kernels.attention import AttentionBackend
 from parallel.context import METHODS, Plan, executor, make_plan
 from parallel.context.executor import Executor
 from tests import threads
-from tests.parallel.context.packed import MASKS, Masked, error, inputs, truth
+from tests.parallel.context.attended import DOCUMENTS, Masked, error, inputs, truth
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("ulysses", {}),
@@ -22,8 +22,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("exchange", {"ranks_per_node": 2, "layout": "zigzag"}),
     ("striped", {"ulysses_degree": 2}),
 ]
-CASES = [(method, {}, masked) for method in METHODS for masked in (Masked(), MASKS["window + documents"])]
-CASES += [(method, options, masked) for method, options in VARIANTS for masked in (Masked(), MASKS["documents"])]
+CASES = [(method, {}, masked) for method in METHODS for masked in (Masked(), Masked(DOCUMENTS, (9, 0)))]
+CASES += [(method, options, masked) for method, options in VARIANTS for masked in (Masked(), Masked(DOCUMENTS))]
 
 
 def as_on_a_gpu(x: Tensor, like: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def test_blocks_add_up_whatever_their_kernel_returns(
             continue
         mask = {"documents": masked.documents, "window": masked.window}
         plan = make_plan(method, seq_len=masked.length, size=size, backward=moves, **mask, **options)
-        found = threads.attend(plan, [x.to(dtype) for x in inputs(dtype)])
+        found = threads.attend(plan, [x.to(dtype) for x in inputs(masked, dtype)])
         limit = 1.1 * bound if method == "ulysses" else bound  # whose ranks send each other's part of a KV head
         assert max(error(found, truth(masked, dtype))) < limit, (method, options, masked, size)
 

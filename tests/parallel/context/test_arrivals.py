@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.context import METHODS, executor
+from parallel.context import executor
 from parallel.context.circulation import Needed
 from parallel.context.transport import Transport
 from runtime.ranks import run_ranks
-from tests.parallel.context.packed import Masked, Ranks, attended
-from tests.parallel.context.test_packed import VARIANTS
+from tests.parallel.context.attended import Masked, Ranks, attended
+from tests.parallel.context.test_packed import by_turns
 
 LATEST = 0.004  # seconds; some ten times what a transfer takes here
 MASKS = (Masked((0, 9, 123)), Masked((0, 60, 61, 123), causal=False), Masked((0, 9, 123), (70, 0), sinks=True))
@@ -68,20 +68,12 @@ def attend_again(rank: int, world_size: int, cases: list[Case], runs: int, chang
     return found
 
 
-def cases(world_size: int) -> list[Case]:
-    methods = [*((name, {}) for name in METHODS), *VARIANTS[world_size]]
-    return [
-        (method, {**options, "backward": ("kv", "queries")[i % 2]}, MASKS[i % len(MASKS)])
-        for i, (method, options) in enumerate(methods)
-    ]
-
-
 @pytest.mark.parametrize(
     ("world_size", "runs"),
     [(4, 3), pytest.param(4, 20, marks=pytest.mark.slow), pytest.param(8, 8, marks=pytest.mark.slow)],
 )
 def test_late_ranks_change_no_bit(world_size: int, runs: int) -> None:
-    some = cases(world_size)
+    some = by_turns(world_size, MASKS)
     for found in run_ranks(attend_again, world_size, some, runs, make_late):
         assert dict(zip(map(str, some), found, strict=True)) == dict.fromkeys(map(str, some), True)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from parallel.context import ContextConfig, ContextError
+from parallel.context.config import HybridConfig
 
 
 def check(size: int, launched: int | None = None, **fields: object) -> None:
@@ -14,8 +15,6 @@ def check(size: int, launched: int | None = None, **fields: object) -> None:
     ("size", "fields", "message"),
     [
         (2, {"team_size": 2}, "striped has no teams and context_parallel_team_size is 2; .* wallfacer"),
-        (8, {"method": "wallfacer", "team_size": 4}, "context_parallel_team_size is 4, whose square 16 .*do: 1, 2$"),
-        (3, {"ulysses_degree": 2}, "ulysses_degree is 2.*size 3; degrees that do: 1, 3$"),
         (8, {"ulysses_degree": 0}, "ulysses_degree is 0; it must be 1 or more"),
         (6, {"ulysses_degree": 3}, "ulysses_degree is 3 with 8 query and 2 key heads.*fit 6 ranks: 1, 2$"),
         (3, {"method": "ulysses"}, "ulysses_degree is 3 with 8 query and 2 key heads.*fit 3 ranks: 1$"),
@@ -23,14 +22,7 @@ def check(size: int, launched: int | None = None, **fields: object) -> None:
         (8, {"ulysses_degree": 2, "ulysses_head_chunks": 0}, "ulysses_head_chunks is 0; it must be 1 or more"),
         (8, {"ulysses_degree": 2, "ulysses_head_chunks": 3}, "is 3, .* the 4 query heads .* 2 ranks .*: 1, 2, 4$"),
         (1, {"method": "auto", "ulysses_head_chunks": 2}, "is auto, which chooses .*leave them out"),
-        (8, {"method": "double_ring", "ranks_per_node": 3}, "context_parallel_ranks_per_node .* 3 .*: 1, 2, 4, 8$"),
         (8, {"method": "double_ring", "ranks_per_node": 0}, "context_parallel_ranks_per_node is 0"),
-        (
-            8,
-            {"layout": "zigzag"},
-            "context_parallel_layout is 'zigzag' with method striped, which takes auto, striped$",
-        ),
-        (8, {"placement": "p2p_intra"}, "context_parallel_placement is p2p_intra and .* no teams"),
         (1, {"method": "none", "ulysses_degree": 2}, "method is none.*leave them out"),
     ],
 )
@@ -70,3 +62,10 @@ def test_nodes_are_as_launched_unless_said_otherwise() -> None:
         check(8, launched=3, method="double_ring")
     assert ContextConfig(context_parallel_ranks_per_node=4).plan_arguments(3)["ranks_per_node"] == 4
     assert ContextConfig().plan_arguments(3)["ranks_per_node"] == 3
+
+
+def test_zigzag_under_an_exchange_of_heads_is_refused() -> None:
+    hybrid = HybridConfig(hybrid_softmax_method="ulysses", hybrid_softmax_layout="zigzag")
+    with pytest.raises(ContextError, match=r"hybrid_softmax_layout is zigzag .* same work in any layout"):
+        hybrid.check(seq_len=16, size=2, heads=4, kv_heads=4)
+    assert HybridConfig(hybrid_softmax_method="ulysses").layouts == ("contiguous",)

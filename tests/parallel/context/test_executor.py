@@ -1,89 +1,36 @@
 """Attention over real gloo ranks against float64 in one process: out and every gradient."""
 
-from functools import cache
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from kernels import reference
 from parallel.context import METHODS, ContextError, context_parallel
 from runtime.ranks import run_ranks
+from tests.parallel.context.attended import Case, Masked, Ranks, attended, check, error, truth
 
-BATCH, HEAD_DIM = 2, 32
 BASIC = ("ring", "striped", "zigzag", "allgather")
-SHAPES = {"mha": (8, 8, 256), "gqa 8:2, odd length": (8, 2, 251), "blocks cut for the kernel": (2, 1, 1201)}
-
-
-def inputs(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
-    heads, kv_heads, seq_len = SHAPES[shape]
-    generator = torch.Generator().manual_seed(7)
-    counts = (heads, kv_heads, kv_heads, heads)
-    return tuple(
-        torch.randn(BATCH, seq_len, count, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype).double()
-        for count in counts
-    )
-
-
-@cache
-def truth(shape: str, dtype: torch.dtype, causal: bool) -> list[Tensor]:
-    q, k, v, dout = inputs(shape, dtype)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, _ = reference.attention(*leaves, causal=causal)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-@cache
-def one_process_sdpa(shape: str, dtype: torch.dtype, causal: bool) -> list[Tensor]:
-    *leaves, dout = (x.to(dtype) for x in inputs(shape, dtype))
-    leaves = [x.requires_grad_() for x in leaves]
-    q, k, v = (x.transpose(1, 2) for x in leaves)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def attend_on_ranks(rank: int, world_size: int, cases: list[tuple[str, str, torch.dtype, bool]]) -> list[list[Tensor]]:
-    """[out, dq, dk, dv] of the whole sequence for each case (method, shape, dtype, causal)."""
-    results = []
-    for method, shape, dtype, causal in cases:
-        cp = context_parallel(method, seq_len=SHAPES[shape][2], group=dist.group.WORLD, causal=causal)
-        *leaves, dout = (cp.shard(x.to(dtype), dim=1) for x in inputs(shape, dtype))
-        leaves = [x.requires_grad_() for x in leaves]
-        out = cp.attend(*leaves)
-        gradients = torch.autograd.grad(out, leaves, dout)
-        results.append([cp.unshard(x, dim=1) for x in (out, *gradients)])
-    return results
-
-
-def error(got: list[Tensor], want: list[Tensor]) -> list[float]:
-    """Relative error of each tensor in the 2-norm."""
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+SHAPES = [Masked(length=256, kv_heads=8), Masked(length=251), Masked(length=1201, heads=2, kv_heads=1)]
+"""Equal heads; shared ones and an odd length; blocks cut for the kernel."""
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_error_does_not_grow_with_the_number_of_ranks(world_size: int) -> None:
-    cases = [
-        (method, shape, dtype, causal)
+    cases: list[Case] = [
+        (method, {}, shape._replace(causal=causal), dtype)
         for method in BASIC
         for shape in SHAPES
         for dtype in (torch.float32, torch.bfloat16)
         for causal in (True, False)
-        if causal or not shape.startswith("blocks")
+        if causal or shape.length < 1000
     ]
-    for case, got in zip(cases, run_ranks(attend_on_ranks, world_size, cases)[0], strict=True):
-        want = truth(*case[1:])
-        limits = error(one_process_sdpa(*case[1:]), want)
-        for name, measured, limit in zip(("out", "dq", "dk", "dv"), error(got, want), limits, strict=True):
-            assert measured <= 1.2 * limit, f"{case}: {name} has {measured:.3g}, one process {limit:.3g}"
+    check(world_size, cases)
 
 
 def test_float64_is_exact_to_its_own_precision() -> None:
-    cases = [(method, shape, torch.float64, causal) for method in BASIC for shape in SHAPES for causal in (True, False)]
-    for case, got in zip(cases, run_ranks(attend_on_ranks, 3, cases)[0], strict=True):
-        assert max(error(got, truth(*case[1:]))) < 1e-14, case
+    masks = [shape._replace(causal=causal) for shape in SHAPES for causal in (True, False)]
+    check(3, [(method, {}, mask, torch.float64) for method in BASIC for mask in masks], exact=1e-14)
 
 
 def attend_without_the_shift(rank: int, world_size: int) -> list[Tensor]:
@@ -95,11 +42,11 @@ def attend_without_the_shift(rank: int, world_size: int) -> list[Tensor]:
         return [(q0, q0 + rows, k0, k0 + columns, CAUSAL if shift < columns else FULL)]
 
     tiles._compare = compare
-    return attend_on_ranks(rank, world_size, [("striped", "mha", torch.float64, True)])[0]
+    return attended(Ranks(), "striped", {}, SHAPES[0], torch.float64)[0]
 
 
 def test_dropping_the_shift_of_the_striped_mask_is_noticed() -> None:
-    assert max(error(run_ranks(attend_without_the_shift, 2)[0], truth("mha", torch.float64, True))) > 1e-3
+    assert max(error(run_ranks(attend_without_the_shift, 2)[0], truth(SHAPES[0], torch.float64))) > 1e-3
 
 
 def shard_and_unshard(rank: int, world_size: int) -> bool:

@@ -5,17 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.context import METHODS
 from runtime.ranks import run_ranks
-from tests.parallel.context.packed import DOCUMENTS, LENGTH, Masked, Ranks, inputs, sinks_of
-from tests.parallel.context.test_packed import VARIANTS
+from tests.parallel.context.attended import DOCUMENTS, LENGTH, Masked, Ranks, inputs, sinks_of
+from tests.parallel.context.test_packed import by_turns
 
 CHANGED = slice(DOCUMENTS[3], DOCUMENTS[4])
-MASKS = (
-    Masked(DOCUMENTS, sinks=True),
-    Masked(DOCUMENTS, (9, 0)),
-    Masked(DOCUMENTS, causal=False),
-)
+MASKS = (Masked(DOCUMENTS, sinks=True), Masked(DOCUMENTS, (9, 0)), Masked(DOCUMENTS, causal=False))
 
 
 def same_and_changed(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any], Masked]]) -> Any:
@@ -28,7 +23,7 @@ def same_and_changed(rank: int, world_size: int, cases: list[tuple[str, dict[str
         one, cp = ranks.under(method, options, masked)
         results = []
         for change in (0, 1):
-            whole = [x.float() for x in inputs(torch.float32)]
+            whole = [x.float() for x in inputs(masked, torch.float32)]
             for x in whole:
                 x[:, CHANGED] += change
             *leaves, dout = (cp.shard(x, dim=1) for x in whole)
@@ -48,11 +43,7 @@ def same_and_changed(rank: int, world_size: int, cases: list[tuple[str, dict[str
 
 
 def test_a_document_that_changes_changes_no_bit_of_the_others() -> None:
-    methods = [*((name, {}) for name in METHODS), *VARIANTS[4]]
-    cases = [
-        (method, {**options, "backward": ("kv", "queries")[i % 2]}, MASKS[i % len(MASKS)])
-        for i, (method, options) in enumerate(methods)
-    ]
+    cases = by_turns(4, MASKS)
     for case, by_rank in zip(cases, zip(*run_ranks(same_and_changed, 4, cases), strict=True), strict=True):
         for same, _ in by_rank:
             assert same == [True] * 4, case

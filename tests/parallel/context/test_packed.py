@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from parallel.context import METHODS
 from parallel.context.circulation import Needed
 from parallel.context.heads import HeadExchange
 from runtime.ranks import run_ranks
-from tests.parallel.context.packed import MASKS, Masked, Ranks, attended, error, one_process_sdpa, truth
+from tests.parallel.context.attended import DOCUMENTS, Case, Masked, Ranks, attended, check, error, truth
 
 VARIANTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [],
@@ -35,60 +34,45 @@ VARIANTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 MOVES = ("kv", "queries")
-FULL_CASE = MASKS["sinks + window + documents"]
+FULL_CASE = Masked(DOCUMENTS, (9, 0), sinks=True)
+MASKS = (
+    Masked(DOCUMENTS),
+    Masked(window=(9, 0)),
+    Masked(DOCUMENTS, (9, 0)),
+    Masked(sinks=True),
+    Masked(DOCUMENTS, causal=False),
+    FULL_CASE,
+    Masked(window=(9, 4), causal=False),
+)
 TINY = {
-    "documents": Masked((0, 2, 5), length=5),
-    "full mask + documents": Masked((0, 4, 5), causal=False, length=5),
-    "sinks + window + documents": Masked((0, 1, 5), (1, 0), sinks=True, length=5),
+    Masked((0, 2, 5), length=5): "kv",
+    Masked((0, 4, 5), causal=False, length=5): "queries",
+    Masked((0, 1, 5), (1, 0), sinks=True, length=5): "queries",
 }
-DSINKS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
-"""Relative error of dsinks, which torch's SDPA does not have; each rank rounds its own to the dtype."""
+"""Masks of five tokens, and what their backwards move."""
 
-Case = tuple[str, dict[str, Any], str, torch.dtype]
+
+def methods(world_size: int) -> list[tuple[str, dict[str, Any]]]:
+    """Every method alone, and with options."""
+    return [*((name, {}) for name in METHODS), *VARIANTS[world_size]]
+
+
+def by_turns(world_size: int, masks: tuple[Masked, ...]) -> list[tuple[str, dict[str, Any], Masked]]:
+    """Every method under one of these masks, and with one of the backwards."""
+    return [
+        (method, {**options, "backward": MOVES[i % 2]}, masks[i % len(masks)])
+        for i, (method, options) in enumerate(methods(world_size))
+    ]
 
 
 def some_cases(world_size: int) -> list[Case]:
     """Every method under every mask, of which 4 and 8 ranks share the work; dtypes and backwards by turns."""
-    methods = [*((name, {}) for name in METHODS), *VARIANTS[world_size]]
     first, apart = {4: (0, 2), 8: (1, 2)}.get(world_size, (0, 1))
     return [
         (method, {**options, "backward": MOVES[(i + world_size // 2) % 2]}, mask, DTYPES[(i + j) % 3])
-        for i, (method, options) in enumerate(methods)
+        for i, (method, options) in enumerate(methods(world_size))
         for j, mask in [*enumerate(MASKS)][(i + first) % apart :: apart]
     ]
-
-
-def all_cases(world_size: int) -> list[Case]:
-    methods = [*((name, {}) for name in METHODS), *VARIANTS[world_size]]
-    return [
-        (method, {**options, "backward": moves}, mask, dtype)
-        for (method, options), moves, mask, dtype in product(methods, MOVES, MASKS, DTYPES)
-    ]
-
-
-def attend(rank: int, world_size: int, cases: list[Case], masks: dict[str, Masked]) -> list[tuple[list[Tensor], bool]]:
-    """What each case attends to, on rank 0, and whether this rank sent what its plan says."""
-    ranks, found = Ranks(), []
-    for method, options, mask, dtype in cases:
-        tensors, as_planned = attended(ranks, method, options, masks[mask], dtype)
-        found.append((tensors if rank == 0 else [], as_planned))
-    return found
-
-
-def check(world_size: int, cases: list[Case], masks: dict[str, Masked] = MASKS) -> None:
-    results = run_ranks(attend, world_size, cases, masks)
-    for index, case in enumerate(cases):
-        assert all(result[index][1] for result in results), f"{case}: bytes sent are not the plan's"
-        *_, mask, dtype = case
-        want = truth(masks[mask], dtype)
-        if dtype == torch.float64:
-            limits = [1e-12] * len(want)
-        else:
-            limits = [1.2 * limit for limit in error(one_process_sdpa(masks[mask], dtype), want[:4])]
-            limits += [DSINKS[dtype]] * (len(want) - 4)
-        names = ("out", "dq", "dk", "dv", "dsinks")
-        for name, measured, limit in zip(names, error(results[0][index][0], want), limits, strict=False):
-            assert measured <= limit, f"{case}: {name} has {measured:.3g}, the limit is {limit:.3g}"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -98,21 +82,20 @@ def test_every_method_is_exact_under_every_mask_and_sends_what_the_plan_says(wor
 
 def test_ranks_without_a_token_of_the_sequence_take_part() -> None:
     """Five tokens on four ranks: one holds padding alone, some send and receive nothing."""
-    methods = [*((name, {}) for name in METHODS), *VARIANTS[4]]
-    moves = {"documents": "kv", "full mask + documents": "queries", "sinks + window + documents": "queries"}
-    cases = [
-        (method, {**options, "backward": moves[mask]}, mask, torch.float64)
-        for method, options in methods
-        for mask in TINY
+    cases: list[Case] = [
+        (method, {**options, "backward": moves}, mask, torch.float64)
+        for method, options in methods(4)
+        for mask, moves in TINY.items()
     ]
-    check(4, cases[::2], TINY)
+    check(4, cases[::2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", VARIANTS)
 def test_the_same_for_every_dtype_and_both_directions_of_the_backward(world_size: int) -> None:
     for dtype in DTYPES:  # not all tensors at once
-        check(world_size, [case for case in all_cases(world_size) if case[-1] == dtype])
+        every = product(methods(world_size), MOVES, MASKS)
+        check(world_size, [(name, {**options, "backward": on}, mask, dtype) for (name, options), on, mask in every])
 
 
 def attend_broken(rank: int, world_size: int, method: str, options: dict[str, Any], broken: list[str]) -> Any:

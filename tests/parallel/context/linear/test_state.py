@@ -1,4 +1,4 @@
-"""State passing over real gloo ranks against float64 in one process: out and every gradient, bytes, and their order."""
+"""Linear attention over real gloo ranks against float64 in one process: out, every gradient, bytes, and their order."""
 
 import math
 from functools import cache, partial
@@ -11,14 +11,13 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.linear_attention import linear_attention
-from parallel.context import STATE_METHODS, ContextError, Traffic, context_parallel, make_plan
+from parallel.context import LINEAR_METHODS, STATE_METHODS, ContextError, Traffic, context_parallel, make_plan
 from parallel.context.linear.passages import passages
-from parallel.context.linear.state import StateExecutor
 from runtime.ranks import run_ranks
-from tests.parallel.context.test_executor import error
+from tests.parallel.context.attended import error
 
-BATCH, HEADS, WIDTH = 2, 5, 8
-LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.9, 0.5, 0.2))
+BATCH, HEADS, WIDTH = 2, 8, 8
+LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.99, 0.9, 0.7, 0.5, 0.3, 0.2))
 Case = tuple[str, int, tuple[int, ...] | None, torch.dtype]
 """Method, length, documents, dtype."""
 LENGTHS: list[tuple[int, tuple[int, ...] | None]] = [
@@ -30,10 +29,10 @@ LENGTHS: list[tuple[int, tuple[int, ...] | None]] = [
 ]
 
 
-def inputs(length: int, dtype: torch.dtype, width: int = WIDTH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
     generator = torch.Generator().manual_seed(7)
-    widths = (width, width, width + 1, width + 1)
+    widths = (WIDTH, WIDTH, WIDTH + 1, WIDTH + 1)
     return tuple(
         torch.randn(BATCH, length, HEADS, wide, generator=generator, dtype=torch.float64).to(dtype).double()
         for wide in widths
@@ -63,7 +62,9 @@ def one_process(length: int, documents: tuple[int, ...] | None, dtype: torch.dty
     return with_gradients(attend, [x.to(dtype) for x in inputs(length, dtype)])
 
 
-def attend_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[list[Tensor]]:
+def attend_on_ranks(
+    rank: int, world_size: int, cases: list[Case], rates: tuple[float, ...] = LOG_DECAY
+) -> list[list[Tensor]]:
     """[out, dq, dk, dv] of the whole sequence for each case."""
     results = []
     for method, length, documents, dtype in cases:
@@ -71,13 +72,13 @@ def attend_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[list[
         local = [cp.shard(x.to(dtype), dim=1) for x in inputs(length, dtype)]
         # What padding holds must reach nothing.
         local = [x.index_fill(1, (cp.positions >= length).nonzero().flatten(), 1e3) for x in local]
-        found = with_gradients(partial(cp.attend_linear, log_decay=LOG_DECAY), local)
+        found = with_gradients(partial(cp.attend_linear, log_decay=rates), local)
         results.append([cp.unshard(x, 1) for x in found])
     return results
 
 
 def all_cases() -> list[Case]:
-    cases = [(method, *length) for method in STATE_METHODS for length in LENGTHS]
+    cases = [(method, *length) for method in LINEAR_METHODS for length in LENGTHS]
     exact = [(*case, dtype) for case in cases for dtype in (torch.float64, torch.float32)]
     return [*exact, *((*case, torch.bfloat16) for case in cases[1:4:2])]
 
@@ -121,34 +122,43 @@ def test_a_state_not_decayed_and_a_gradient_not_passed_are_noticed(method: str, 
     assert (found[0] > 1e-3) == (broken == "decay")
 
 
-def count_bytes(rank: int, world_size: int, lengths: list[int]) -> list[tuple[str, Traffic, Traffic, bool]]:
-    """Bytes sent forward and backward, and whether they are the plan's."""
+def test_the_decays_of_other_heads_would_be_seen() -> None:
+    case: Case = ("ulysses", 251, None, torch.float64)
+    rates = LOG_DECAY[:4] * 2  # what both of 2 ranks would have if neither took its own
+    (got,) = run_ranks(attend_on_ranks, 2, [case], rates)[0]
+    assert min(error(got, truth(*case[1:]))) > 1e-3
+
+
+def count_bytes(rank: int, world_size: int, lengths: list[int]) -> list[tuple[str, int, Traffic, Traffic]]:
+    """Bytes sent forward and backward, which are the plan's."""
     found = []
-    for method in STATE_METHODS:
+    for method in LINEAR_METHODS:
         for length in lengths:
             cp = context_parallel(method, seq_len=length, group=dist.group.WORLD)
-            leaves = [torch.ones(BATCH, cp.plan.local_len, HEADS, WIDTH).bfloat16().requires_grad_() for _ in range(3)]
-            out = cp.attend_linear(*leaves, LOG_DECAY)
+            keys = 2 * WIDTH if method == "ulysses" else WIDTH  # as LRPE makes them
+            leaves = [torch.ones(BATCH, cp.plan.local_len, HEADS, wide).bfloat16() for wide in (keys, keys, WIDTH)]
+            out = cp.attend_linear(*(x.requires_grad_() for x in leaves), LOG_DECAY)
             forward, cp.transport.traffic = cp.transport.traffic, Traffic()
             out.sum().backward()
-            backward = cp.transport.traffic
-            sizes = {"batch": BATCH, "heads": HEADS, "kv_heads": HEADS, "head_dim": WIDTH, "element_size": 2}
-            cost = cp.plan.cost(rank, **sizes)
-            found.append((method, forward, backward, (forward, backward) == (cost.forward, cost.backward)))
+            sizes = {"batch": BATCH, "heads": HEADS, "kv_heads": HEADS, "element_size": 2}
+            cost = cp.plan.cost(rank, **sizes, head_dim=keys, value_dim=WIDTH)
+            assert (forward, cp.transport.traffic) == (cost.forward, cost.backward)
+            found.append((method, length, forward, cp.transport.traffic))
     return found
 
 
-def test_bytes_are_those_of_one_state_whatever_the_length() -> None:
-    hidden = HEADS * WIDTH
+def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where_heads_are_exchanged() -> None:
+    """Of B N d / P elements of v and of out, and twice as many of q and of k, a rank keeps its own 1 / P."""
+    hidden, ranks = HEADS * WIDTH, 4
     state = 4 * BATCH * hidden**2 // HEADS  # B d^2 / h elements of float32
-    for rank, found in enumerate(run_ranks(count_bytes, 4, [64, 128, 256, 512])):
-        for method, forward, backward, as_planned in found:
-            assert as_planned
+    for rank, found in enumerate(run_ranks(count_bytes, ranks, [64, 128, 256, 512])):
+        for method, length, forward, backward in found:
             if method == "lasp":
                 assert forward == Traffic(p2p={rank + 1: state} if rank < 3 else {})
                 assert backward == Traffic(p2p={rank - 1: state} if rank > 0 else {})
             else:
-                assert forward == backward == Traffic(collective={peer: state for peer in range(4) if peer != rank})
+                each = state if method == "lasp2" else 2 * 6 * BATCH * length * hidden // ranks**2
+                assert forward == backward == Traffic(collective={peer: each for peer in range(4) if peer != rank})
 
 
 def record(rank: int, world_size: int, method: str) -> list[str]:
@@ -210,30 +220,6 @@ def test_who_passes_what_to_whom() -> None:
         (None, None, True, 8), (2, None, False, 4), (3, 1, True, 8), (None, 2, False, 3),
     ]  # fmt: skip
     assert ahead[1].documents == (0, 4, 8)
-
-
-class Unseen:
-    """A transport whose tensors have no numbers."""
-
-    def connect_all(self, device: torch.device) -> None: ...
-
-    def isend_irecv(self, sends: list[Any], receives: list[tuple[int, tuple[Tensor, ...]]], far: bool) -> Any:
-        return [lambda tensors=tensors: tensors for _, tensors in receives], lambda: None
-
-    def gather(self, tensors: tuple[Tensor, ...], ranks: tuple[int, ...]) -> Any:
-        return lambda: tuple(torch.cat([x] * len(ranks), 1) for x in tensors)
-
-
-@pytest.mark.parametrize("method", STATE_METHODS)
-def test_a_layer_looks_at_no_numbers(method: str) -> None:
-    """Tensors on meta have none: what would wait for a GPU fails on them."""
-    plan = make_plan(method, seq_len=24, size=3)
-    q, k, v, dout = (torch.empty(1, 8, HEADS, WIDTH, device="meta") for _ in range(4))
-    for rank in range(3):
-        executor = StateExecutor(plan.geometry, Unseen(), rank, "chunked")  # type: ignore[arg-type]
-        out, state = executor.forward(plan, q, k, v, LOG_DECAY)
-        assert out.is_meta
-        assert all(x.is_meta for x in executor.backward(plan, dout, q, k, v, state, LOG_DECAY))
 
 
 def overflow(rank: int, world_size: int, method: str) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """WallFacer's algorithms as the paper prints them, against the plan; and what placement does to the links."""
 
-import numpy as np
 import pytest
 
 from parallel.context import make_plan
@@ -31,27 +30,6 @@ def test_plans_follow_the_paper_s_algorithms_up_to_256_ranks() -> None:
             for step in rounds[:-1]:
                 assert step.transfers[0].send_to == ring_neighbour(team, member, teams, members, 1)
                 assert step.transfers[0].recv_from == ring_neighbour(team, member, teams, members, -1)
-
-
-def test_every_team_meets_all_kv_once_by_the_algorithms_alone() -> None:
-    """Brute force, up to 256 ranks: whose KV each rank holds, moved by algorithms 2 and 3 without the plan."""
-    for size, members in TEAMS:
-        teams = size // members
-        place = np.arange(size)
-        team, member = place // members, place % members
-        placed, following = (
-            np.array([rule(t, a, teams, members) for t, a in zip(team, member, strict=True)])
-            for rule in (initial_target, lambda *at: ring_neighbour(*at, 1))
-        )
-        held = np.empty(size, dtype=int)
-        held[placed] = team
-        met = np.zeros((teams, teams), dtype=int)
-        for _ in range(size // members**2):
-            np.add.at(met, (team, held), 1)
-            moved = np.empty_like(held)
-            moved[following] = held
-            held = moved
-        assert (met == 1).all(), f"{size} ranks in teams of {members}"
 
 
 def test_plans_hold_what_the_paper_says() -> None:

@@ -1,4 +1,4 @@
-"""Masks of packed training, and their attention in float64 and in one process, for tests on real ranks."""
+"""Softmax attention of real ranks under any mask, against float64 and one process, and its bytes against the plan's."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,39 +10,44 @@ from torch.nn import functional as F
 
 from parallel.context import ContextParallel, Traffic, context_parallel
 from parallel.context.mask import Window
+from runtime.ranks import run_ranks
 
-BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 123, 8, 2, 32
+BATCH, LENGTH, HEAD_DIM = 2, 123, 32
 DOCUMENTS = (0, 7, 30, 31, 80, 123)
 SINKS = (0.5, -1.5, 2.0, 0.0, 1.25, -3.0, 3.5, 1.0)
+DSINKS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+"""Relative error of dsinks, which torch's SDPA does not have; each rank rounds its own to the dtype."""
 
 
 class Masked(NamedTuple):
-    """What attention is under."""
+    """What an attention is of and under."""
 
     documents: tuple[int, ...] | None = None
     window: Window | None = None
     causal: bool = True
     sinks: bool = False
     length: int = LENGTH
+    heads: int = 8
+    kv_heads: int = 2
+
+    @property
+    def whole(self) -> bool:
+        """Return whether it is one document without a window."""
+        return self.documents is None and self.window is None
 
 
-MASKS = {
-    "documents": Masked(DOCUMENTS),
-    "window": Masked(window=(9, 0)),
-    "window + documents": Masked(DOCUMENTS, (9, 0)),
-    "sinks": Masked(sinks=True),
-    "full mask + documents": Masked(DOCUMENTS, causal=False),
-    "sinks + window + documents": Masked(DOCUMENTS, (9, 0), sinks=True),
-    "full mask + window": Masked(window=(9, 4), causal=False),
-}
+PLAIN = Masked(length=251)
+"""Padded on any number of ranks."""
+Case = tuple[str, dict[str, Any], Masked, torch.dtype]
+"""Method, its options, mask, dtype."""
 
 
-def inputs(dtype: torch.dtype, length: int = LENGTH) -> list[Tensor]:
+def inputs(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
     """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
     generator = torch.Generator().manual_seed(5)
     return [
-        torch.randn(BATCH, length, heads, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype).double()
-        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        torch.randn(BATCH, masked.length, heads, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype).double()
+        for heads in (masked.heads, masked.kv_heads, masked.kv_heads, masked.heads)
     ]
 
 
@@ -65,15 +70,15 @@ def bias(masked: Masked) -> Tensor:
 @cache
 def truth(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
     """[out, dq, dk, dv, and dsinks if there are any] in float64; a sink is one more key, of value 0."""
-    *leaves, dout = inputs(dtype, masked.length)
+    *leaves, dout = inputs(masked, dtype)
     leaves = [x.requires_grad_() for x in leaves]
     q, k, v = leaves
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+    k, v = (x.repeat_interleave(masked.heads // masked.kv_heads, 2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * HEAD_DIM**-0.5 + bias(masked)
     if masked.sinks:
         sinks = torch.tensor(SINKS, dtype=torch.float64, requires_grad=True)
         leaves.append(sinks)
-        scores = torch.cat([scores, sinks[:, None, None].expand(BATCH, HEADS, masked.length, 1)], -1)
+        scores = torch.cat([scores, sinks[:, None, None].expand(BATCH, masked.heads, masked.length, 1)], -1)
     out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1)[..., : masked.length], v)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
@@ -81,14 +86,19 @@ def truth(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
 @cache
 def one_process_sdpa(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
     """[out, dq, dk, dv] of torch's SDPA with the same mask; a sink is one more key of score bias alone."""
-    *leaves, dout = (x.to(dtype) for x in inputs(dtype, masked.length))
+    *leaves, dout = (x.to(dtype) for x in inputs(masked, dtype))
     leaves = [x.requires_grad_() for x in leaves]
     q, k, v = (x.transpose(1, 2) for x in leaves)
-    added = bias(masked).expand(1, HEADS, -1, -1)
-    if masked.sinks:
-        added = torch.cat([added, torch.tensor(SINKS)[:, None, None].expand(1, HEADS, masked.length, 1)], -1)
-        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, added.to(dtype), enable_gqa=True).transpose(1, 2)
+    if masked.whole and not masked.sinks:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=masked.causal, enable_gqa=True)
+    else:
+        added = bias(masked).expand(1, masked.heads, -1, -1)
+        if masked.sinks:
+            sinks = torch.tensor(SINKS)[:, None, None].expand(1, masked.heads, masked.length, 1)
+            added = torch.cat([added, sinks], -1)
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, added.to(dtype), enable_gqa=True)
+    out = out.transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -126,21 +136,15 @@ def attended(ranks: Ranks, method: str, options: dict[str, Any], masked: Masked,
         out, dq, dk, dv (and dsinks) of the whole sequence; and whether the bytes sent to each rank are the plan's.
     """
     one, cp = ranks.under(method, options, masked)
-    *leaves, dout = (cp.shard(x.to(dtype), dim=1) for x in inputs(dtype, masked.length))
+    *leaves, dout = (cp.shard(x.to(dtype), dim=1) for x in inputs(masked, dtype))
     leaves = [x.requires_grad_() for x in leaves]
     sinks = sinks_of(masked, dtype)
     one.transport.traffic = Traffic()
-    out = one.attend(*leaves, cp.handle, sinks=sinks)
+    out = one.attend(*leaves, None if masked.whole else cp.handle, sinks=sinks)
     forward, one.transport.traffic = one.transport.traffic, Traffic()
     gradients = torch.autograd.grad(out, leaves if sinks is None else [*leaves, sinks], dout)
-    cost = cp.plan.cost(
-        dist.get_rank(),
-        batch=BATCH,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        element_size=out.element_size(),
-    )
+    sizes = {"heads": masked.heads, "kv_heads": masked.kv_heads, "element_size": out.element_size()}
+    cost = cp.plan.cost(dist.get_rank(), batch=BATCH, head_dim=HEAD_DIM, **sizes)
     as_planned = (forward, one.transport.traffic) == (cost.forward, cost.backward)
     found = [cp.unshard(x, dim=1) for x in (out, *gradients[:3])]
     if sinks is not None:
@@ -148,3 +152,29 @@ def attended(ranks: Ranks, method: str, options: dict[str, Any], masked: Masked,
         dist.all_reduce(dsinks)
         found.append(dsinks)
     return found, as_planned
+
+
+def attend_all(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list[Tensor], bool]]:
+    """What each case attends to, on rank 0, and whether this rank sent what its plan says."""
+    ranks, found = Ranks(), []
+    for case in cases:
+        tensors, as_planned = attended(ranks, *case)
+        found.append((tensors if rank == 0 else [], as_planned))
+    return found
+
+
+def check(world_size: int, cases: list[Case], exact: float = 1e-12) -> None:
+    """Compare all cases on real ranks: with float64 to ``exact``, in other dtypes to 1.2 of one process' error."""
+    results = run_ranks(attend_all, world_size, cases)
+    for index, case in enumerate(cases):
+        assert all(result[index][1] for result in results), f"{case}: bytes sent are not the plan's"
+        *_, masked, dtype = case
+        want = truth(masked, dtype)
+        if dtype == torch.float64:
+            limits = [exact] * len(want)
+        else:
+            limits = [1.2 * limit for limit in error(one_process_sdpa(masked, dtype), want[:4])]
+            limits += [DSINKS[dtype]] * (len(want) - 4)
+        names = ("out", "dq", "dk", "dv", "dsinks")
+        for name, measured, limit in zip(names, error(results[0][index][0], want), limits, strict=False):
+            assert measured <= limit, f"{case}: {name} has {measured:.3g}, the limit is {limit:.3g}"

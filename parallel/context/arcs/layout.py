@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.context.arcs.orders import Level, Packing, best, divided, in_parts, travelling
+from parallel.context.arcs.orders import Packing, best
 from parallel.context.errors import ContextError
 from parallel.context.layout import Stride
-from parallel.context.sparse.visible import Pieces, Seen
+from parallel.context.sparse.visible import Pieces
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ArcLayout:
         """Return the ascending strides of ``rank``: ``seq_len / size`` tokens."""
         if not 0 <= rank < self.size:
             raise ContextError(f"rank {rank} is not among {self.size} ranks")
-        _, _, start, length, bounds = _arcs(self)
+        _, start, length, bounds = _arcs(self)
         own = slice(bounds[rank], bounds[rank + 1])
         return tuple(map(Stride, start[own].tolist(), length[own].tolist()))
 
@@ -79,22 +79,10 @@ class ArcLayout:
         return np.concatenate([np.arange(start, start + length) for start, length in self.strides(rank)])
 
 
-def transfers(layout: ArcLayout) -> Seen:
-    """Return the rows that each place's queries see and another place holds, as positions."""
-    packing = layout.packing
-    return travelling(in_parts(layout.pieces(), packing.documents), packing.places, packing)
-
-
-def levels(layout: ArcLayout) -> tuple[Level, ...]:
-    """Return the circles and their cuts, from the circle of all documents to the last ones of two or three places."""
-    return divided(layout.packing, [_arcs(layout).order])[1]
-
-
 class _Arcs(NamedTuple):
     """Arrays that describe a layout. Rank r has the strides from ``bounds[r]`` to ``bounds[r + 1]``."""
 
     pieces: Pieces
-    order: np.ndarray
     start: np.ndarray
     length: np.ndarray
     bounds: np.ndarray
@@ -102,8 +90,8 @@ class _Arcs(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _arcs(layout: ArcLayout) -> _Arcs:
-    pieces, order = best(layout.packing)
-    found = _Arcs(pieces, order, *_runs(pieces, layout.size))
+    pieces = best(layout.packing)
+    found = _Arcs(pieces, *_runs(pieces, layout.size))
     for array in (*pieces, *found[1:]):
         array.setflags(write=False)  # all layouts that are equal share it
     return found

@@ -21,16 +21,6 @@ class Packing(NamedTuple):
     reach: tuple[int, int]  # how many tokens before and behind itself a token sees at most
 
 
-class Level(NamedTuple):
-    """Circles, and where each is cut, in tokens from its beginning: int64 ``[circles, 2]``.
-
-    A circle of one place is left whole, "cut" at 0 and at its end.
-    """
-
-    circles: Circles
-    cuts: np.ndarray
-
-
 def orders(lengths: np.ndarray) -> list[np.ndarray]:
     """Return permutations of documents: as given, shortest first, longest in the middle, and mixed.
 
@@ -68,11 +58,10 @@ def opened(documents: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads
     return Beads(*map(np.append, beads, padding)) if seq_len > documents[-1] else beads
 
 
-def divided(packing: Packing, permutations: list[np.ndarray]) -> tuple[Circles, tuple[Level, ...]]:
+def divided(packing: Packing, permutations: list[np.ndarray]) -> Circles:
     """Put the documents on a circle in each of the orders, and halve all circles until each is of one place.
 
-    Returns:
-        the places' circles, those of one order after the other; and the levels above them.
+    Returns the places' circles, those of one order after the other.
     """
     documents, seq_len, places, reach = packing
     beads = opened(documents, seq_len, reach)
@@ -83,27 +72,24 @@ def divided(packing: Packing, permutations: list[np.ndarray]) -> tuple[Circles, 
         index.append(np.argsort(ordinal[beads.document], kind="stable"))
     shape = np.ones(len(index), dtype=np.int64)
     circles = Circles(beads.take(np.concatenate(index)), shape * len(beads.start), shape * places, seq_len // places)
-    share, levels = circles.work[0] / places, []
+    share = circles.work[0] / places
     while circles.places.max() > 1:
-        cuts, halves = halve(circles, share, reach)
-        levels.append(Level(circles, cuts))
-        circles = halves
-    return circles, tuple(levels)
+        _, circles = halve(circles, share, reach)
+    return circles
 
 
-def best(packing: Packing) -> tuple[Pieces, np.ndarray]:
-    """Return what each place holds, padding too, and the order of documents that it comes from.
+def best(packing: Packing) -> Pieces:
+    """Return what each place holds, padding too, of the best order of documents.
 
     It is the order under which the busiest place receives or sends the fewest rows; the first of equal ones.
     """
     permutations = orders(np.diff(packing.documents))
-    circles, _ = divided(packing, permutations)
-    pieces, chosen = _joined(circles), 0
+    pieces, chosen = _joined(divided(packing, permutations)), 0
     if len(permutations) > 1:
         chosen = int(np.argmin(_busiest(pieces, packing, len(permutations))))
     own = pieces.take(np.flatnonzero(pieces.place // packing.places == chosen))
     own = own._replace(place=own.place % packing.places)
-    return own.take(np.argsort(own.place * packing.seq_len + own.start)), permutations[chosen]
+    return own.take(np.argsort(own.place * packing.seq_len + own.start))
 
 
 def _joined(circles: Circles) -> Pieces:

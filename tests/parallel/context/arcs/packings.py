@@ -3,6 +3,8 @@
 import numpy as np
 
 from parallel.context.arcs import ArcLayout
+from parallel.context.arcs.orders import in_parts, travelling
+from parallel.context.sparse.visible import Seen
 
 
 def token_work(layout: ArcLayout) -> np.ndarray:
@@ -20,6 +22,12 @@ def place_work(layout: ArcLayout, mask: ArcLayout) -> np.ndarray:
     work, ranks = token_work(mask), range(layout.size)
     own = [work[layout.positions(rank)].sum() for rank in ranks]
     return np.array(own).reshape(layout.places, layout.team_size).sum(axis=1)
+
+
+def transfers(layout: ArcLayout) -> Seen:
+    """The rows that each place's queries see and another place holds, as positions."""
+    packing = layout.packing
+    return travelling(in_parts(layout.pieces(), packing.documents), packing.places, packing)
 
 
 def drawn(rng: np.random.Generator) -> ArcLayout:

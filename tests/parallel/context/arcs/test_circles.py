@@ -4,18 +4,20 @@ import numpy as np
 import pytest
 
 from parallel.context.arcs.circles import Circles, crossings, halve, turn
-from parallel.context.arcs.orders import divided, opened
+from parallel.context.arcs.orders import opened
 from tests.parallel.context.arcs.packings import drawn
 
 
 def circles_of(rng: np.random.Generator) -> tuple[Circles, float, tuple[int, int]]:
     """Several circles on a line: one of all documents, or some that it was cut to."""
     packing = drawn(rng).packing
-    _, levels = divided(packing, [rng.permutation(len(packing.documents) - 1)])
     beads = opened(packing.documents, packing.seq_len, packing.reach)
+    beads = beads.take(np.argsort(rng.permutation(len(packing.documents))[beads.document], kind="stable"))
     whole = Circles(beads, np.array([len(beads.start)]), np.array([packing.places]), packing.seq_len // packing.places)
-    circles = levels[rng.integers(len(levels))].circles if levels else whole
-    return circles, whole.work[0] / packing.places, packing.reach
+    share, found = whole.work[0] / packing.places, [whole]
+    while found[-1].places.max() > 2:
+        found.append(halve(found[-1], share, packing.reach)[1])
+    return found[rng.integers(len(found))], share, packing.reach
 
 
 def token_work(circles: Circles) -> list[np.ndarray]:

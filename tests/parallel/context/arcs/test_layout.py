@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from parallel.context.arcs import ArcLayout, circles, layout, levels, orders, transfers
+from parallel.context.arcs import ArcLayout, circles, layout, orders
 from parallel.context.errors import ContextError
 from parallel.context.layout import Layout
-from tests.parallel.context.arcs.packings import chat, drawn, filled, lognormal, place_work, short
+from tests.parallel.context.arcs.packings import chat, drawn, filled, lognormal, place_work, short, transfers
 
 
 def balanced(documents: tuple[int, ...], size: int, **mask) -> ArcLayout:
@@ -137,30 +137,6 @@ def test_each_mask_has_its_own_balance():
     assert imbalance(windowed, under=causal) > 1.3
 
 
-def test_padding_has_no_work():
-    real = 2**14 - 1300
-    documents = filled(lognormal, real, 3)
-    padded = ArcLayout(2**14, real, 8, 1, documents)
-    assert imbalance(padded) <= 1.004
-    pieces = padded.pieces()
-    assert pieces.length[pieces.document == -1].sum() == 1300
-    assert (pieces.start[pieces.document == -1] >= real).all()
-
-
-def test_the_levels_are_a_tree_of_cuts():
-    """Circles of 6 places, of 3 and 3, of 2 beside single ones; the last halves are what places hold."""
-    packed = balanced(filled(lognormal, 6 * 512, 1), 6)
-    tree = levels(packed)
-    assert [level.circles.places.tolist() for level in tree][:2] == [[6], [3, 3]]
-    assert all(level.circles.places.sum() == 6 for level in tree)
-    assert len(tree) == 3
-    last = circles.split(tree[-1].circles, tree[-1].cuts + tree[-1].circles.base[:, None])
-    for place in range(6):
-        own = np.flatnonzero(last.circle == place)
-        held = [np.arange(last.beads.start[n], last.beads.start[n] + last.beads.length[n]) for n in own]
-        np.testing.assert_array_equal(np.sort(np.concatenate(held)), packed.positions(place))
-
-
 def test_the_best_order_is_chosen(monkeypatch):
     """No order alone makes the busiest place of all drawn sequences less busy than the best of four."""
     packings = [balanced(filled(lognormal, 2**14, seed), 8).packing for seed in range(6)]
@@ -168,7 +144,7 @@ def test_the_best_order_is_chosen(monkeypatch):
 
     def busiest(chosen) -> np.ndarray:
         monkeypatch.setattr(orders, "orders", chosen)
-        found = [orders.best(packing)[0] for packing in packings]
+        found = [orders.best(packing) for packing in packings]
         return np.array([orders._busiest(pieces, p, 1)[0] for pieces, p in zip(found, packings, strict=True)])
 
     best = busiest(every)

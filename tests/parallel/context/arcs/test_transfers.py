@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from parallel.context.arcs import ArcLayout, orders, transfers
+from parallel.context.arcs import ArcLayout, orders
 from parallel.context.sparse.visible import Seen
-from tests.parallel.context.arcs.packings import drawn
+from tests.parallel.context.arcs.packings import drawn, transfers
 
 
 def check(packed: ArcLayout) -> int:

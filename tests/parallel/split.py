@@ -31,12 +31,14 @@ from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
 from planner.choice import with_layout
 from runtime.tensors import Part
-from tests.parallel.tiny import ARCHITECTURE, save, whole_tensors
+from tests.parallel.tiny import ARCHITECTURE, equal, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of
 from train.attention import context_of
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken
 
+LOSS, GRADIENT = 2e-6, 1e-7
+"""Bounds of a step's differences from one process."""
 ZERO3 = DataParallelConfig()
 SEED, BATCH, LENGTH = 3, 4, 17
 VOCABULARY = 37
@@ -219,3 +221,10 @@ def difference(got: Step, want: Step) -> float:
     """Largest difference of any element of any gradient."""
     assert got.gradients.keys() == want.gradients.keys()
     return max((got.gradients[name] - want.gradients[name]).abs().max().item() for name in want.gradients)
+
+
+def check_step(got: Step, want: Step, case: object = None) -> None:
+    """Assert that a step over ranks is that of one process."""
+    assert abs(got.loss - want.loss) < LOSS, case
+    assert difference(got, want) < GRADIENT, case
+    assert equal(got.weights, want.weights), case

@@ -7,22 +7,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from kernels.loss import cross_entropy_sum
-from model.base import initial_weight
 from model.config import ModelConfig
-from model.transnormer import LRPE, TransNormer
-from parallel.data import (
-    DataParallelConfig,
-    Strategy,
-    finish_gradients,
-    init_parameters,
-    set_gradient_sync,
-    shard_model,
-    sharding_mesh,
-)
-from parallel.recompute import RecomputeConfig, recompute_layers
+from model.transnormer import LRPE
+from parallel.data import Strategy, finish_gradients, set_gradient_sync
 from runtime.ranks import run_ranks
-from tests.parallel.unequal import SEED, batch, difference
+from tests.parallel.unequal import difference, loss_sum, sharded
 from tests.parallel.whole import gradients_of
 
 CONFIG = ModelConfig(model_type="transnormer", num_layers=2, hidden_size=24, num_attention_heads=2, vocab_size=37)
@@ -36,20 +25,11 @@ def gradients(
     seen = []
     forward = LRPE.forward
     LRPE.forward = lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs)  # type: ignore
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
-    with torch.device("meta"):
-        model = TransNormer(CONFIG)
-    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
-    shared = sharding_mesh(mesh, DataParallelConfig(data_parallel_sharding_strategy=strategy))
-    shard_model(model, model.layers, shared, bf16=True, strategy=strategy)
-    init_parameters(
-        model, torch.device("cpu"), lambda name, shape, part: initial_weight(CONFIG, name, shape, SEED, part)
-    )
+    model = sharded(world_size, True, strategy, config=CONFIG, granularity=granularity)
     for micro in range(2):
         set_gradient_sync(model, micro == 1, strategy)
-        tokens, labels = batch(rank if data_rank is None else data_rank, micro)
-        cross_entropy_sum(model(tokens), labels)[0].backward()
-    finish_gradients(model, mesh, strategy)
+        loss_sum(model, rank if data_rank is None else data_rank, micro).backward()
+    finish_gradients(model, init_device_mesh("cpu", (world_size,)), strategy)
     assert set(seen) == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
     return gradients_of(model)

@@ -109,15 +109,21 @@ def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher: str, monkey
             node, local = divmod(rank, each)
             with monkeypatch.context() as patch:
                 environment = LAUNCHERS[launcher](node, local, nodes, each)
-                with pytest.raises(MeshError, match="device is cuda and torch finds no CUDA device"):
+                with pytest.raises(MeshError, match="device is cuda and torch finds no CUDA device; use --device cpu"):
                     gpu_of(patch, environment, node, 0, "cuda")
                 assert gpu_of(patch, environment, node, 0) is None
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_process_more_than_gpus_is_refused(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MeshError, match="process 3 of a machine finds 2 GPUs there; start at most 2"):
-        gpu_of(monkeypatch, LAUNCHERS[launcher](0, 2, 1, 4), 0, 2)
+    """Before it joins; also where it sees a single GPU, that no launcher gave it."""
+    for gpus in (1, 2):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(MeshError, match=f"process 3 of a machine finds {gpus} GPUs there; start at most {gpus}"),
+        ):
+            gpu_of(patch, LAUNCHERS[launcher](0, 2, 1, 4), 0, gpus)
+        assert not dist.is_initialized()
 
 
 def test_all_tasks_on_one_gpu_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,14 @@
-"""Processes and how they are arranged."""
+"""Processes and how they are arranged; their GPUs are in test_launches.py."""
+
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.mesh import MeshConfig, MeshError, _check_apart, _own_gpu, distributed_mesh
+from parallel.data import DataParallelConfig, sharding_mesh
+from parallel.mesh import SIZES, MeshConfig, MeshError, _check_apart, distributed_mesh
 from runtime.processes import join, launched_world_size
 from runtime.ranks import run_ranks
 
@@ -46,43 +50,44 @@ def test_auto_takes_what_is_there(
     assert (config.device_type, config.backend) == (device, backend)
 
 
-def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with (
-        pytest.raises(MeshError, match="device is cuda and torch finds no CUDA device; use --device cpu"),
-        distributed_mesh(MeshConfig(device="cuda")),
-    ):
-        pass
-
-
-def test_more_processes_than_gpus_are_refused_before_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(MeshError, match="process 3 of a machine finds 2 GPUs there; start at most 2"):
-        distributed_mesh(MeshConfig(device="cuda")).__enter__()
-    assert not dist.is_initialized()
-
-
-def places(rank: int, world_size: int, cp: int) -> tuple[list[int], list[int], list[int], int, int]:
-    """The ranks of this one's groups, and its place in dp and cp."""
-    with distributed_mesh(MeshConfig(context_parallel_size=cp, device="cpu")) as mesh:
-        groups = [dist.get_process_group_ranks(part.get_group()) for part in (mesh.dp, mesh.cp, mesh.dp_cp)]
+def places(
+    rank: int, world_size: int, names: str, sizes: tuple[int, int, int], balance_over: Literal["cp", "dp_cp"] = "cp"
+) -> list[list[int]]:
+    """The ranks of this one's groups of each of these dimensions, on a mesh of [pp, cp, tp]."""
+    config = MeshConfig(device="cpu", balance_over=balance_over, **dict(zip(SIZES, sizes, strict=True)))
+    with distributed_mesh(config) as mesh:
         assert mesh.device == torch.device("cpu")
+        found = [dist.get_process_group_ranks(getattr(mesh, name).get_group()) for name in names.split()]
     assert dist.is_initialized(), "processes that had joined before stay so"
-    return (*groups, mesh.dp.get_local_rank(), mesh.cp.get_local_rank())
+    return found
 
 
 def test_context_parallel_ranks_are_neighbours() -> None:
     everyone = [0, 1, 2, 3]
-    assert run_ranks(places, 4, 2) == [
-        ([0, 2], [0, 1], everyone, 0, 0),
-        ([1, 3], [0, 1], everyone, 0, 1),
-        ([0, 2], [2, 3], everyone, 1, 0),
-        ([1, 3], [2, 3], everyone, 1, 1),
+    assert run_ranks(places, 4, "dp cp dp_cp", (1, 2, 1)) == [
+        [[0, 2], [0, 1], everyone],
+        [[1, 3], [0, 1], everyone],
+        [[0, 2], [2, 3], everyone],
+        [[1, 3], [2, 3], everyone],
     ]
-    assert run_ranks(places, 3, 3) == [([rank], [0, 1, 2], [0, 1, 2], 0, rank) for rank in range(3)]
-    assert run_ranks(places, 1, 1) == [([0], [0], [0], 0, 0)]
+    assert run_ranks(places, 3, "dp cp dp_cp", (1, 3, 1)) == [[[rank], [0, 1, 2], [0, 1, 2]] for rank in range(3)]
+    assert run_ranks(places, 1, "dp cp dp_cp", (1, 1, 1)) == [[[0], [0], [0]]]
+
+
+def test_tensor_parallel_ranks_are_the_nearest_neighbours() -> None:
+    assert run_ranks(places, 4, "tp cp dp dp_cp", (1, 2, 2)) == [
+        [[0, 1], [0, 2], [0], [0, 2]],
+        [[0, 1], [1, 3], [1], [1, 3]],
+        [[2, 3], [0, 2], [2], [0, 2]],
+        [[2, 3], [1, 3], [3], [1, 3]],
+    ]
+    assert run_ranks(places, 4, "tp cp dp dp_cp", (1, 1, 2))[3] == [[2, 3], [3], [1, 3], [1, 3]]
+
+
+def test_joined_data_parallel_ranks_are_context_parallel_ones() -> None:
+    first, *_, last = run_ranks(places, 8, "pp dp cp dp_cp", (2, 2, 1), "dp_cp")
+    assert first == [[0, 4], [0], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert last == [[3, 7], [7], [4, 5, 6, 7], [4, 5, 6, 7]]
 
 
 def alone(rank: int, world_size: int, fails: bool) -> bool:
@@ -107,90 +112,26 @@ def alone(rank: int, world_size: int, fails: bool) -> bool:
     return remains
 
 
-def test_a_process_started_alone_needs_no_launcher() -> None:
-    assert run_ranks(alone, 1, False) == [False]
-
-
-def test_an_error_of_a_process_alone_leaves_its_group_too() -> None:
+def test_a_process_started_alone_needs_no_launcher_and_leaves_its_group_after_an_error_too() -> None:
     """Its threads would otherwise be cut off at exit, and now and then abort the process."""
-    assert run_ranks(alone, 1, True) == [False]
+    assert [run_ranks(alone, 1, fails) for fails in (False, True)] == [[False], [False]]
 
 
 def timeouts(rank: int, world_size: int) -> list[float]:
+    """Of the mesh's groups, and of those of two copies of the optimizer's shards."""
+    copies = DataParallelConfig(num_distributed_optimizer_instances=2)
     with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2, distributed_timeout_minutes=0.2)) as mesh:
         groups = [part.get_group() for part in (mesh.dp, mesh.cp, mesh.tp, mesh.dp_cp)]
+        groups += sharding_mesh(mesh.dp_cp, copies).get_all_groups()
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def test_every_group_waits_no_longer_than_the_run_allows() -> None:
-    assert run_ranks(timeouts, 4) == [[12.0] * 4] * 4
-
-
-def tensor_places(rank: int, world_size: int, tp: int, cp: int) -> list[list[int]]:
-    """The ranks of this one's groups: tp, cp, dp, both."""
-    config = MeshConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, device="cpu")
-    with distributed_mesh(config) as mesh:
-        return [dist.get_process_group_ranks(part.get_group()) for part in (mesh.tp, mesh.cp, mesh.dp, mesh.dp_cp)]
-
-
-def test_tensor_parallel_ranks_are_the_nearest_neighbours() -> None:
-    assert run_ranks(tensor_places, 4, 2, 2) == [
-        [[0, 1], [0, 2], [0], [0, 2]],
-        [[0, 1], [1, 3], [1], [1, 3]],
-        [[2, 3], [0, 2], [2], [0, 2]],
-        [[2, 3], [1, 3], [3], [1, 3]],
-    ]
-    assert run_ranks(tensor_places, 4, 2, 1)[3] == [[2, 3], [3], [1, 3], [1, 3]]
-
-
-def joined_places(rank: int, world_size: int) -> list[list[int]]:
-    """The ranks of this one's groups of pp, dp, cp and both."""
-    config = MeshConfig(device="cpu", pipeline_model_parallel_size=2, context_parallel_size=2, balance_over="dp_cp")
-    with distributed_mesh(config) as mesh:
-        return [dist.get_process_group_ranks(part.get_group()) for part in (mesh.pp, mesh.dp, mesh.cp, mesh.dp_cp)]
-
-
-def test_joined_data_parallel_ranks_are_context_parallel_ones() -> None:
-    first, *_, last = run_ranks(joined_places, 8)
-    assert first == [[0, 4], [0], [0, 1, 2, 3], [0, 1, 2, 3]]
-    assert last == [[3, 7], [7], [4, 5, 6, 7], [4, 5, 6, 7]]
-
-
-def seeing(monkeypatch: pytest.MonkeyPatch, gpus: int, local: int, visible: str | None) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setenv("LOCAL_RANK", str(local))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "local", "visible", "index"),
-    [(8, 3, None, 3), (8, 3, "0,1,2,3,4,5,6,7", 3), (1, 3, "0", 0), (1, 3, "3", 0), (1, 0, None, 0)],
-)
-def test_a_process_has_the_gpu_of_its_place_or_the_only_one_it_sees(
-    gpus: int, local: int, visible: str | None, index: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeing(monkeypatch, gpus, local, visible)
-    assert _own_gpu() == torch.device("cuda", index)
-
-
-@pytest.mark.parametrize(("gpus", "local", "visible"), [(1, 1, None), (2, 2, "0,1")])
-def test_more_processes_than_gpus_are_refused(
-    gpus: int, local: int, visible: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeing(monkeypatch, gpus, local, visible)
-    with pytest.raises(MeshError, match=f"process {local + 1} of a machine finds {gpus} GPUs there"):
-        _own_gpu()
-
-
-class Properties:
-    def __init__(self, uuid: int) -> None:
-        self.uuid = uuid
+    assert run_ranks(timeouts, 4) == [[12.0] * 6] * 4
 
 
 def with_gpu(rank: int, world_size: int, uuids: list[int]) -> str:
-    torch.cuda.get_device_properties = lambda _: Properties(uuids[rank])
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=uuids[rank])
     try:
         _check_apart(torch.device("cuda", 0))
     except MeshError as error:

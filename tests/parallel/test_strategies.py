@@ -17,7 +17,6 @@ from parallel.data import (
     finish_gradients,
     set_gradient_sync,
     shard_model,
-    sharding_mesh,
     to_local,
     untracked_replicas,
 )
@@ -167,10 +166,8 @@ def test_with_tensor_parallelism_a_step_is_that_of_one_process(
     """The first on all dimensions: tp 2, in it 2 ranks that divide the weights, 2 copies."""
     want = split.whole_step(split.config())
     for got, norm in run_ranks(step, ranks, 2, cp, of(strategy, copies)):
-        assert abs(got.loss - want.loss) < 2e-6
-        assert split.difference(got, want) < 1e-7
+        split.check_step(got, want)
         assert norm == pytest.approx(gradient_norm_of(want.gradients), rel=1e-6)
-        assert equal(got.weights, want.weights)
 
 
 def test_a_checkpoint_goes_from_one_strategy_to_another_bit_for_bit(tmp_path: Path) -> None:
@@ -184,16 +181,6 @@ def test_a_checkpoint_goes_from_one_strategy_to_another_bit_for_bit(tmp_path: Pa
         for result in run_ranks(split.train_and_save, ranks, folders[index + 1], tp, cp, load, config):
             assert equal(result, first)
     assert first["norm.weight/exp_avg"].count_nonzero() > 0
-
-
-def timeouts(rank: int, world_size: int) -> list[float]:
-    with distributed_mesh(split.MeshConfig(device="cpu", distributed_timeout_minutes=0.2)) as mesh:
-        groups = sharding_mesh(mesh.dp_cp, of("zero3", 2)).get_all_groups()
-        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
-
-
-def test_the_groups_of_copies_wait_no_longer_than_the_others() -> None:
-    assert run_ranks(timeouts, 4) == [[12.0] * 2] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
 """A small LLaMA under any data-parallel strategy, its ranks with unequal numbers of tokens, for the tests of these."""
 
 import math
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from kernels.loss import cross_entropy_sum
-from model.base import initial_weight
+from model.base import LanguageModel, initial_weight
 from model.config import ModelConfig
 from model.llama import Llama
+from model.registry import build_model
 from parallel.data import DataParallelConfig, Strategy, init_parameters, shard_model, sharding_mesh
+from parallel.recompute import RecomputeConfig, recompute_layers
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
 SEED, LENGTH = 7, 10
@@ -24,16 +27,23 @@ def whole_model() -> Llama:
 
 
 def sharded(
-    world_size: int, bf16: bool = False, strategy: Strategy = "zero3", copies: int = 1, prefetch: bool = False
-) -> Llama:
+    world_size: int,
+    bf16: bool = False,
+    strategy: Strategy = "zero3",
+    copies: int = 1,
+    prefetch: bool = False,
+    config: ModelConfig = CONFIG,
+    granularity: Any = "none",
+) -> LanguageModel:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
-    config = DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
+    given = DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
     with torch.device("meta"):
-        model = Llama(CONFIG)
-    shards = sharding_mesh(mesh, config)
+        model = build_model(config)
+    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
+    shards = sharding_mesh(mesh, given)
     shard_model(model, model.layers, shards, bf16=bf16, strategy=strategy, prefetch=prefetch)
     init_parameters(
-        model, torch.device("cpu"), lambda name, shape, part: initial_weight(CONFIG, name, shape, SEED, part)
+        model, torch.device("cpu"), lambda name, shape, part: initial_weight(config, name, shape, SEED, part)
     )
     return model
 
@@ -47,7 +57,7 @@ def batch(rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], labels
 
 
-def loss_sum(model: Llama, rank: int, micro: int = 0) -> torch.Tensor:
+def loss_sum(model: LanguageModel, rank: int, micro: int = 0) -> torch.Tensor:
     tokens, labels = batch(rank, micro)
     return cross_entropy_sum(model(tokens), labels)[0]
 

@@ -23,7 +23,7 @@ from parallel.pipeline.schedule import PipelineRunner
 from parallel.pipeline.stages import PipelineConfig
 from parallel.tensor.split import split_model
 from runtime.ranks import run_ranks
-from tests.parallel.split import config, context, data, own_batch, whole_step
+from tests.parallel.split import GRADIENT, LOSS, config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import ARCHITECTURE, save
 from tests.parallel.whole import full
@@ -31,7 +31,6 @@ from train.assemble import Run, build_runner
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken
 
-LOSS, GRADIENT = 2e-6, 1e-7
 LAYERS = 5
 SEED = 3
 ONE_F_ONE_B = PipelineConfig()
@@ -137,29 +136,33 @@ def test_every_schedule_gives_the_step_of_one_process(schedule: str) -> None:
         assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-@pytest.mark.parametrize(("inner", "pipeline"), [("tensor_model", ONE_F_ONE_B), ("context", INTERLEAVED)])
-def test_a_pipeline_over_tensor_or_context_parallel_ranks(inner: str, pipeline: PipelineConfig) -> None:
-    sizes = {"pipeline_model_parallel_size": 2, f"{inner}_parallel_size": 2}
-    model = gpt(tied=False)
-    assert compare(run_ranks(step, 4, model, pipeline, "zero3", sizes), model) < GRADIENT
+def kind(name: str, **changes: Any) -> ModelConfig:
+    """Return the configuration of a model with linear attention."""
+    return config(model_type=name, num_query_groups=None, **{"num_layers": LAYERS, **changes})
 
 
-@pytest.mark.parametrize(("schedule", "softmax"), [("interleaved", "learnable"), ("zero bubble", "off-by-one")])
-def test_layers_in_stages_keep_their_windows_and_sinks(schedule: str, softmax: str) -> None:
-    """Every third layer of five sees all: numbered within a stage, others would."""
-    sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
-    settings = {"window_size": "5,0", "window_attn_skip_freq": "3", "softmax_type": softmax}
-    model = config(num_layers=LAYERS, **settings)
-    assert compare(run_ranks(step, 4, model, *SCHEDULES[schedule], sizes), model) < GRADIENT
+HYBRID = kind("transnormer", num_layers=4, softmax_every=2)
+WINDOWED = {"num_layers": LAYERS, "window_size": "5,0", "window_attn_skip_freq": "3"}
+"""Every third layer of five sees all: numbered within a stage, others would."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "pipeline", "strategy"),
-    [("transnormer", ONE_F_ONE_B, "zero1"), ("linear_transformer", INTERLEAVED, "legacy_ddp")],
+    ("model", "inner", "pipeline", "strategy"),
+    [
+        (gpt(tied=False), "tensor_model", ONE_F_ONE_B, "zero3"),
+        (gpt(tied=False), "context", INTERLEAVED, "zero3"),
+        (config(**WINDOWED, softmax_type="learnable"), "context", *SCHEDULES["interleaved"]),
+        (config(**WINDOWED, softmax_type="off-by-one"), "context", *SCHEDULES["zero bubble"]),
+        (kind("transnormer"), "context", ONE_F_ONE_B, "zero1"),
+        (kind("linear_transformer"), "context", INTERLEAVED, "legacy_ddp"),
+        (HYBRID, "context", ONE_F_ONE_B, "zero2"),
+        (HYBRID, "tensor_model", ONE_F_ONE_B, "zero2"),
+    ],
 )
-def test_a_pipeline_over_ranks_that_pass_states_on(kind: str, pipeline: PipelineConfig, strategy: Strategy) -> None:
-    sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
-    model = config(num_layers=LAYERS, model_type=kind, num_query_groups=None)
+def test_a_pipeline_over_tensor_or_context_parallel_ranks(
+    model: ModelConfig, inner: str, pipeline: PipelineConfig, strategy: Strategy
+) -> None:
+    sizes = {"pipeline_model_parallel_size": 2, f"{inner}_parallel_size": 2}
     assert compare(run_ranks(step, 4, model, pipeline, strategy, sizes), model) < GRADIENT
 
 

@@ -89,5 +89,4 @@ def test_a_rank_holds_as_many_micro_batches_as_its_schedule_warms_up_with() -> N
     assert [PipelineConfig().in_flight(rank, 4, 8) for rank in range(4)] == [4, 3, 2, 1]
     assert PipelineConfig().in_flight(0, 4, 2) == 2
     assert PipelineConfig(pipeline_schedule="GPipe").in_flight(3, 4, 8) == 8
-    interleaved = PipelineConfig(pipeline_schedule="Interleaved1F1B", num_virtual_stages_per_pipeline_rank=2)
-    assert [interleaved.in_flight(rank, 4, 8) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]
+    assert [INTERLEAVED.in_flight(rank, 4, 8) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]

@@ -1,0 +1,298 @@
+"""A step of models with linear attention, of hybrids, and of those with windows and sinks, over ranks of any dimension.
+
+It is that of one process. In a hybrid, layers of softmax attention go by another method and layout. And what is sent.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.attention import HybridAttention, linear, sdpa
+from model.config import ModelConfig
+from model.registry import build_model
+from parallel.context import context_parallel
+from parallel.context.config import HybridConfig
+from parallel.context.heads import HeadExchange
+from parallel.context.linear import relayout
+from parallel.context.transport import Transport
+from parallel.data import DataParallelConfig, Strategy
+from parallel.mesh import distributed_mesh
+from parallel.recompute import RecomputeConfig
+from parallel.tensor import split as tensor
+from parallel.tensor import styles as tensor_styles
+from runtime.ranks import run_ranks
+from tests.parallel.split import (
+    GRADIENT,
+    Step,
+    check_step,
+    config,
+    difference,
+    mesh_config,
+    plain,
+    split_step,
+    whole_step,
+)
+
+LINEAR = ("transnormer", "linear_transformer")
+WINDOWED = ("windowed", "off-by-one")
+WINDOW = {"window_size": "5,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"}
+HYBRID = {"model_type": "transnormer", "num_query_groups": None, "num_layers": 3, "softmax_every": 2}
+MODELS: dict[str, ModelConfig] = {
+    **{kind: config(model_type=kind, num_query_groups=None) for kind in LINEAR},
+    "hybrid": config(**HYBRID),
+    "windowed": config(num_layers=3, **WINDOW),
+    "off-by-one": config(model_type="gpt", max_position_embeddings=17, window_size="5,0", softmax_type="off-by-one"),
+    "windowed hybrid": config(**HYBRID, **{**WINDOW, "window_attn_skip_freq": None}),
+}
+
+
+class Case(NamedTuple):
+    """A kind of model on a mesh, whose other ranks are data parallel."""
+
+    kind: str
+    method: str
+    tp: int
+    cp: int
+    strategy: Strategy = "zero3"
+    policy: str = "none"
+    softmax: str = "ring"
+    """Method of a hybrid's softmax layers."""
+    layout: str = "auto"
+
+
+# Every strategy with either way of passing states on, tp and Ulysses alone and with others.
+CASES: dict[str, list[Case]] = {
+    "2 ranks": [
+        Case("transnormer", "lasp", 1, 2, policy="attention_boundary"),
+        Case("linear_transformer", "lasp", 1, 2, "legacy_ddp", "full"),
+        Case("linear_transformer", "lasp2", 1, 2, "zero2", "selective"),
+        Case("transnormer", "ulysses", 1, 2, policy="attention_boundary"),
+        Case("transnormer", "lasp", 2, 1, policy="attention_boundary"),
+        Case("linear_transformer", "lasp", 2, 1, "ddp", "full"),
+        Case("linear_transformer", "lasp", 2, 1, "zero1"),
+        Case("hybrid", "lasp", 1, 2, layout="contiguous"),
+        Case("hybrid", "lasp", 1, 2, policy="attention_boundary", layout="zigzag"),
+        Case("hybrid", "lasp2", 1, 2, "ddp", softmax="allgather", layout="contiguous"),
+        Case("hybrid", "lasp2", 1, 2, "zero1", "full", "allgather", "zigzag"),
+        Case("hybrid", "ulysses", 1, 2, "zero2", softmax="ulysses", layout="contiguous"),
+        Case("hybrid", "lasp", 2, 1, policy="selective"),
+        Case("hybrid", "lasp", 1, 1),
+        *(Case(kind, "ulysses", 1, 2) for kind in WINDOWED),
+        *(Case(kind, "ring", 1, 2, policy="selective") for kind in WINDOWED),
+    ],
+    "4 ranks, windows": [
+        *(Case(kind, "ulysses", 2, 2, policy="full") for kind in WINDOWED),
+        *(Case(kind, "striped", 1, 4, policy="attention_boundary") for kind in WINDOWED),
+        *(Case(kind, "allgather", 2, 2, policy="attention_boundary") for kind in WINDOWED),
+        Case("windowed hybrid", "lasp2", 2, 2),
+    ],
+    "4 ranks": [
+        Case("transnormer", "lasp", 1, 4, "ddp"),
+        Case("linear_transformer", "lasp2", 1, 4),
+        Case("transnormer", "lasp2", 1, 4, policy="full"),
+        *(Case("transnormer", "lasp", 1, 2, strategy) for strategy in ("ddp", "zero1", "zero3")),
+        *(Case("linear_transformer", "lasp2", 1, 2, strategy) for strategy in ("legacy_ddp", "zero2")),
+        *(Case(kind, "ulysses", 1, 4) for kind in LINEAR),
+        *(Case(kind, "lasp", 4, 1) for kind in LINEAR),
+        *(Case(kind, "lasp", 2, 2, policy="full") for kind in LINEAR),
+        *(Case(kind, "lasp2", 2, 2, "zero1") for kind in LINEAR),
+        *(Case(kind, "ulysses", 2, 2) for kind in LINEAR),
+        *(Case("transnormer", "lasp", 2, 1, strategy) for strategy in ("zero3", "zero2", "legacy_ddp", "ddp")),
+        Case("linear_transformer", "lasp", 2, 1, "zero1", "selective"),
+        Case("hybrid", "lasp", 1, 4, layout="zigzag"),
+        Case("hybrid", "lasp2", 1, 4, "ddp", "selective", "allgather", "zigzag"),
+        Case("hybrid", "ulysses", 1, 4, softmax="ulysses"),
+        Case("hybrid", "lasp", 1, 4, "zero2", layout="contiguous"),
+        Case("hybrid", "lasp", 1, 2, layout="zigzag"),
+        Case("hybrid", "ulysses", 1, 2, "zero1", softmax="allgather", layout="zigzag"),
+        Case("hybrid", "lasp2", 2, 2, policy="full", layout="zigzag"),
+        Case("hybrid", "lasp", 2, 2, "ddp", "attention_boundary", "ulysses", "contiguous"),
+        Case("hybrid", "lasp", 4, 1),
+    ],
+}
+
+
+@cache
+def one_process(kind: str) -> Step:
+    model = MODELS[kind]
+    attend = HybridAttention(linear, sdpa) if model.softmax_every else linear if model.linear_attention else sdpa
+    return whole_step(model, plain(model, attend))
+
+
+def steps(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Step, int]]:
+    """The step of every case and how many states this rank sent in it to its neighbours."""
+    found = []
+    sent: list[int] = []
+    post = Transport.isend_irecv
+
+    def counted(self: Transport, sends: list[tuple[int, Any]], *rest: Any, **more: Any) -> Any:
+        sent.extend(peer for peer, _ in sends)
+        return post(self, sends, *rest, **more)
+
+    Transport.isend_irecv = counted  # type: ignore[method-assign]
+    for case in cases:
+        sent.clear()
+        recompute = RecomputeConfig(recompute_granularity=case.policy)  # type: ignore[arg-type]
+        sharding = DataParallelConfig(data_parallel_sharding_strategy=case.strategy)
+        hybrid = HybridConfig(hybrid_softmax_method=case.softmax, hybrid_softmax_layout=case.layout)  # type: ignore[arg-type]
+        with distributed_mesh(mesh_config(case.tp, case.cp)) as mesh:
+            step = split_step(mesh, MODELS[case.kind], recompute, sharding, method=case.method, hybrid=hybrid)[1]
+        found.append((step, len(sent)))
+    return found
+
+
+@pytest.mark.parametrize("name", [*list(CASES)[:2], pytest.param("4 ranks", marks=pytest.mark.slow)])
+def test_a_step_over_ranks_is_that_of_one_process(name: str) -> None:
+    softmax = one_process("hybrid").gradients
+    assert "layers.1.attention.wu.weight" not in softmax
+    assert softmax["layers.1.attention.wk.weight"].abs().max() > 100 * GRADIENT
+    for result in run_ranks(steps, int(name[0]), CASES[name]):
+        for case, (got, _) in zip(CASES[name], result, strict=True):
+            check_step(got, one_process(case.kind), case)
+
+
+def test_a_kept_state_is_not_passed_on_again() -> None:
+    """Rank 0 of 2 sends one state per layer forward; a policy that computes the attention again sends it again."""
+    policies = ("none", "attention_boundary", "full", "selective")
+    first, last = run_ranks(steps, 2, [Case("transnormer", "lasp", 1, 2, "ddp", policy) for policy in policies])
+    assert [count for _, count in first] == [2, 2, 4, 4]
+    assert [count for _, count in last] == [2, 2, 2, 2]
+
+
+def undecayed(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+    from parallel.context.linear import state
+
+    state.passed_on = lambda carried, *_: carried
+    return steps(rank, world_size, [case])
+
+
+def with_parts_of_the_norm(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+    """What reaches the sum of squares is each rank's part, taken for the whole."""
+    tensor_styles._Sum.backward = staticmethod(lambda ctx, *gradients: (gradients[0], None))  # type: ignore[method-assign]
+    return steps(rank, world_size, [case])
+
+
+def with_the_first_heads_decays(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+    def first(self: Any, module: Any, mesh: Any) -> Any:
+        if hasattr(module, "log_decay"):
+            module.log_decay = module.log_decay[: len(module.log_decay) // mesh.size()]
+        return tensor_styles.AllTokens._apply(self, module, mesh)
+
+    tensor_styles.OwnHeads._apply = first  # type: ignore[method-assign]
+    return steps(rank, world_size, [case])
+
+
+def without_the_way_back(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+    """Outputs are left in the other layout."""
+    relayout.Relayout.outward = lambda self, x: x  # type: ignore[method-assign]
+    return steps(rank, world_size, [case])
+
+
+def with_sinks_of_other_heads(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+    """Ranks that split heads among them take each other's sinks."""
+    own = HeadExchange.own
+    HeadExchange.own = lambda self, x: own(self, x.roll(len(x) // 2))  # type: ignore[method-assign]
+    return steps(rank, world_size, [case])
+
+
+def with_sinks_one_head_off(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+    """Each tensor-parallel rank takes its own, in another order."""
+    split = tensor_styles.OwnHeads._apply
+
+    def off(self: Any, module: Any, mesh: Any) -> Any:
+        module = split(self, module, mesh)
+        own = module.own_sinks
+        module.own_sinks = lambda like: own(like).roll(1)
+        return module
+
+    tensor_styles.OwnHeads._apply = off  # type: ignore[method-assign]
+    return steps(rank, world_size, [case])
+
+
+def with_a_window_one_off(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+    MODELS[case.kind] = replace(MODELS[case.kind], window_size="6,0")
+    return steps(rank, world_size, [case])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case"),
+    [
+        (undecayed, Case("transnormer", "lasp", 1, 4, "ddp")),
+        (with_parts_of_the_norm, Case("transnormer", "lasp", 2, 1, "ddp")),
+        (with_the_first_heads_decays, Case("transnormer", "lasp", 2, 1, "ddp")),
+        (without_the_way_back, Case("hybrid", "lasp", 1, 2, "ddp", layout="zigzag")),
+        (with_sinks_of_other_heads, Case("windowed", "ulysses", 1, 2)),
+        (with_sinks_one_head_off, Case("windowed", "zigzag", 2, 1)),
+        (with_a_window_one_off, Case("windowed", "ulysses", 1, 2)),
+        (with_a_window_one_off, Case("windowed", "zigzag", 1, 2)),
+    ],
+)
+def test_what_is_wrong_in_silence_would_be_seen(wrong: Any, case: Case) -> None:
+    ((got, _),) = run_ranks(wrong, case.tp * case.cp, case)[0]
+    assert difference(got, one_process(case.kind)) > (1000 if case.kind == "windowed" else 100) * GRADIENT
+
+
+class Collectives(TorchDispatchMode):
+    """Elements that this rank sends in collectives of ``size`` ranks: what a ring of them sends, its own part kept."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.matrices, self.numbers = size, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as what it sends
+        name = func.name()
+        if "all_gather_into_tensor" in name:
+            self.matrices += (self.size - 1) * args[0].numel()
+        elif "reduce_scatter_tensor" in name:
+            self.matrices += (self.size - 1) * args[0].numel() // self.size
+        elif "allreduce_" in name:
+            self.numbers += 2 * (self.size - 1) * args[0][0].numel() // self.size
+        return func(*args, **(kwargs or {}))
+
+
+def elements(rank: int, world_size: int, lengths: list[int]) -> dict[str, list[tuple[int, int]]]:
+    """What a rank sends in a layer's forward and in its backward, by method and length; rank 1 has both neighbours."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    wide = 4  # bytes
+    for method in ("lasp", "ulysses", "megatron"):
+        with distributed_mesh(mesh_config(world_size if method == "megatron" else 1)) as mesh:
+            for length in lengths:
+                group = None if method == "megatron" else dist.group.WORLD
+                cp = context_parallel("lasp" if group is None else method, seq_len=length, group=group)
+                layer = build_model(MODELS["transnormer"], cp.attend_linear).layers[1]  # the first doubles q and k
+                if group is None:
+                    model = torch.nn.Module()
+                    model.layers = torch.nn.ModuleDict({"1": layer})
+                    tensor.split_model(model, mesh.tp, head_dim=6, kv_heads=4)
+                x = torch.ones(2, length // world_size, 24, requires_grad=True)
+                counted, sent = [], Collectives(world_size)
+                with sent:
+                    entry = x if group is not None else DTensor.from_local(x, mesh.tp, [Shard(1)], run_check=False)
+                    y = layer(entry, cp.positions)
+                    counted.append((cp.transport.traffic.total // wide, sent.matrices, sent.numbers))
+                    (y if group is not None else y.to_local()).sum().backward()
+                    counted.append((cp.transport.traffic.total // wide, sent.matrices, sent.numbers))
+                (a, b, c), (d, e, f) = counted
+                assert c == f - c == (2 * 3 * 2 * length // 4 if method == "megatron" else 0), (
+                    "the joint norm's squares"
+                )
+                found.setdefault(method, []).append((a + b, d + e - a - b))
+    return found
+
+
+def test_elements_sent_per_layer_and_direction_are_constant_for_lasp_alone() -> None:
+    """LASP B d^2 / h; Ulysses (P - 1) / P of 4 B N d / P; Megatron-SP four times (P - 1) / P of B N d."""
+    batch, width, heads, ranks, lengths = 2, 24, 4, 4, [16, 32, 64, 128]
+    found = run_ranks(elements, ranks, lengths)[1]
+    whole = [batch * length * width for length in lengths]
+    assert found["lasp"] == [(batch * width**2 // heads,) * 2] * 4
+    assert found["ulysses"] == [(4 * each * (ranks - 1) // ranks**2,) * 2 for each in whole]
+    assert found["megatron"] == [(4 * each * (ranks - 1) // ranks,) * 2 for each in whole]

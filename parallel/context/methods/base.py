@@ -100,30 +100,6 @@ class Method:
             )
 
 
-class RingMethod(Method):
-    """As many rounds as ranks: round i holds the KV of rank - i and passes it to rank + 1.
-
-    Ring Attention, section 3; the ring methods differ only in layout.
-    """
-
-    layout_name: str
-
-    def layout(self, causal: bool) -> str:
-        return self.layout_name
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(layouts=(self.layout_name,))
-
-    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
-        last, following = shape.size - 1, (rank + 1) % shape.size
-        found = []
-        for i in range(shape.size):
-            held = (rank - i) % shape.size
-            on = Send(following, i + 1)
-            found.append(Hop((held,), (on,) if i < last else (), on if i < last else Send(held, i + 1)))
-        return found
-
-
 class BalancedMethod(Method):
     """A method for any layout; the default balances the mask."""
 

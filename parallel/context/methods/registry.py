@@ -6,11 +6,9 @@ from parallel.context.methods.base import Method
 from parallel.context.methods.double_ring import DoubleRing
 from parallel.context.methods.exchange import Exchange
 from parallel.context.methods.lasp import Lasp, Lasp2
-from parallel.context.methods.ring import Ring
-from parallel.context.methods.striped import Striped
+from parallel.context.methods.ring import Ring, Striped, Zigzag
 from parallel.context.methods.ulysses import Ulysses
 from parallel.context.methods.wallfacer import WallFacer
-from parallel.context.methods.zigzag import Zigzag
 
 METHODS: dict[str, Method] = {
     method.name: method

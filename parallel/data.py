@@ -136,12 +136,15 @@ def shard_model(
 
 
 @torch.no_grad()
-def init_parameters(model: nn.Module, device: torch.device, weight_of: WeightOf) -> None:
+def init_parameters(model: nn.Module, device: torch.device, weight_of: WeightOf | None) -> None:
     """Materialize and initialize a sharded model on the meta device, each parameter by its part on this rank.
 
-    Drawn by torch's own way, all shards would hold the same numbers, and the weights would depend on the mesh.
+    Drawn by torch's own way, all shards would hold the same numbers, and the weights would depend on the mesh. Without
+    ``weight_of`` they are what the memory holds.
     """
     model.to_empty(device=device)
+    if weight_of is None:
+        return
     for name, parameter in model.named_parameters():
         own, part = own_part(parameter)
         own.copy_(weight_of(name, parameter.shape, part))

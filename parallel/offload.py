@@ -168,7 +168,7 @@ class Layer:
             return x
         own, whole = _own_part(x)
         copies, like = self._offload.copies(own.device), torch.empty_like(own, device="meta")
-        buffer = self._offload.buffer(like.numel() * like.itemsize, own.device)
+        buffer = self._offload.buffer(like.nbytes, own.device)
         host = buffer.view(like.dtype).as_strided(like.shape, like.stride())
         stored = copies.out([(host, own)])
         kept = OnHost(self, self._offload, own.device, copies.compute, buffer, host, whole, source=x, stored=stored)
@@ -276,7 +276,7 @@ def _own_part(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
 
-    whole: Callable[[Tensor], Tensor] = _as_it_is
+    whole: Callable[[Tensor], Tensor] = as_it_is
     if isinstance(x, DTensor):
         placed: dict[str, Any] = {"placements": x.placements, "shape": x.shape, "stride": x.stride()}
         whole = partial(DTensor.from_local, device_mesh=x.device_mesh, run_check=False, **placed)
@@ -285,5 +285,6 @@ def _own_part(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x, whole
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def as_it_is(x: Any) -> Any:
+    """Return ``x``."""
     return x

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from kernels.chunks import over_chunks
-from parallel.offload import Layer, Offload, OnHost, take
+from parallel.offload import Layer, Offload, OnHost, as_it_is, take
 from runtime.errors import UserError
 
 ATTENTION = frozenset(
@@ -103,7 +103,7 @@ def _again(
 
     With ``begin`` they are kept in host memory.
     """
-    pack, unpack = (begin().pack, take) if begin else (_as_it_is, _as_it_is)
+    pack, unpack = (begin().pack, take) if begin else (as_it_is, as_it_is)
     with saved_tensors_hooks(pack, unpack) if begin else nullcontext():  # packs the checkpoint's inputs
         if not keep_attention:
             return checkpoint(forward, *inputs, use_reentrant=False)
@@ -150,7 +150,3 @@ class _Reuse(TorchDispatchMode):
         if not self._kept:
             raise RuntimeError("attention_boundary keeps each attention for one backward, and this is another one")
         return tree_map_only((Tensor, OnHost), self._unpack, self._kept.popleft())
-
-
-def _as_it_is(x: Any) -> Any:
-    return x

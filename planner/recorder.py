@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,7 +20,7 @@ from kernels.attention import AttentionBackend
 from parallel.context import executor
 from parallel.mesh import Mesh
 from parallel.offload import SEVERAL, Offload, in_slabs
-from train import assemble, host_moments
+from train import host_moments
 from train.config.common import CommonConfig
 
 CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "attention", "logits", "passing")
@@ -225,7 +224,6 @@ class Recorder(Tapes):
             patch.object(ShardingPropagator, shapes, unrecorded),
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(executor, "select_backend", lambda *_: SHAPES),
-            patch.object(assemble, "init_parameters", lambda part, device, _: part.to_empty(device=device)),
             self._fake,
             self,
         ):
@@ -325,45 +323,3 @@ class Recorder(Tapes):
         return Rehearsal(
             self.rank, stage, dict(memory), {link: count // ran for link, count in self.sent.items()}, host
         )
-
-
-class _FusedNorm(torch.autograd.Function):
-    """RMSNorm in the shapes of a GPU's kernel, which keeps its input and a number a token.
-
-    On a CPU torch composes it of operators, which keep four times as much.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight, _ = ctx.saved_tensors
-        dw = None if weight is None else (grad * x).flatten(0, -2).sum(0).to(weight.dtype)
-        return torch.empty_like(x), dw
-
-
-def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return what torch.nn.functional.rms_norm would, empty."""
-    return _FusedNorm.apply(x, weight)
-
-
-class _FusedRotation(torch.autograd.Function):
-    """A rotation in the shapes of its one launch; torch's operators make copies in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return torch.empty_like(gradient, memory_format=torch.contiguous_format)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return what ``kernels.pointwise.rotate`` would, empty."""
-    return _FusedRotation.apply(x)

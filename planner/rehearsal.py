@@ -6,7 +6,7 @@ operator's shape function; what the operators would allocate and send is recorde
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from kernels.loss import LOSS_CHUNK
 from model import layers
 from parallel.context.geometry import _gather_order
 from parallel.data import finish_gradients, set_gradient_sync, widen_gradients
 from parallel.mesh import Mesh, distributed_mesh
-from planner.recorder import Recorder, Rehearsal, rms_norm, rotate
+from planner.recorder import Recorder, Rehearsal
 from planner.workload import WORKSPACES
 from runtime.errors import UserError
 from runtime.processes import join
@@ -91,7 +92,7 @@ def rehearse(
         backend: Any = "chunked" if getattr(config.model, "linear_attention", False) else "auto"
         config = replace(config, context=replace(config.context, attention_backend=backend))
     with fake_process_group(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
-        run = build(config, mesh)
+        run = replace(build(config, mesh), weight_of=None)
         blank = run.objective.blank(config.train.micro_batch_size)
         if documents and "starts" in blank:
             blank["starts"].view(-1)[list(documents[:-1])] = True
@@ -100,7 +101,13 @@ def rehearse(
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell)
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         device = device or config.mesh.device_type
-        with patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]), _kernels_of(device), recorder.recording():
+        norm, turn = (rms_norm, rotate) if device == "cuda" else (F.rms_norm, layers.rotate)
+        with (
+            patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]),
+            patch.object(F, "rms_norm", norm),
+            patch.object(layers, "rotate", turn),
+            recorder.recording(),
+        ):
             parts = run.parts
             averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay
             averages = Ema(averaged, parts) if averaged else None  # they lie there meanwhile
@@ -115,16 +122,6 @@ def rehearse(
     if device == "cuda":
         found.memory["passing"] = found.memory.get("passing", 0) + WORKSPACES
     return found
-
-
-@contextmanager
-def _kernels_of(device: str) -> Iterator[None]:
-    """Take the shapes of a GPU's kernels where a CPU composes them of operators, until the block ends."""
-    with ExitStack() as patches:
-        if device == "cuda":
-            patches.enter_context(patch.object(F, "rms_norm", rms_norm))
-            patches.enter_context(patch.object(layers, "rotate", rotate))
-        yield
 
 
 def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> int:
@@ -144,7 +141,9 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
     count = 1
     actions: Iterable[tuple[int, str, int]] = [(s, "F", 0) for s in own] + [(s, "B", 0) for s in reversed(own)]
     if not config.pipeline.single:
-        count = _few_rounds(config.train.micro_batches(mesh.dp.size()), ranks)
+        micro_batches = config.train.micro_batches(mesh.dp.size())
+        rounds = max(1, micro_batches // ranks)
+        count = min(rounds, ROUNDS) * micro_batches // rounds
         runner = build_runner(run, count)
         order = runner.schedule.pipeline_order[mesh.pp.get_local_rank()]
         actions = [(one.stage_index, one.computation_type.value, one.microbatch_index) for one in order if one]
@@ -178,11 +177,6 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
     return count
 
 
-def _few_rounds(micro_batches: int, ranks: int) -> int:
-    rounds = max(1, micro_batches // ranks)
-    return min(rounds, ROUNDS) * micro_batches // rounds
-
-
 def _to_inputs(stage: int, part: nn.Module, at: _Waiting) -> _Waiting:
     """Go back to a stage's input, as torch's schedules do: the first stage has none and waits with all of it."""
     from torch.distributed.pipelining._backward import stage_backward_input  # takes a second, for torch.compile
@@ -213,3 +207,45 @@ def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> 
                 raise RuntimeError(f"no gradient reached {name}: part of the model is not trained")
             found += [] if parameter.grad is None else [parameter.grad]
     return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm in the shapes of a GPU's kernel, which keeps its input and a number a token.
+
+    On a CPU torch composes it of operators, which keep four times as much.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        dw = None if weight is None else (grad * x).flatten(0, -2).sum(0).to(weight.dtype)
+        return torch.empty_like(x), dw
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """Return what torch.nn.functional.rms_norm would, empty."""
+    return _FusedNorm.apply(x, weight)
+
+
+class _FusedRotation(torch.autograd.Function):
+    """A rotation in the shapes of its one launch; torch's operators make copies in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.empty_like(gradient, memory_format=torch.contiguous_format)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return what ``kernels.pointwise.rotate`` would, empty."""
+    return _FusedRotation.apply(x)

@@ -15,6 +15,10 @@ from parallel.pipeline.stages import PipelineConfig
 from planner.attention_cost import most_rows_held
 from train.host_moments import MOMENTS, PIECE
 
+STILL_SENT = 1.75
+"""Buffers of a circulating gradient for each of the held one and the one that arrives, from the third round on: what
+was sent before is let go of while the next arrives. Fitted to rehearsals."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -236,8 +240,8 @@ def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
     held, team, rounds = len(geometry.holders(0)), len(geometry.teammates(0)), len(geometry.steps(0))
     if rounds > 1:
         held = 2 * len(geometry.steps(0)[-1].holds) // geometry.ulysses_degree
-    times = 2 if rounds == 1 and held > 1 else 1.75 if rounds > 2 else 1
-    buffers += int(times * held * of.gradient(moves))
+    gathered = rounds == 1 and held > 1
+    buffers += int((2 if gathered else STILL_SENT if rounds > 2 else 1) * held * of.gradient(moves))
     buffers += team * (1 if team == 1 else 2) * of.gradient(stays)
     return buffers + (held * of.payload(moves) if held > 1 else 0) + (team * of.payload(stays) if team > 1 else 0)
 

@@ -35,8 +35,8 @@ class Run(Generic[C_co]):
     """Builds the whole model on torch's default device; it has ``layers`` and ``keep``."""
     split: Callable[[Any], None]
     """Applies tensor parallelism to a part of it."""
-    weight_of: WeightOf
-    """Gives any part of a parameter's initial value."""
+    weight_of: WeightOf | None
+    """Gives any part of a parameter's initial value; None: weights hold no numbers, as in a rehearsal."""
 
     @cached_property
     def parts(self) -> list[Any]:

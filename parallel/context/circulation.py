@@ -44,7 +44,7 @@ class Whole:
         """Take this rank's gradient of what round ``index`` held; it may be changed."""
         coming = self._gradients.pop(index, [])
         while coming:
-            _sum_in(moved, coming.pop(0)())  # nothing names what came, or what was sent
+            torch._foreach_add_(moved, coming.pop(0)())  # nothing names what came, or what was sent
         transfer = self._rounds[index].gradient
         assert transfer is not None
         sent = self._transport.send_recv(moved, transfer, transfer.due > index + 1)
@@ -129,11 +129,6 @@ class Needed:
             if until <= index:
                 sent()
         self._sent = [(until, sent) for until, sent in self._sent if until > index]
-
-
-def _sum_in(sums: Tensors, parts: Tensors) -> None:
-    for mine, theirs in zip(sums, parts, strict=True):
-        mine += theirs
 
 
 def _taken(tensors: Tensors, rows: Rows) -> Tensors:

@@ -20,10 +20,13 @@ from parallel.context.options import PlanOptions
 
 
 class Transfer(NamedTuple):
-    """Send to one rank and receive from another by round ``due``; the number of rounds means after the last."""
+    """Send to one rank and receive from another by round ``due``; the number of rounds means after the last.
 
-    send_to: int
-    recv_from: int
+    Of all places at once, arrays of places: int64 ``[places]``.
+    """
+
+    send_to: Ranks
+    recv_from: Ranks
     due: int
 
 

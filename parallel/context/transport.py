@@ -84,7 +84,7 @@ class Transport:
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         for peer, tensors in leaving:
-            self.traffic.p2p[peer] += sum(map(_bytes, tensors))
+            self.traffic.p2p[peer] += sum(x.nbytes for x in tensors)
         apart = len(works) == len(operations)  # NCCL has one for all
         arrivals, used = list[Arrival](), 0
         for peer, tensors in receives:
@@ -108,7 +108,7 @@ class Transport:
             # gloo takes the concatenated shape, not the stacked one
             works.append(all_gather_single(part.flatten(0, 1), tensor, group=self._groups[ranks], async_op=True))
             parts.append((part, tensor))
-            self._count(ranks, _bytes(tensor))
+            self._count(ranks, tensor.nbytes)
 
         def wait() -> Tensors:
             for work in works:
@@ -141,7 +141,7 @@ class Transport:
         parts = parts.contiguous()
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=self._groups[ranks])
-        self._count(ranks, _bytes(parts[0]))
+        self._count(ranks, parts[0].nbytes)
         return received
 
     def exchange_tokens(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
@@ -151,7 +151,7 @@ class Transport:
         dist.all_to_all_single(received, x, list(receives), list(sends), group=self._group)
         for rank, tokens in enumerate(sends):
             if tokens and rank != self.rank:
-                self.traffic.collective[rank] += tokens * _bytes(x[0])
+                self.traffic.collective[rank] += tokens * x[0].nbytes
         return received
 
     def reduced(self, gradient: Tensor, ranks: tuple[int, ...]) -> Tensor:
@@ -180,7 +180,3 @@ def _arrival(works: Sequence[dist.Work], tensors: Tensors) -> Arrival:
         return tensors
 
     return wait
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.context.geometry import Geometry
+from parallel.context.geometry import Geometry, Transfer
 from parallel.context.methods.base import Ranks
 from parallel.context.sparse.rows import NOWHERE, ByPlace, Line, Rows, Spans, common, count, places_in, union, without
 from parallel.context.sparse.visible import Seen
@@ -61,14 +61,6 @@ class Held:
         return dict(zip(self.rows, accumulate(map(count, self.rows.values()), initial=0), strict=False))
 
 
-class Route(NamedTuple):
-    """Place p sends to place ``to[p]`` and receives from ``source[p]``, by round ``due``."""
-
-    to: np.ndarray
-    source: np.ndarray
-    due: int
-
-
 class Flow:
     """The routes of all rows of one plan, and of their gradients."""
 
@@ -79,7 +71,7 @@ class Flow:
         self.in_place = len(geometry.hops[0].holds) == 1
         """True if a place's first buffer is its own tokens as they are."""
         self._line = Line(self._size, self.local)
-        self._routes = [[self._route(send.to, send.due) for send in hop.sends] for hop in geometry.hops]
+        self._transfers = [[self._transfer(send.to, send.due) for send in hop.sends] for hop in geometry.hops]
         self._seen = self._by_round(self._line.spans(*seen))
         self._holdings = self._hold()
         self._onward, self._home = self._return()
@@ -105,7 +97,7 @@ class Flow:
         """Return what travels as round ``index`` begins."""
         place = self.geometry.place(rank)
         held, sends, receives = self.held(index, place), [], []
-        for to, source, due in self._routes[index]:
+        for to, source, due in self._transfers[index]:
             target, mine = self.held(due, to[place]), self.held(due, place)
             if target.length:
                 sends.append(Parcel(self._rank(to[place], rank), held.find(target.rows), due))
@@ -132,9 +124,9 @@ class Flow:
         """Return the rank of a place that exchanges with the rank ``like``."""
         return self.geometry.ranks_at((place,), place)[like % self.geometry.ulysses_degree]
 
-    def _route(self, to: Ranks, due: int) -> Route:
+    def _transfer(self, to: Ranks, due: int) -> Transfer:
         to = np.broadcast_to(to, self._size)
-        return Route(to, np.argsort(to), due)
+        return Transfer(to, np.argsort(to), due)
 
     def _by_round(self, seen: Spans) -> list[Spans]:
         """Return the rows that each place needs for the tiles of each round."""
@@ -153,26 +145,26 @@ class Flow:
         places, held = np.arange(self._size), [NOWHERE] * self.rounds
         own = self._line.spans(places, places, np.zeros_like(places), np.full_like(places, self.local))
         for i in reversed(range(self.rounds)):
-            later = (self._line.moved(held[due], source) for _, source, due in self._routes[i])
+            later = (self._line.moved(held[due], source) for _, source, due in self._transfers[i])
             held[i] = union(self._seen[i], *later, own if i == 0 and self.in_place else NOWHERE)
-            for to, _, due in self._routes[i]:
+            for to, _, due in self._transfers[i]:
                 again = to == places  # they hold them again, to add the gradients of all that they hand on
                 if again.any():
                     held[due] = union(held[due], held[i].where(again[self._line.pairs(held[i]) // self._size]))
         return held
 
-    def _return(self) -> tuple[list[list[tuple[Route, Spans]]], list[Spans]]:
+    def _return(self) -> tuple[list[list[tuple[Transfer, Spans]]], list[Spans]]:
         """Return per round what goes to the next holder, if any does, and what goes home; both as held by senders."""
-        onward: list[list[tuple[Route, Spans]]] = [[] for _ in range(self.rounds)]
+        onward: list[list[tuple[Transfer, Spans]]] = [[] for _ in range(self.rounds)]
         home, due_at = [], [NOWHERE] * self.rounds
         for i, hop in enumerate(self.geometry.hops):
             sums, on = union(self._seen[i], due_at[i]), NOWHERE
             if hop.gradient is not None and hop.gradient.due < self.rounds:
-                route = self._route(hop.gradient.to, hop.gradient.due)
+                next_holder = self._transfer(hop.gradient.to, hop.gradient.due)
                 pairs = self._line.pairs(sums)
                 others = sums.where(pairs // self._size != pairs % self._size)
-                on = common(others, self._line.moved(self._holdings[route.due], route.source))
-                onward[i].append((route, on))
-                due_at[route.due] = union(due_at[route.due], self._line.moved(on, route.to))
+                on = common(others, self._line.moved(self._holdings[next_holder.due], next_holder.recv_from))
+                onward[i].append((next_holder, on))
+                due_at[next_holder.due] = union(due_at[next_holder.due], self._line.moved(on, next_holder.send_to))
             home.append(without(sums, on))
         return onward, home

@@ -9,7 +9,6 @@ from parallel.context.sparse.visible import Seen
 
 Rows: TypeAlias = tuple[tuple[int, int], ...]
 """A few rows, of one buffer."""
-NONE: Rows = ()
 
 
 class Spans(NamedTuple):

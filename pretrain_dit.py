@@ -16,9 +16,8 @@ from data.latents.dataset import build_latent_datasets
 from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_parameters
 from model.dit_config import architecture_of
 from parallel.mesh import Mesh, distributed_mesh
-from planner.choice import CHOICES
+from planner.choice import CHOICES, fitted_to_world
 from planner.dry_run import dry_run
-from planner.resize import fitted_to_world
 from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run

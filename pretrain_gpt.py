@@ -17,9 +17,8 @@ from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
 from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
-from planner.choice import CHOICES
+from planner.choice import CHOICES, fitted_to_world
 from planner.dry_run import dry_run
-from planner.resize import fitted_to_world
 from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run

@@ -1,18 +1,37 @@
-"""Choose what a configuration leaves to ``auto``: the method of context parallelism, and a hybrid's layout."""
+"""Choices that a run leaves to the planner: ``auto`` for its method and a hybrid's layout; ``--allow-resize`` its mesh.
 
+A run on other processes than its mesh's sizes are for goes on with the same global batch and samples.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from parallel.context import ContextConfig
+from parallel.mesh import SIZES
 from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
-from planner.ranking import nothing_left
-from planner.search import rank
+from planner.levers import settings
+from planner.ranking import Candidate, nothing_left
+from planner.search import arrangements, rank, suits
 from planner.workload import fastest, layout_costs
-from runtime.progress import duration
+from runtime.errors import UserError
+from runtime.processes import launched_world_size, process_group
+from runtime.progress import counted, duration
+from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
-from train.config.complete import Choices
-from train.config.entries import Config
-from train.config.flags import ConfigError
+from train.config.complete import CONFIG, Choices, tokenizer_of, with_vocabulary
+from train.config.entries import ENTRIES, Config
+from train.config.flags import ConfigError, read_toml
+
+C = TypeVar("C", bound=CommonConfig)
 
 
 def fastest_method(config: CommonConfig, world_size: int, *, steps: bool = True) -> tuple[ContextConfig, str]:
@@ -74,3 +93,146 @@ CHOICES = Choices(fastest_method, with_layout)
 """Of a run that trains."""
 READING = CHOICES._replace(method=partial(fastest_method, steps=False))
 """Of a model that only reads and writes."""
+
+
+@contextmanager
+def fitted_to_world(asked: C, validate: Callable[[C, int], None]) -> Iterator[tuple[C, C]]:
+    """Yield the validated configuration for the processes at hand, and the asked one with its full_world_size.
+
+    Without allow_resize the two have the same mesh. With it the processes join, and the first one chooses for all.
+
+    Raises:
+        UserError: as ``validate``; no mesh keeps the global batch, or fits in memory; no cluster file is about this
+            device.
+    """
+    processes = launched_world_size()
+    if not asked.mesh.allow_resize:
+        _check(asked, processes, validate)
+        yield (_of(asked, processes),) * 2
+        return
+    timeout = timedelta(minutes=asked.mesh.distributed_timeout_minutes)
+    with nullcontext() if dist.is_initialized() else process_group(asked.mesh.backend, timeout):
+        full, config, line = from_first(lambda: _chosen(asked, processes, validate))
+        with raise_together():
+            validate(config, processes)
+        if is_first() and line:
+            print(line, flush=True)
+        yield config, _of(asked, full)
+
+
+def _of(config: C, full: int) -> C:
+    return replace(config, mesh=replace(config.mesh, full_world_size=full))
+
+
+def _check(config: C, processes: int, validate: Callable[[C, int], None]) -> None:
+    """Validate; where the run began on other processes, which its sizes do fit, name the flag."""
+    try:
+        validate(config, processes)
+    except UserError as error:
+        full = recorded(config) or processes
+        if full == processes or not suits(config, full, validate):
+            raise  # the number of processes is not what is wrong
+        raise ConfigError(
+            f"{error}; or give --allow-resize: the run is for {counted(full, 'process')}, and the planner "
+            "arranges these"
+        ) from None
+
+
+def recorded(config: CommonConfig) -> int | None:
+    """Return the full_world_size in the config.toml of the run that ``--load`` goes on with; None if there is none."""
+    load = config.checkpoint.load
+    file = Path(load or "") / CONFIG
+    if load is None or config.checkpoint.finetune or not file.is_file():
+        return None
+    return read_toml(type(config), file, ENTRIES).get("full_world_size")
+
+
+def _chosen(asked: C, processes: int, validate: Callable[[C, int], None]) -> tuple[int, C, str]:
+    """Return full_world_size, the configuration for these processes, and a line that says why if it is another."""
+    full = asked.mesh.full_world_size or recorded(asked)
+    if full is None and not asked.checkpoint.finetune and (Path(asked.checkpoint.load or "") / CONFIG).is_file():
+        raise ConfigError(
+            f"allow_resize is set, and the config.toml in {asked.checkpoint.load} does not say for how many processes "
+            "its sizes and batch are; give --full-world-size N"
+        )
+    full = full or processes
+    if full == processes:
+        return full, _of(asked, full), ""
+    validate(asked, full)
+    batch = asked.train.batch_size(asked.mesh.data_parallel_size(full))
+    wanted = replace(_of(asked, full), train=replace(asked.train, global_batch_size=batch))
+    config, why = rearranged(wanted, processes)
+    pp, cp, tp = (getattr(config.mesh, name) for name in SIZES)
+    dp, micro = config.mesh.data_parallel_size(processes), config.train.micro_batch_size
+    line = (
+        f"resized from {full} to {counted(processes, 'process')}: pipeline {pp} x data {dp} x context {cp} "
+        f"x tensor {tp}, {counted(config.train.micro_batches(dp), 'micro-batch')} of {micro} "
+        f"for global_batch_size {batch}; {why}"
+    )
+    return full, config, line
+
+
+def rearranged(config: C, processes: int) -> tuple[C, str]:
+    """Return the configuration with the mesh, micro-batch and method predicted fastest here, and why.
+
+    The method and its options stay where they suit; sharding and recomputation stay unless memory is short.
+
+    Raises:
+        ConfigError: nothing keeps global_batch_size, with the numbers of processes that would, or fits in memory.
+    """
+    cluster = cluster_of(config)
+    known: Any = config
+    if isinstance(config, Config):
+        known = with_vocabulary(config, tokenizer_of(config).vocab_size)
+    several = list(divided(known, processes))
+    found = rank(several, processes, cluster)
+    if not found.candidates and (found.too_large or found.host_short):
+        found = rank(several, processes, cluster, vary=settings)
+        if not found.candidates:
+            raise ConfigError(nothing_left(found, cluster))
+    if not found.candidates:
+        batch, full = config.train.global_batch_size, config.mesh.full_world_size
+        raise ConfigError(
+            f"allow_resize is set, and no mesh of {counted(processes, 'process')} suits the model and keeps "
+            f"global_batch_size {batch} of the run for {full}; on {_fitting(known, processes)} there would be one"
+        )
+    method, context = config.context.context_parallel_method, config.context
+
+    def keeps_method(one: Candidate) -> bool:
+        return one.config.mesh.context_parallel_size == 1 or one.config.context.context_parallel_method == method
+
+    own = found.candidates if method == "auto" else list(filter(keeps_method, found.candidates)) or found.candidates
+    best = own[0].config
+    if not suits(replace(best, context=context), processes):
+        context = best.context
+    parts: Any = {name: getattr(best, name) for name in ("mesh", "train", "data_parallel", "recompute")}
+    return replace(config, context=context, **parts), (
+        f"predicted to take {duration(own[0].prediction.time)} per iteration on {cluster.name}, the least of {len(own)}"
+    )
+
+
+def divided(config: C, processes: int) -> Iterator[C]:
+    """Yield every mesh with the largest micro-batch up to the configured one that keeps global_batch_size.
+
+    A pipeline may need more micro-batches: there, every smaller one too.
+    """
+    batch = config.train.global_batch_size or 1
+    for one in arrangements(config, processes):
+        dp = one.mesh.data_parallel_size(processes)
+        if batch % dp == 0:
+            most = math.gcd(config.train.micro_batch_size, batch // dp)
+            least = 1 if one.mesh.pipeline_model_parallel_size > 1 else most
+            for micro in (size for size in range(most, least - 1, -1) if most % size == 0):
+                yield replace(one, train=replace(one.train, micro_batch_size=micro))
+
+
+def _fitting(config: CommonConfig, processes: int) -> str:
+    """Return the numbers of processes, whole nodes of them, that some mesh with the configured method suits."""
+    node, full = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), config.mesh.full_world_size or processes
+    step = node if processes % node == 0 else 1
+    sizes = range(step, max(full, processes) + 1, step)
+
+    def fits(size: int) -> bool:
+        return any(suits(one, size) for one in divided(config, size))
+
+    return ", ".join(str(size) for size in sizes if fits(size)) or "more"

@@ -11,7 +11,17 @@ from planner.levers import STAGES, in_order, in_turn, least_memory, moved, setti
 from planner.ranking import described, nothing_left
 from planner.recorder import Rehearsal
 from planner.rehearsal import Build
-from planner.search import ROOM, arrangements, bytes_needed, candidates_of, fits_in_memory, predicted, rank, validated
+from planner.search import (
+    ROOM,
+    arrangements,
+    bytes_needed,
+    candidates_of,
+    fits_in_memory,
+    predicted,
+    rank,
+    suits,
+    validated,
+)
 from runtime.errors import UserError
 from runtime.progress import Progress, counted
 from train.config.entries import Config
@@ -147,11 +157,7 @@ def _pulled(config: Any, world_size: int, cluster: Cluster, documents: tuple[int
     larger = list(_more_context_parallel(config, world_size))
 
     def fits(one: Any) -> bool:
-        try:
-            validated(one, world_size)
-        except UserError:
-            return False
-        return one != config and fits_in_memory(one, world_size, limited, documents)
+        return one != config and suits(one, world_size) and fits_in_memory(one, world_size, limited, documents)
 
     for room in (ROOM, 1.0):
         limited = replace(cluster, memory_gb=room * cluster.memory_gb)

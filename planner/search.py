@@ -192,6 +192,15 @@ def validated(config: AnyConfig, world_size: int) -> AnyConfig:
     return config
 
 
+def suits(config: AnyConfig, world_size: int, check: Callable[[Any, int], object] = validated) -> bool:
+    """Return whether a configuration passes the check of its sizes."""
+    try:
+        check(config, world_size)
+    except UserError:
+        return False
+    return True
+
+
 def rank(
     configs: Sequence[AnyConfig],
     world_size: int,
@@ -214,7 +223,7 @@ def rank(
         for number, candidate in enumerate(every, 1):
             documents = typical_documents(candidate, lengths)
             varied = vary(candidate, cluster) if vary else [candidate]
-            suiting = [one for one in varied if _suits_pipeline(one, world_size)]
+            suiting = [one for one in varied if one.mesh.pipeline_model_parallel_size == 1 or suits(one, world_size)]
             tried: list[Weighed] = []
             for more in ladder(suiting, cluster, moments=vary is not None):
                 for one in more:
@@ -239,11 +248,3 @@ def _on_host(configs: Sequence[AnyConfig], varied: bool) -> tuple[str, ...]:
     """Return the fields by which all that was tried moves something to host memory."""
     levers = (MOMENTS,) if varied else (OFFLOAD, MOMENTS)
     return tuple(lever.fields[0] for one in configs for lever in levers if lever.of(one) == (True,))
-
-
-def _suits_pipeline(config: AnyConfig, world_size: int) -> bool:
-    """Return whether a pipeline takes varied settings; without one all do."""
-    try:
-        return config.mesh.pipeline_model_parallel_size == 1 or bool(validated(config, world_size))
-    except UserError:
-        return False

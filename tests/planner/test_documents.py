@@ -65,19 +65,21 @@ def test_an_exchange_is_chosen_for_packed_documents_over_nodes_and_offered_for_n
     assert "exchange" not in {c.config.context.context_parallel_method for c in rank([whole], 16, cluster).candidates}
 
 
-def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_with_the_longest_document(
-    default_data: Path,
+def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_whose_documents_attend_to_most(
+    default_data: Path, tmp_path: Path
 ) -> None:
-    asked = packed(data_path=(str(default_data),), seq_length=2048, micro_batch_size=2, train_iters=3)
-    asked = replace(asked, data=replace(asked.data, tokenizer_model=f"{default_data}.model"))
     tokenizer = load_tokenizer(f"{default_data}.model")
+    own = [[tokenizer.eod + 1] * (length - 1) + [tokenizer.eod] for length in (100, 100, 100, 1900) * 20]
+    mixed = write_documents(tmp_path / "mixed", own)
+    asked = packed(data_path=(mixed,), seq_length=2048, micro_batch_size=2, train_iters=3)
+    asked = replace(asked, data=replace(asked.data, tokenizer_model=f"{default_data}.model"))
     samples, _, _ = build_datasets(asked.data, 2048, asked.train.seed, tokenizer)
-    longest = []
+    ends = []
     for begin in (0, 2, 4):
-        starts = [np.flatnonzero(samples[n]["starts"]) for n in (begin, begin + 1)]
-        longest.append(max(np.diff([*each, 2048]).max() for each in starts))
-    found = heaviest_documents(asked)
-    assert found is not None
-    assert max(np.diff(found)) == max(longest)  # in Debian's own library all of them have documents as long
-    assert found[-1] == 4096
-    assert 2048 in found
+        starts = np.concatenate([samples[n]["starts"] for n in (begin, begin + 1)])
+        ends.append((*np.flatnonzero(starts).tolist(), 4096))
+    pairs = [np.square(np.diff(bounds)).sum() for bounds in ends]
+    assert len(set(pairs)) == 3
+    assert np.argmax(pairs) > 0, "negative control: the run's first is another"
+    assert heaviest_documents(asked) == ends[np.argmax(pairs)]
+    assert {2048, 4096} <= set(ends[0])

@@ -44,7 +44,10 @@ def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config: Confi
     ]
     assert not any(fits_in_memory(one, 4, SMALL, None) for one in every)
     beyond = of_length(config, found + found // PRECISION + STEP)
-    assert rank(list(arrangements(at, 4)), 4, SMALL, vary=least_memory).candidates
+    for vary in (least_memory, settings):
+        best = rank(list(arrangements(at, 4)), 4, SMALL, vary=vary).candidates
+        assert best
+        assert all(candidate.prediction.bytes <= 12e9 for candidate in best)
     assert not rank(list(arrangements(beyond, 4)), 4, SMALL, vary=least_memory).candidates
 
 
@@ -59,13 +62,6 @@ def test_moments_go_to_host_memory_where_nothing_else_fits(config: Config, monke
     for one in rank(list(arrangements(of_length(config, moved), 4)), 4, SMALL, vary=settings).candidates:
         assert one.config.optimizer.optimizer_cpu_offload
         assert one.prediction.seconds["optimizer offload"] > 0
-
-
-def test_what_is_said_to_fit_is_in_the_ranking(config: Config) -> None:
-    at = of_length(config, longest(config, 4, SMALL))
-    best = rank(list(arrangements(at, 4)), 4, SMALL, vary=settings).candidates
-    assert best
-    assert all(candidate.prediction.bytes <= 12e9 for candidate in best)
 
 
 def test_the_fewest_processes_hold_it_and_fewer_do_not(config: Config) -> None:
@@ -120,7 +116,10 @@ def test_every_policy_is_tried_with_chunks_and_in_host_memory() -> None:
 def test_what_the_host_cannot_hold_is_told_as_that(config: Config) -> None:
     at = of_length(replace(config, mesh=replace(config.mesh, context_parallel_size=4)), 1024 * STEP)
     *_, moved = least_memory(at, SMALL)
+    assert moved.recompute.recompute_offload
     small = replace(SMALL, memory_gb=80, host_memory_gb=1)
+    assert fits_in_memory(moved, 4, replace(small, host_memory_gb=SMALL.host_memory_gb), None)
+    assert not fits_in_memory(moved, 4, small, None)
     found = rank([moved], 4, small)
     assert not found.candidates
     assert not found.too_large
@@ -146,14 +145,6 @@ def test_what_was_tried_is_not_advised_and_not_tried_twice(config: Config, monke
         assert said.endswith("; use more processes or a lower seq_length")
         assert len([one for one in asked if one.optimizer.optimizer_cpu_offload]) == len(asked) / 2
         assert not any(one in asked[:place] for place, one in enumerate(asked))
-
-
-def test_host_memory_has_a_limit_too(config: Config) -> None:
-    at = of_length(replace(config, mesh=replace(config.mesh, context_parallel_size=4)), 1024 * STEP)
-    *_, moved = least_memory(at, SMALL)
-    assert moved.recompute.recompute_offload
-    assert fits_in_memory(moved, 4, replace(SMALL, memory_gb=80), None)
-    assert not fits_in_memory(moved, 4, replace(SMALL, memory_gb=80, host_memory_gb=1), None)
 
 
 def run_of(size: int, method: str) -> Config:

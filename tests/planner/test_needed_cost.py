@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from parallel.context import Plan, make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import AttentionCost, needed_of_all, slots
 from planner.cluster import load_cluster
+from tests.parallel.context.arcs.packings import filled, lognormal
 
 H100 = "configs/clusters/h100_pod.toml"
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -22,15 +22,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def log_normal(tokens: int, seed: int) -> tuple[int, ...]:
-    """Cumulative lengths of documents, exp(N(7.0, 1.6)) within 64 and a quarter of the sequence; the last is cut."""
-    drawn = np.exp(np.random.default_rng(seed).normal(7.0, 1.6, tokens // 64)).clip(64, tokens // 4).astype(int)
-    ends = np.cumsum(drawn)
-    return (0, *ends[ends < tokens].tolist(), tokens)
-
-
 def packed(method: str, tokens: int, size: int, **options: Any) -> Plan:
-    return make_plan(method, seq_len=tokens, size=size, documents=log_normal(tokens, 0), **options)
+    return make_plan(method, seq_len=tokens, size=size, documents=filled(lognormal, tokens, 0), **options)
 
 
 @pytest.mark.parametrize(("method", "options"), CASES)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner import resize
+from planner import choice
+from planner.choice import divided, fitted_to_world, rearranged
 from planner.cluster import CLUSTERS
-from planner.resize import divided, fitted_to_world, rearranged
 from runtime.errors import UserError
 from train.config.entries import Config
 from train.config.flags import ConfigError
@@ -19,7 +19,7 @@ FLAGS += " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resize, "tokenizer_of", lambda config: SimpleNamespace(vocab_size=512))
+    monkeypatch.setattr(choice, "tokenizer_of", lambda config: SimpleNamespace(vocab_size=512))
 
 
 def config(*more: str) -> Config:
@@ -27,7 +27,7 @@ def config(*more: str) -> Config:
 
 
 def yielded(asked: Config, processes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Config]:
-    monkeypatch.setattr(resize, "launched_world_size", lambda: processes)
+    monkeypatch.setattr(choice, "launched_world_size", lambda: processes)
     with fitted_to_world(asked, validate) as found:
         return found
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from model.config import ModelConfig
-from parallel.context import ContextConfig
 from parallel.mesh import MeshConfig
 from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import settings
@@ -93,18 +92,6 @@ def test_settings_are_varied_until_it_fits() -> None:
     found = {one.config.context.title: one for one in rank([asked], 8, tight, vary=settings).candidates}["zigzag"]
     assert found.config.recompute.recompute_granularity == "full"
     assert found.prediction.bytes == pytest.approx(40.9e9, rel=0.001)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"context_parallel_method": "auto", "ulysses_degree": 2}, "is auto, which chooses them itself"),
-        ({"cluster": "x.toml"}, "cluster is x.toml and context_parallel_method is striped.* method auto"),
-    ],
-)
-def test_what_contradicts_auto_is_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ContextConfig(**fields).check(seq_len=64, size=2, heads=4, kv_heads=4, ranks_per_node=None)
 
 
 def test_a_run_with_auto_trains_and_goes_on_with_what_it_chose(default_data: Path, tmp_path: Path) -> None:

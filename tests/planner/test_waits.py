@@ -190,19 +190,12 @@ def reads_of_a_step(monkeypatch: pytest.MonkeyPatch, data: Path, more: Callable[
 
     for name in ("item", "tolist", "cpu", "__float__"):
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
-    flags = ["--config", "configs/llama_tiny.toml", "--num-layers", "1", "--hidden-size", "32", "--seq-length", "32"]
-    flags += [
-        "--data-path",
-        str(data),
-        "--tokenizer-model",
-        f"{data}.model",
-        "--save",
-        "none",
-        "--save-interval",
-        "none",
-    ]
-    flags += ["--context-parallel-size", "1", "--train-iters", "4", "--eval-iters", "0"]
-    with trainer_of(pretrain_gpt, flags, Steps()) as trainer:
+    flags = (
+        "--config configs/llama_tiny.toml --num-layers 1 --hidden-size 32 --seq-length 32 --context-parallel-size 1 "
+    )
+    flags += "--context-parallel-size 1 --save none --save-interval none --eval-iters 0"
+    own = ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
+    with trainer_of(pretrain_gpt, [*flags.split(), *own], Steps()) as trainer:
         plain = trainer.optimizer.step
         monkeypatch.setattr(trainer.optimizer, "step", lambda: (more(), plain()))
         trainer.train()

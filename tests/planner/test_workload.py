@@ -1,0 +1,48 @@
+"""The layouts of a hybrid's softmax layers, weighed by what they compute and send."""
+
+from typing import Literal
+
+import pytest
+
+from model.config import ModelConfig
+from parallel.context.config import HybridConfig
+from parallel.mesh import MeshConfig
+from planner.cluster import CLUSTERS, load_cluster
+from planner.workload import fastest, layout_costs
+from train.config.entries import Config, TrainConfig
+
+
+def run(length: int, size: int, method: Literal["ring", "allgather"] = "ring") -> Config:
+    return Config(
+        model=ModelConfig(model_type="transnormer", hidden_size=2048, num_attention_heads=16, softmax_every=2),
+        mesh=MeshConfig(context_parallel_size=size),
+        train=TrainConfig(seq_length=length, micro_batch_size=1, bf16=True),
+        hybrid=HybridConfig(hybrid_softmax_method=method),
+    )
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+@pytest.mark.parametrize("size", [2, 8])
+def test_layouts_are_weighed_by_pairs_and_bytes(method: Literal["ring", "allgather"], size: int) -> None:
+    """Contiguous gives the last rank (2 P - 1) / P of the mean; an exchange sends at most all tokens."""
+    length = 1024 * size
+    cluster = load_cluster(CLUSTERS / "h100_pod.toml")
+    plain_, zigzag = layout_costs(run(length, size, method), cluster)
+    mean = length * (length + 1) / 2 / size
+    assert plain_.pairs / mean == pytest.approx((2 * size - 1) / size, rel=1e-3)
+    assert zigzag.pairs == mean
+    moved = length // size // (2 if size == 2 else 1)  # of two ranks each keeps half
+    assert (plain_.exchanged, zigzag.exchanged) == (0, 2 * (2 * 16 + 2 * 16) * 128 * 2 * moved)
+
+
+def test_auto_takes_the_faster_layout() -> None:
+    """What the balance saves grows with the square of the length, the exchange with the length."""
+    chosen = {}
+    for length in (1024, 1 << 20):
+        for fast in ("h100_pod", "cpu"):
+            cluster = load_cluster(CLUSTERS / f"{fast}.toml")
+            costs = layout_costs(run(length, 4), cluster)
+            chosen[length, fast] = fastest(costs).layout
+            assert chosen[length, fast] == min(costs, key=lambda cost: cost.seconds).layout
+    assert chosen[1024, "h100_pod"] == "contiguous"
+    assert {chosen[1 << 20, fast] for fast in ("h100_pod", "cpu")} == {"zigzag"}

@@ -61,18 +61,18 @@ BUDGET = {
     "entry": 260,
     "model": 4300,
     "kernels": 3340,
-    "parallel": 6380,
+    "parallel": 6330,
     "checkpoint": 1620,
     "data": 3530,
     "train": 5790,
-    "planner": 2840,
+    "planner": 2830,
     "runtime": 2360,
     "slurm": 350,
     "tools": 4300,
     "parity": 1030,
     "papers": 1850,
     "bench": 2930,
-    "tests": 41130,
+    "tests": 40390,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

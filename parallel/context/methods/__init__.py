@@ -1,1 +1,1 @@
-"""Context-parallel methods as data, one file each."""
+"""Context-parallel methods as data: one file each, and one for all rings."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import select_backend
-from kernels.blocks import Tile
+from kernels.blocks import Keys, Rows, Tile
 from kernels.tiles import add_gradients_, attend_tiles_
 from parallel.context import Plan
 from parallel.context.executor import Executor
@@ -97,9 +97,9 @@ def _step(tiles: Tiles, of: Sizes, device: str, dtype: torch.dtype, forward: boo
     scale = of.head_dim**-0.5
     if forward:
         total = torch.zeros(q.shape, device=device, dtype=wide)
-        return lambda: attend_tiles_(total, lse, q, k, v, tiles, scale, backend)
-    sums = tuple(torch.zeros(x.shape, device=device, dtype=wide) for x in (q, k, v))
-    return lambda: add_gradients_(sums, (q, dout, out, lse), (k, v), tiles, scale, backend)
+        return lambda: attend_tiles_(total, lse, q, Keys(k, v), tiles, scale, backend)
+    dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide) for x in (q, k, v))
+    return lambda: add_gradients_((dq, dk, dv), Rows(q, dout, out, lse), Keys(k, v), tiles, scale, backend)
 
 
 def clock(device: str, repeats: int, quiet: bool = False) -> Timer:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import cudnn, flash_attn, onednn, reference
-from kernels.blocks import ANTI, CAUSAL, FULL, Tile
+from kernels.blocks import ANTI, CAUSAL, FULL, Gradients, Keys, Rows, Tile
 from kernels.packed import Lengths, Packed
 from kernels.strips import Strips, heads_first
 from kernels.triton import has_triton, interpreted
@@ -28,32 +28,23 @@ aten = torch.ops.aten
 class Tiled(Protocol):
     """A kernel that takes lists of tiles by itself; arguments and results as in ``kernels.tiles``."""
 
-    def attend_(
-        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
-    ) -> None:
+    def attend_(self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
         """Fold the attention of these tiles into running results, in place."""
 
-    def add_gradients_(
-        self,
-        gradients: tuple[Tensor, ...],
-        queries: tuple[Tensor, ...],
-        keys: tuple[Tensor, ...],
-        tiles: Sequence[Tile],
-        scale: float,
-    ) -> None:
+    def add_gradients_(self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
         """Add the gradients through these tiles to (dq, dk, dv), in place."""
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """A forward (q, k, v, causal, scale) -> (out, lse) and its backward, which takes global out and lse.
+    """A forward (q, k, v, causal, scale) -> (out, lse), and its backward.
 
     ``tiled`` takes all tiles, ``packed`` the small ones together; without either they are taken one by one.
     """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[[Rows, Keys, bool, float], Gradients]
     tiled: Tiled | None = None
     packed: Packed | None = None
 
@@ -73,24 +64,12 @@ def block_forward(
 
 
 def block_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kind: str,
-    scale: float,
-    backend: AttentionBackend | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients through this block, given the *global* out and lse of its rows.
-
-    Returns:
-        dq ``[B, T, H, D]``, dk and dv ``[B, S, K, D]``; dtypes as in ``block_forward``.
-    """
-    backend = backend or select_backend("auto", q.device.type, q.dtype)
-    dout, q, k, v, out, lse = flip_if_anti(kind, dout, q, k, v, out, lse)
-    dq, dk, dv = flip_if_anti(kind, *backend.backward(dout, q, k, v, out, lse, _is_causal(q, k, kind), scale))
+    rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionBackend | None = None
+) -> Gradients:
+    """Compute the gradients through this block; dtypes as in ``block_forward``."""
+    backend = backend or select_backend("auto", rows.q.device.type, rows.q.dtype)
+    rows, keys = Rows(*flip_if_anti(kind, *rows)), Keys(*flip_if_anti(kind, *keys))
+    dq, dk, dv = flip_if_anti(kind, *backend.backward(rows, keys, _is_causal(rows.q, keys.k, kind), scale))
     return dq, dk, dv
 
 
@@ -118,7 +97,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
             raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
         # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
         strip = (256, 256) if onednn.is_faster(dtype) else (192, 128)
-        strips = Strips(512, *strip, _cpu_strip_forward, _cpu_strip_backward, _cpu_takes_whole)
+        strips = Strips(512, *strip, _cpu_strip_forward, _cpu_strip_backward, onednn.suits)
         return AttentionBackend("aten", _aten_cpu_forward, _aten_cpu_backward, strips)
     if dtype not in (torch.bfloat16, torch.float16):
         raise UserError(
@@ -182,12 +161,11 @@ def pad_heads(
         out, lse = forward(*(F.pad(x, (0, more)) for x in (q, k, v)), *rest)
         return out[..., :-more], lse
 
-    def padded_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
-        if not (more := -q.shape[-1] % 8):
-            return backward(dout, q, k, v, out, lse, *rest)
-        found = backward(*(F.pad(x, (0, more)) for x in (dout, q, k, v, out)), lse, *rest)
+    def padded_backward(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
+        if not (more := -rows.q.shape[-1] % 8):
+            return backward(rows, keys, *rest)
+        q, dout, out, *columns = (F.pad(x, (0, more)) for x in (*rows[:3], *keys))
+        found = backward(Rows(q, dout, out, rows.lse), Keys(*columns), *rest)
         return tuple(x[..., :-more] for x in found)
 
     return padded_forward, padded_backward
@@ -232,11 +210,9 @@ def _aten_cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: floa
     return out, lse
 
 
-def _aten_cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out, lse = heads_first(dout, q, k, v, out, lse)
-    dq, dk, dv = heads_first(*_cpu_strip_backward(dout, q, k, v, out, lse, causal, scale, None))
+def _aten_cpu_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    rows, keys = Rows(*heads_first(*rows)), Keys(*heads_first(*keys))
+    dq, dk, dv = heads_first(*_cpu_strip_backward(rows, keys, causal, scale, None))
     return dq, dk, dv
 
 
@@ -251,28 +227,15 @@ def _cpu_strip_forward(
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
 
-def _cpu_strip_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dout, q, k, v, out, lse = (x.to(wide) for x in (dout, q, k, v, out, lse))
-    if onednn.suits(q, k):
-        return onednn.backward(dout, q, k, v, out, lse, causal, scale, mask)
+def _cpu_strip_backward(rows: Rows, keys: Keys, causal: bool, scale: float, mask: Tensor | None) -> Gradients:
+    wide = torch.promote_types(rows.q.dtype, torch.float32)
+    rows, keys = Rows(*(x.to(wide) for x in rows)), Keys(*(x.to(wide) for x in keys))
+    if onednn.suits(rows.q, keys.k):
+        return onednn.backward(rows, keys, causal, scale, mask)
+    q, dout, out, lse = rows
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        dout, q, *keys, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
-
-
-def _cpu_takes_whole(q: Tensor, k: Tensor) -> bool:
-    return onednn.suits(q, k)
 
 
 def _aten_cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -281,12 +244,10 @@ def _aten_cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     return out, lse
 
 
-def _aten_cuda_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
-    lengths = (q.shape[1], k.shape[1])
-    dout, q, k, v, out, lse = heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
+def _aten_cuda_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # unused without dropout
+    lengths = (rows.q.shape[1], keys.k.shape[1])
+    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
     )
@@ -302,19 +263,10 @@ def _aten_packed_forward(
     return out, lse.transpose(0, 1)
 
 
-def _aten_packed_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lengths: Lengths,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _aten_packed_backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float) -> Gradients:
+    q, dout, out, lse = rows
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
     lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
     return aten._flash_attention_backward(
-        dout, q, k, v, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
+        dout, q, *keys, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
     )

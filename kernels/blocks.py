@@ -1,17 +1,40 @@
-"""Blocks of visible (query, key) pairs: kinds, tiles, and how squares are cut.
+"""Blocks of visible (query, key) pairs: kinds, tiles, how squares are cut, and the operands of their attention.
 
 Three kinds suffice: FULL, any rectangle; CAUSAL, a square where query i sees keys j <= i; and ANTI, a square where
 query i sees keys j >= i.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 FULL = "full"
 CAUSAL = "causal"
 ANTI = "anti"
 TileNumbers = tuple[int, int, int, int, str]
 """A tile in numbers: first and last + 1 of the rows, of the columns; kind."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv, of the shapes of q, k and v."""
+
+
+class Rows(NamedTuple):
+    """A backward's operands of queries: q, dout and out ``[B, T, H, D]``, lse ``[B, T, H]``.
+
+    out and lse are the *global* results of the rows, over all their keys.
+    """
+
+    q: Tensor
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class Keys(NamedTuple):
+    """Keys and values ``[B, S, K, D]``, H a multiple of K."""
+
+    k: Tensor
+    v: Tensor
 
 
 class Tile(NamedTuple):
@@ -31,6 +54,11 @@ class Tile(NamedTuple):
     def hidden(self) -> int:
         """Count the pairs of the tile that its mask hides."""
         return (self.q.stop - self.q.start) * (self.k.stop - self.k.start) - self.pairs
+
+
+def as_numbers(tiles: Sequence[Tile]) -> tuple[TileNumbers, ...]:
+    """Return the tiles as numbers, which can be a key."""
+    return tuple([(q.start, q.stop, k.start, k.stop, kind) for q, k, kind in tiles])
 
 
 def halved(tile: Tile, leaf: int) -> Iterator[Tile]:

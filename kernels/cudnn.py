@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.blocks import Gradients, Keys, Rows
 from kernels.strips import heads_first
 from runtime.errors import UserError
 
@@ -53,8 +54,8 @@ def by_shape(other: Kernel | None) -> Kernel:
     def chosen_forward(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return chosen(q, k)[0](q, k, *rest)
 
-    def chosen_backward(dout: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        return chosen(q, k)[1](dout, q, k, *rest)
+    def chosen_backward(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
+        return chosen(rows.q, keys.k)[1](rows, keys, *rest)
 
     return chosen_forward, chosen_backward
 
@@ -67,28 +68,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
     return out, lse
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused without dropout
-    lengths = (q.shape[1], k.shape[1])
-    dout, q, k, v, out, lse = heads_first(dout, q, k, v, out.to(q.dtype), lse.float())
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous()[..., None],
-        no_seed,
-        no_seed,
-        None,
-        None,
-        None,
-        *lengths,
-        0.0,
-        causal,
-        scale=scale,
-    )
+def backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # unused without dropout
+    lengths = (rows.q.shape[1], keys.k.shape[1])
+    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
+    given = dout, q, k, v, out, lse.contiguous()[..., None], no_seed, no_seed, None, None, None, *lengths, 0.0, causal
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
     dq, dk, dv = heads_first(dq, dk, dv)
     return dq, dk, dv

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.blocks import Gradients, Keys, Rows
 from kernels.packed import Lengths
 from runtime.errors import UserError
 
@@ -86,12 +87,9 @@ def _second() -> Kernels:
         out, lse, *_ = ahead(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
         return out, lse.transpose(1, 2)
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out.to(q.dtype)))
+    def backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+        dout, q, k, v, out, lse = _dense(rows, keys)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        lse = lse.float().transpose(1, 2).contiguous()
         back(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False, rng_state=None)
         return dq, dk, dv
 
@@ -109,32 +107,23 @@ def _third() -> Kernels:
         out, lse, *_ = ahead(q, k, v, **given)
         return out, lse.transpose(-1, -2)
 
-    def packed_backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lengths: Lengths | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out.to(q.dtype)))
+    def packed_backward(rows: Rows, keys: Keys, lengths: Lengths | None, causal: bool, scale: float) -> Gradients:
+        dout, q, k, v, out, lse = _dense(rows, keys)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        lse = lse.float().transpose(-1, -2).contiguous()
         back(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=causal, **_bounds(lengths))
         return dq, dk, dv
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return packed_forward(q, k, v, None, causal, scale)
+    return Kernels(
+        lambda q, k, v, *rest: packed_forward(q, k, v, None, *rest),
+        lambda rows, keys, *rest: packed_backward(rows, keys, None, *rest),
+        (packed_forward, packed_backward),
+    )
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return packed_backward(dout, q, k, v, out, lse, None, causal, scale)
 
-    return Kernels(forward, backward, (packed_forward, packed_backward))
+def _dense(rows: Rows, keys: Keys) -> tuple[Tensor, ...]:
+    """Return dout, q, k, v, out and lse ``[..., H, T]`` as the packages' kernels take them."""
+    lse = rows.lse.float().transpose(-1, -2).contiguous()
+    return *(x.contiguous() for x in (rows.dout, rows.q, *keys, rows.out.to(rows.q.dtype))), lse
 
 
 def _bounds(lengths: Lengths | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import products
-from kernels.blocks import CAUSAL
+from kernels.blocks import CAUSAL, Gradients, Keys, Rows
 from kernels.products import product
 from kernels.strips import triangle
 
@@ -82,38 +82,30 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: T
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv through these keys, given the global out and lse of the rows.
+def backward(rows: Rows, keys: Keys, causal: bool, scale: float, mask: Tensor | None) -> Gradients:
+    """Return dq, dk and dv through these keys.
 
     Blocks have keys before queries, so that a row's lse, and its sum of dout * out, are biases, which oneDNN adds on
     its way.
     """
-    (batch, heads, rows, width), (groups, columns) = q.shape, k.shape[1:3]
-    dq = q.new_empty(batch, rows, heads, width).transpose(1, 2)
+    q, dout, out, lse = rows
+    k, v = keys
+    (batch, heads, tokens, width), (groups, columns) = q.shape, k.shape[1:3]
+    dq = q.new_empty(batch, tokens, heads, width).transpose(1, 2)
     dk, dv = (q.new_zeros(batch, columns, groups, width).transpose(1, 2) for _ in range(2))
     less_lse, less_sums = (lse * -LOG2_E).contiguous(), (dout * out).sum(-1).neg_().contiguous()
-    blocks = list(_blocks(rows, columns, causal))
+    blocks = list(_blocks(tokens, columns, causal))
     hide = _mask(causal, mask, q.dtype, transposed=True)
     for b, h, group in _heads(q, k):
         queries, grads = (q[b, h] * (scale * LOG2_E)).contiguous(), dout[b, h].contiguous()
-        keys, values = k[b, group].contiguous(), v[b, group].contiguous()
-        into_keys, into_values = torch.zeros_like(keys), torch.zeros_like(values)
+        own_keys, values = k[b, group].contiguous(), v[b, group].contiguous()
+        into_keys, into_values = torch.zeros_like(own_keys), torch.zeros_like(values)
         for at, seen in blocks:
             queries_here, grads_here = queries[at], grads[at]
             lse_here, sums_here = less_lse[b, h, at], less_sums[b, h, at]
             into_queries = q.new_zeros(width, 1)
             for to in seen:
-                keys_here = keys[to]
+                keys_here = own_keys[to]
                 weights = product(keys_here, queries_here, lse_here)  # [S, T]
                 hide(weights, to, at)
                 weights.exp2_()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.blocks import ANTI, FULL, Tile, TileNumbers
+from kernels.blocks import ANTI, FULL, Gradients, Keys, Rows, Tile, TileNumbers, as_numbers
 from kernels.merge import merge_
 from kernels.strips import in_one_piece
 from runtime.tensors import cached_on_device, to_device
@@ -58,19 +58,15 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A kernel: forward (q, k, v, lengths, causal, scale), and backward (dout, q, k, v, out, lse, then the same)."""
+    """A kernel: forward (q, k, v, lengths, causal, scale), and backward (rows, keys, lengths, causal, scale)."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Lengths, bool, float], tuple[Tensor, Tensor]]
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Lengths, bool, float], tuple[Tensor, Tensor, Tensor]
-    ]
+    backward: Callable[[Rows, Keys, Lengths, bool, float], Gradients]
 
-    def attend_(
-        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
-    ) -> None:
+    def attend_(self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
         """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are contiguous."""
-        made = launches(tiles, q.shape[0], q.shape[1], k.shape[1], q.device)
-        q, k, v = (in_one_piece(x).flatten(0, 1) for x in (q, k, v))
+        made = launches(tiles, q, keys.k)
+        q, k, v = (in_one_piece(x).flatten(0, 1) for x in (q, *keys))
         out, lse = (x.view(-1, *x.shape[2:]) for x in (out, lse))
         for launch in made:
             blocks = _taken(q, launch.rows), _taken(k, launch.columns), _taken(v, launch.columns)
@@ -82,22 +78,15 @@ class Packed:
                     out.index_copy_(0, step.rows, rows_out)
                     lse.index_copy_(0, step.rows, rows_lse)
 
-    def add_gradients_(
-        self,
-        gradients: tuple[Tensor, ...],
-        queries: tuple[Tensor, ...],
-        keys: tuple[Tensor, ...],
-        tiles: Sequence[Tile],
-        scale: float,
-    ) -> None:
+    def add_gradients_(self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
         """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
-        made = launches(tiles, queries[0].shape[0], queries[0].shape[1], keys[0].shape[1], queries[0].device)
-        dq, dk, dv = (x.view(-1, *x.shape[2:]) for x in gradients)
-        q, dout, out, lse, k, v = (in_one_piece(x).flatten(0, 1) for x in (*queries, *keys))
+        made = launches(tiles, rows.q, keys.k)
+        dq, dk, dv = (x.view(-1, *x.shape[2:]) for x in sums)
+        flat_rows, flat_keys = ([in_one_piece(x).flatten(0, 1) for x in given] for given in (rows, keys))
         for launch in made:
-            packed_dout, packed_q, packed_out, packed_lse = (_taken(x, launch.rows) for x in (dout, q, out, lse))
-            blocks = packed_dout, packed_q, _taken(k, launch.columns), _taken(v, launch.columns), packed_out, packed_lse
-            parts = self.backward(*blocks, launch.lengths, launch.causal, scale)
+            packed_rows = Rows(*(_taken(x, launch.rows) for x in flat_rows))
+            packed_keys = Keys(*(_taken(x, launch.columns) for x in flat_keys))
+            parts = self.backward(packed_rows, packed_keys, launch.lengths, launch.causal, scale)
             for step in launch.passes:
                 _add(dq, step.rows, parts[0][step.packed_rows])
                 _add(dk, step.columns, parts[1][step.packed_columns])
@@ -110,13 +99,12 @@ def shared(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]]:
     return (small, [tile for tile in tiles if tile.pairs > SMALL]) if len(small) > 1 else ((), tiles)
 
 
-def launches(tiles: Sequence[Tile], batch: int, rows: int, columns: int, device: torch.device) -> tuple[Launch, ...]:
-    """Pack the tiles of ``rows`` queries and ``columns`` keys, the same in each of ``batch`` sequences.
+def launches(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> tuple[Launch, ...]:
+    """Pack the tiles of queries ``[B, T, ...]`` and keys ``[B, S, ...]``, the same in each of the sequences.
 
     What was made is kept: all layers, and their backward, ask for the same.
     """
-    as_key = tuple([(q.start, q.stop, k.start, k.stop, kind) for q, k, kind in tiles])
-    return _launches(as_key, batch, rows, columns, device)
+    return _launches(as_numbers(tiles), *q.shape[:2], k.shape[1], q.device)
 
 
 @cached_on_device(256)  # each round of a micro-batch asks for its own, up to as many as there are ranks

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.blocks import Gradients, Keys, Rows
+
 
 def attention(
     q: Tensor,
@@ -58,16 +60,10 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
     return attention(q.to(wide), k.to(wide), v.to(wide), causal=causal, scale=scale)
 
 
-def block_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of one block, given the *global* out and lse of its rows (FlashAttention 2, algorithm 2).
-
-    Returns:
-        dq ``[B, T, H, D]``, dk and dv ``[B, S, K, D]``, in float32 or wider.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dout, q, k, v, out, lse = (x.to(wide) for x in (dout, q, k, v, out, lse))
+def block_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    """Compute the gradients of one block in float32 or wider (FlashAttention 2, algorithm 2)."""
+    wide = torch.promote_types(rows.q.dtype, torch.float32)
+    q, dout, out, lse, k, v = (x.to(wide) for x in (*rows, *keys))
     groups = (k.shape[2], q.shape[2] // k.shape[2])
     scores = _scores(q, k, scale=scale)
     if causal:

@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
-from kernels.blocks import CAUSAL, FULL, Tile, halved
+from kernels.blocks import CAUSAL, FULL, Gradients, Keys, Rows, Tile, halved
 from kernels.merge import merge_
 
 LARGE = 1 << 16
@@ -37,18 +37,14 @@ class Strips:
     rows: int
     columns: int
     forward: Callable[[Tensor, Tensor, Tensor, bool, float, Tensor | None], tuple[Tensor, Tensor]]
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Tensor | None], tuple[Tensor, Tensor, Tensor]
-    ]
+    backward: Callable[[Rows, Keys, bool, float, Tensor | None], Gradients]
     takes_whole: Callable[[Tensor, Tensor], bool] = lambda q, k: False
     """True if both take a causal square of these q and k as it is, however large, going from head to head."""
 
-    def attend_(
-        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
-    ) -> None:
+    def attend_(self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
         """Fold the attention of these tiles into running results, in place."""
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-        q, k, v = heads_first(q, k, v)
+        q, k, v = heads_first(q, *keys)
         for rows, columns, causal, mask in self._parts(q, k, tiles, lse.dtype, by_rows=True):
             for heads, groups in self._heads(q[:, :, rows], k[:, :, columns]):
                 at_keys = k[:, groups, columns], v[:, groups, columns]
@@ -60,21 +56,14 @@ class Strips:
                 else:
                     merge_(*total, *part)
 
-    def add_gradients_(
-        self,
-        gradients: tuple[Tensor, ...],
-        queries: tuple[Tensor, ...],
-        keys: tuple[Tensor, ...],
-        tiles: Sequence[Tile],
-        scale: float,
-    ) -> None:
+    def add_gradients_(self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
         """Add the gradients through these tiles to (dq, dk, dv), in place."""
-        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
-        q, dout, out, lse, k, v = heads_first(*queries, *keys)
-        for rows, columns, causal, mask in self._parts(q, k, tiles, lse.dtype, by_rows=False):
-            for heads, groups in self._heads(q[:, :, rows], k[:, :, columns]):
-                at_rows, at_keys = (slice(None), heads, rows), (slice(None), groups, columns)
-                blocks = dout[at_rows], q[at_rows], k[at_keys], v[at_keys], out[at_rows], lse[at_rows]
+        dq, dk, dv = (x.transpose(1, 2) for x in sums)
+        rows, keys = Rows(*heads_first(*rows)), Keys(*heads_first(*keys))
+        for tokens, columns, causal, mask in self._parts(rows.q, keys.k, tiles, rows.lse.dtype, by_rows=False):
+            for heads, groups in self._heads(rows.q[:, :, tokens], keys.k[:, :, columns]):
+                at_rows, at_keys = (slice(None), heads, tokens), (slice(None), groups, columns)
+                blocks = Rows(*(x[at_rows] for x in rows)), Keys(*(x[at_keys] for x in keys))
                 parts = self.backward(*blocks, causal, scale, mask)
                 dq[at_rows].add_(parts[0])
                 dk[at_keys].add_(parts[1])

@@ -1,6 +1,6 @@
 """Attention over a list of tiles: the visible blocks of many (query, key) pairs.
 
-Shapes: q, dout, out and dq ``[B, T, H, D]``; k, v, dk and dv ``[B, S, K, D]``, H a multiple of K; lse ``[B, T, H]``.
+Shapes as in ``kernels.blocks``.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.attention import AttentionBackend, block_backward, block_forward
-from kernels.blocks import Tile
+from kernels.blocks import Gradients, Keys, Rows, Tile
 from kernels.merge import merge_
 from kernels.packed import shared
 
@@ -25,14 +25,7 @@ def only_block(tiles: Sequence[Tile], rows: int, columns: int | None, backend: A
 
 
 def attend_tiles_(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Sequence[Tile],
-    scale: float,
-    backend: AttentionBackend,
+    out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionBackend
 ) -> None:
     """Fold the attention of these tiles into running results, in place.
 
@@ -40,44 +33,30 @@ def attend_tiles_(
         out, lse: results over earlier keys, float32 or wider; lse is -inf for a row without any.
     """
     if backend.tiled is not None:
-        backend.tiled.attend_(out, lse, q, k, v, tiles, scale)
+        backend.tiled.attend_(out, lse, q, keys, tiles, scale)
         return
     if backend.packed is not None:
         small, tiles = shared(tiles)
         if small:
-            backend.packed.attend_(out, lse, q, k, v, small, scale)
+            backend.packed.attend_(out, lse, q, keys, small, scale)
     for tile in tiles:
-        part = block_forward(q[:, tile.q], k[:, tile.k], v[:, tile.k], tile.kind, scale, backend)
+        part = block_forward(q[:, tile.q], keys.k[:, tile.k], keys.v[:, tile.k], tile.kind, scale, backend)
         merge_(out[:, tile.q], lse[:, tile.q], *part)
 
 
 def add_gradients_(
-    gradients: tuple[Tensor, ...],
-    queries: tuple[Tensor, ...],
-    keys: tuple[Tensor, ...],
-    tiles: Sequence[Tile],
-    scale: float,
-    backend: AttentionBackend,
+    sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionBackend
 ) -> None:
-    """Add the gradients through these tiles to (dq, dk, dv), in place.
-
-    Args:
-        gradients: sums so far, float32 or wider.
-        queries: (q, dout, out, lse); out and lse are the *global* results of the rows.
-        keys: (k, v).
-    """
+    """Add the gradients through these tiles to the sums so far, float32 or wider, in place."""
     if backend.tiled is not None:
-        backend.tiled.add_gradients_(gradients, queries, keys, tiles, scale)
+        backend.tiled.add_gradients_(sums, rows, keys, tiles, scale)
         return
     if backend.packed is not None:
         small, tiles = shared(tiles)
         if small:
-            backend.packed.add_gradients_(gradients, queries, keys, small, scale)
-    (dq, dk, dv), (q, dout, out, lse), (k, v) = gradients, queries, keys
+            backend.packed.add_gradients_(sums, rows, keys, small, scale)
     for tile in tiles:
-        rows, columns = tile.q, tile.k
-        blocks = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, rows]
+        blocks = Rows(*(x[:, tile.q] for x in rows)), Keys(*(x[:, tile.k] for x in keys))
         parts = block_backward(*blocks, tile.kind, scale, backend)
-        dq[:, rows].add_(parts[0])
-        dk[:, columns].add_(parts[1])
-        dv[:, columns].add_(parts[2])
+        for total, part, at in zip(sums, parts, (tile.q, tile.k, tile.k), strict=True):
+            total[:, at].add_(part)

@@ -46,7 +46,7 @@ SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 SHAPES = AttentionBackend(
     "shapes",
     lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.float32)),
-    lambda dout, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+    lambda rows, keys, *_: (torch.empty_like(rows.q), torch.empty_like(keys.k), torch.empty_like(keys.v)),
 )
 """A block's attention in the shapes and dtypes of a GPU's kernels."""
 

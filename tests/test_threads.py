@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.attention import AttentionBackend
+from kernels.blocks import Keys, Rows
 from parallel.context import METHODS, Plan, executor, make_plan
 from parallel.context.executor import Executor
 from tests import threads
@@ -36,8 +37,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
     return as_on_a_gpu(out, q), as_on_a_gpu(lse, lse)
 
 
-def backward(dout: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(as_on_a_gpu(x, q) for x in reference.block_backward(dout, q, *rest))
+def backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    return tuple(as_on_a_gpu(x, rows.q) for x in reference.block_backward(rows, keys, causal, scale))
 
 
 @pytest.fixture

@@ -36,17 +36,7 @@ def scan_kernel(
     final,
     rates,
     bounds,
-    q_batch,
-    q_token,
-    q_head,
-    k_batch,
-    k_token,
-    k_head,
-    v_batch,
-    v_token,
-    v_head,
-    state_row,
-    state_column,
+    strides,
     H,
     D,
     E,
@@ -64,6 +54,7 @@ def scan_kernel(
 ):
     """Scan as in ``kernels.linear_attention.Scan``; out and final are contiguous, channels have stride 1.
 
+    ``strides`` are of batch, token and head of q, k and v, and of row and column of the state.
     With ``EACH`` segments have states (``kernels.linear_scan``): without outputs the one that each adds, with
     outputs the one that it starts with. Otherwise segments are documents, of which one takes and one leaves a state.
     """
@@ -90,11 +81,13 @@ def scan_kernel(
     running = tl.zeros((BLOCK_D, BLOCK_E), dtype=tl.float32)
     if HAS_STATE:
         # Forwards the state enters the first document; backwards its gradient enters the last.
-        states = state + place * D * E + d[:, None] * state_row + e[None, :] * state_column
+        states = state + place * D * E + d[:, None] * strides[9] + e[None, :] * strides[10]
         running = tl.load(states, mask=held & enters, other=0.0).to(tl.float32)
 
     distance = c[None, :] - c[:, None] if REVERSE else c[:, None] - c[None, :]
     decay = tl.where(distance >= 0, tl.exp(rate * tl.maximum(distance, 0).to(tl.float32)), 0.0)  # [C, C]
+    queries_at, keys_at = q + batch * strides[0] + head * strides[2], k + batch * strides[3] + head * strides[5]
+    values_at = v + batch * strides[6] + head * strides[8]
     chunks = tl.cdiv(length, C)
     if EACH and not OUTPUT:
         chunks = tl.where(leaves, chunks, 0)
@@ -107,12 +100,10 @@ def scan_kernel(
         wanted_e = filled[:, None] & (e < E)[None, :]
         before = (c + 1).to(tl.float32)
         after = tl.maximum(count - 1 - c, 0).to(tl.float32)
-        keys = tl.load(k + batch * k_batch + head * k_head + token[:, None] * k_token + d[None, :], wanted_d, 0.0)
-        values = tl.load(v + batch * v_batch + head * v_head + token[:, None] * v_token + e[None, :], wanted_e, 0.0)
+        keys = tl.load(keys_at + token[:, None] * strides[4] + d[None, :], wanted_d, 0.0)
+        values = tl.load(values_at + token[:, None] * strides[7] + e[None, :], wanted_e, 0.0)
         if OUTPUT:
-            queries = tl.load(
-                q + batch * q_batch + head * q_head + token[:, None] * q_token + d[None, :], wanted_d, 0.0
-            )
+            queries = tl.load(queries_at + token[:, None] * strides[1] + d[None, :], wanted_d, 0.0)
             scores = dot(queries, tl.trans(keys), PRECISION, WIDEN) * decay
             result = dot(queries, rounded(running, queries.dtype, WIDEN), PRECISION, WIDEN)
             result *= tl.exp(rate * (after if REVERSE else before))[:, None]
@@ -219,34 +210,15 @@ def scan(
     segments, carried = bounds.shape[1] - 1, steps.shape[1] - 1
     rates = rates_of(tuple(log_decay), torch.float32, k.device)
 
-    def run(q: Tensor | None, state: Tensor | None, final: Tensor, strides: tuple[int, int], each: bool) -> None:
-        unused: Any = k
+    def run(q: Tensor | None, state: Tensor | None, final: Tensor, own: tuple[int, int], each: bool) -> None:
+        takes = {"REVERSE": reverse, "HAS_STATE": state is not None, "OUTPUT": q is not None, "EACH": each}
+        read = k if q is None else q, k, v  # what is None is not read
+        strides = *(stride for x in read for stride in x.stride()[:3]), *own
+        given: Any = *read, out, k if state is None else state, final, rates, bounds, strides
         scan_kernel[batch * heads * segments, blocks](
-            unused if q is None else q,
-            k,
-            v,
-            out,
-            unused if state is None else state,
-            final,
-            rates,
-            bounds,
-            *(k if q is None else q).stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *strides,
-            heads,
-            width,
-            value_width,
-            segments,
-            carried,
-            REVERSE=reverse,
-            HAS_STATE=state is not None,
-            OUTPUT=q is not None,
-            EACH=each,
-            PRECISION="ieee",
-            WIDEN=interpreted(),
-            **blocking._asdict(),
-        )
+            *given, heads, width, value_width, segments, carried,
+            **takes, PRECISION="ieee", WIDEN=interpreted(), **blocking._asdict(),
+        )  # fmt: skip
 
     if segments == len(ends) - 1:
         run(q, state, final, strides, each=False)

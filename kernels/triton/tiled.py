@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.blocks import CAUSAL, FULL, Tile, TileNumbers
+from kernels.blocks import CAUSAL, FULL, Gradients, Keys, Rows, Tile, TileNumbers, as_numbers
 from kernels.strips import in_one_piece
 from kernels.triton import attention, interpreted
-from kernels.triton.work import as_numbers, work_of
+from kernels.triton.work import work_of
 from runtime.errors import UserError
 
 
@@ -62,35 +62,28 @@ def blocking_of(kernel: str, q: Tensor) -> Blocking:
     return by_width[next(width for width in by_width if q.shape[-1] <= width)]
 
 
-def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float) -> None:
+def attend_(out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
     """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are contiguous."""
-    _attend_(out, lse, q, k, v, as_numbers(tiles), scale, True)
+    _attend_(out, lse, q, keys, as_numbers(tiles), scale, True)
 
 
-def add_gradients_(
-    gradients: tuple[Tensor, ...],
-    queries: tuple[Tensor, ...],
-    keys: tuple[Tensor, ...],
-    tiles: Sequence[Tile],
-    scale: float,
-) -> None:
+def add_gradients_(sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
     """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
-    _add_gradients_(gradients, queries, keys, as_numbers(tiles), scale, True)
+    _add_gradients_(sums, rows, keys, as_numbers(tiles), scale, True)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute a block's out, in q's dtype, and lse."""
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-    _attend_(out, lse, q, k, v, _whole(q, k, causal), scale, False)
+    _attend_(out, lse, q, Keys(k, v), _whole(q, k, causal), scale, False)
     return out, lse
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute a block's dq, dk and dv, in the dtypes of q, k and v, given the *global* out and lse."""
+def backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    """Compute a block's dq, dk and dv, in the dtypes of q, k and v."""
+    q, (k, v) = rows.q, keys
     gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    _add_gradients_(gradients, (q, dout, out, lse), (k, v), _whole(q, k, causal), scale, False)
+    _add_gradients_(gradients, rows, keys, _whole(q, k, causal), scale, False)
     return gradients
 
 
@@ -99,11 +92,11 @@ def _whole(q: Tensor, k: Tensor, causal: bool) -> tuple[TileNumbers, ...]:
 
 
 def _attend_(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[TileNumbers, ...], scale: float, more: bool
+    out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: tuple[TileNumbers, ...], scale: float, more: bool
 ) -> None:
     _check_contiguous(out, lse)
     if tiles:
-        q, k, v = map(in_one_piece, (q, k, v))
+        q, k, v = map(in_one_piece, (q, *keys))
         shared = _shared(q, k, more)
         blocking = blocking_of("forward", q)
         blocks, entries = work_of(tiles, blocking.ROWS, True, q.device)
@@ -113,19 +106,14 @@ def _attend_(
 
 
 def _add_gradients_(
-    gradients: tuple[Tensor, ...],
-    queries: tuple[Tensor, ...],
-    keys: tuple[Tensor, ...],
-    tiles: tuple[TileNumbers, ...],
-    scale: float,
-    more: bool,
+    sums: Gradients, rows: Rows, keys: Keys, tiles: tuple[TileNumbers, ...], scale: float, more: bool
 ) -> None:
-    _check_contiguous(*gradients)
+    _check_contiguous(*sums)
     if not tiles:
         return
-    q, dout, k, v = map(in_one_piece, (*queries[:2], *keys))
-    out, lse = (x.contiguous() for x in queries[2:])
-    dq, dk, dv = gradients
+    q, dout, k, v = map(in_one_piece, (rows.q, rows.dout, *keys))
+    out, lse = rows.out.contiguous(), rows.lse.contiguous()
+    dq, dk, dv = sums
     level, delta = lse.new_empty(2, q.shape[0], q.shape[2], q.shape[1])
     shared, strides = _shared(q, k, more), _strides(q, k, v, dout)
     blocking = blocking_of("rows", q)

@@ -4,15 +4,13 @@ A tile is a band: queries i and keys j with ``low <= j - i <= high``; seen from 
 places, and so do -low and -high. A list is made once for all layers and lies on the device.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.blocks import ANTI, CAUSAL, Tile, TileNumbers
+from kernels.blocks import ANTI, CAUSAL, TileNumbers
 from runtime.tensors import cached_on_device, to_device
 
 
@@ -35,11 +33,6 @@ def rounded(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
 
 FAR = 1 << 30
 """Farther apart than any two tokens."""
-
-
-def as_numbers(tiles: Sequence[Tile]) -> tuple[TileNumbers, ...]:
-    """Return the tiles as numbers, which can be a key."""
-    return tuple([(q.start, q.stop, k.start, k.stop, kind) for q, k, kind in tiles])
 
 
 @cached_on_device(256)  # a few for each round of a ring, and other ones with every micro-batch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
-from kernels.blocks import Tile
+from kernels.blocks import Keys, Rows, Tile
 from kernels.merge import merged, sinks_gradient, with_sinks
 from kernels.tiles import add_gradients_, attend_tiles_, only_block
 from parallel.context.circulation import Needed, Whole
@@ -78,7 +78,7 @@ class Executor:
                 results = block_forward(queries, keys[:, tile.k], values[:, tile.k], tile.kind, scale, backend)
             else:
                 results = out, lse = _dense(results, wide) or _nothing(rows, q, wide)
-                attend_tiles_(out, lse, queries, keys, values, tiles, scale, backend)
+                attend_tiles_(out, lse, queries, Keys(keys, values), tiles, scale, backend)
             del keys, values  # free them before the next round allocates
         if not stays:
             staying()  # all tokens here are padding
@@ -138,15 +138,16 @@ class Executor:
         backend: AttentionBackend,
     ) -> tuple[Tensors, Tensors]:
         """Add a round's gradient of what stays to ``kept``; return it, and the round's gradient of what is held."""
-        queries, keys = (stays, held) if moves == "kv" else (held, stays)
-        if block := only_block(tiles, queries[0].shape[1], keys[0].shape[1], backend):
-            (q, dout, out, lse), (k, v) = queries, keys
-            dq, dk, dv = block_backward(dout, q, k, v, out, lse, block.kind, scale, backend)
+        queries, columns = (stays, held) if moves == "kv" else (held, stays)
+        rows, keys = Rows(*queries), Keys(*columns)
+        if block := only_block(tiles, rows.q.shape[1], keys.k.shape[1], backend):
+            dq, dk, dv = block_backward(rows, keys, block.kind, scale, backend)
             own: tuple[Tensors, Tensors] = ((dq,), (dk, dv)) if moves == "kv" else ((dk, dv), (dq,))
             kept = tuple(map(Tensor.add_, _dense(kept, wide), own[0])) if kept else own[0]
             return kept, _dense(own[1], None if self._alone else wide)
         kept, moved = _dense(kept, wide) or _zeros(stays, wide), _zeros(held, wide)
-        add_gradients_((*kept, *moved) if moves == "kv" else (*moved, *kept), queries, keys, tiles, scale, backend)
+        dq, dk, dv = (*kept, *moved) if moves == "kv" else (*moved, *kept)
+        add_gradients_((dq, dk, dv), rows, keys, tiles, scale, backend)
         return kept, moved
 
     def _backend(self, plan: Plan, q: Tensor) -> AttentionBackend:

@@ -18,6 +18,7 @@ from bench.harness import MeasureError, forward_backward, relative_error, target
 from bench.linear import flops
 from bench.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS, AttentionShape
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
+from kernels.blocks import Keys, Rows
 from kernels.linear_attention import linear_attention
 from model.attention import sdpa
 from model.transnormer import alibi_slopes
@@ -103,13 +104,13 @@ def kernels_of(device: str, shape: AttentionShape, repeats: int, skipped: dict[s
         backend, scale = select_backend(name, device, q.dtype), shape.head_dim**-0.5
         with torch.no_grad():
             out, lse = block_forward(q, k, v, CAUSAL, scale, backend)
-            gradients = block_backward(dout, q, k, v, out, lse, CAUSAL, scale, backend)
+            gradients = block_backward(Rows(q, dout, out, lse), Keys(k, v), CAUSAL, scale, backend)
             error = relative_error([out, *gradients], truth)
             if not error <= WORST_ERROR:
                 raise MeasureError(f"differs from scaled_dot_product_attention by {error:.1e} of the 2-norm")
             forward = time_steps(lambda: block_forward(q, k, v, CAUSAL, scale, backend), device, repeats)
             backward = time_steps(
-                lambda: block_backward(dout, q, k, v, out, lse, CAUSAL, scale, backend), device, repeats
+                lambda: block_backward(Rows(q, dout, out, lse), Keys(k, v), CAUSAL, scale, backend), device, repeats
             )
         return _row(name, shape, forward, backward) | {"error": error}
 
@@ -163,11 +164,11 @@ def masked(device: str, work: AttentionShape, repeats: int) -> dict[str, Any]:
     backend, scale = select_backend("auto", device, q.dtype), work.head_dim**-0.5
 
     def tile(rows: slice, columns: slice) -> float:
-        own, keys = (q[:, rows], dout[:, rows]), (k[:, columns], v[:, columns])
+        own, keys = (q[:, rows], dout[:, rows]), Keys(k[:, columns], v[:, columns])
 
         def step() -> None:
             out, lse = block_forward(own[0], *keys, CAUSAL, scale, backend)
-            block_backward(own[1], own[0], *keys, out, lse, CAUSAL, scale, backend)
+            block_backward(Rows(*own, out, lse), keys, CAUSAL, scale, backend)
 
         return median(time_steps(step, device, repeats))
 

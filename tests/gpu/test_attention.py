@@ -16,7 +16,7 @@ from bench.emulate import LoopbackTransport, step_of
 from bench.harness import relative_error
 from bench.shapes import DTYPES, AttentionShape
 from kernels.attention import block_backward, block_forward, select_backend
-from kernels.blocks import CAUSAL, FULL
+from kernels.blocks import CAUSAL, FULL, Keys, Rows
 from kernels.linear_attention import linear_attention
 from model.attention import sdpa
 from model.config import ModelConfig
@@ -122,7 +122,7 @@ def error_of(name: str, device: str, width: int, length: int, kind: str) -> floa
     q, k, v, dout = (x[:, 8:] for x in work.tensors(device))  # a slice: strides of the longer tensor
     backend, scale = select_backend(name, device, q.dtype), width**-0.5
     out, lse = block_forward(q, k, v, kind, scale, backend)
-    found = [out, lse, *block_backward(dout, q, k, v, out, lse, kind, scale, backend)]
+    found = [out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, scale, backend)]
     return relative_error(found, in_float64(q, k, v, dout, kind, scale))
 
 

@@ -5,15 +5,15 @@ Run as a program, it prints those of Triton's interpreter, which must be chosen 
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from kernels.attention import block_backward, block_forward, select_backend
-from kernels.blocks import ANTI, CAUSAL, FULL, Tile
+from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
+from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.merge import merge_
 from kernels.tiles import add_gradients_, attend_tiles_
 from parallel.context.layout import Stride
@@ -67,18 +67,23 @@ def inputs(case: Case, device: str) -> list[Tensor]:
     return [x.to(device, getattr(torch, case.dtype))[:, 2:] for x in drawn]
 
 
-def results(case: Case, device: str) -> list[Tensor]:
-    """What ``NAMES`` says."""
-    q, k, v, dout = inputs(case, device)
-    backend = select_backend("triton", device, q.dtype)
-    out = torch.zeros(q.shape, device=device)
-    lse = torch.full(q.shape[:3], -torch.inf, device=device)
-    gradients = tuple(torch.zeros(x.shape, device=device) for x in (q, k, v))
-    for call in case.calls:
-        attend_tiles_(out, lse, q, k, v, call, SCALE, backend)
-    for call in case.calls:
-        add_gradients_(gradients, (q, dout, out, lse), (k, v), call, SCALE, backend)
-    return [out, lse, *gradients]
+def folded(
+    backend: AttentionBackend,
+    given: Sequence[Tensor],
+    calls: Sequence[Sequence[Tile]],
+    scale: float,
+    wide: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """What ``NAMES`` says of q, k, v and dout; tiles of each call continue from the calls before."""
+    q, k, v, dout = given
+    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (q, k, v))
+    for call in calls:
+        attend_tiles_(out, lse, q, Keys(k, v), call, scale, backend)
+    for call in calls:
+        add_gradients_((dq, dk, dv), Rows(q, dout, out, lse), Keys(k, v), call, scale, backend)
+    return [out, lse, dq, dk, dv]
 
 
 def truth(case: Case, device: str, kinds: Callable[[Tile], str] = lambda tile: tile.kind) -> list[Tensor]:
@@ -107,10 +112,9 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def errors(case: Case, device: str = "cpu") -> dict[str, float]:
     """Each result's."""
-    return {
-        name: error(*pair)
-        for name, pair in zip(NAMES, zip(results(case, device), truth(case, device), strict=True), strict=True)
-    }
+    given = inputs(case, device)
+    found = folded(select_backend("triton", device, given[0].dtype), given, case.calls, SCALE)
+    return {name: error(*pair) for name, pair in zip(NAMES, zip(found, truth(case, device), strict=True), strict=True)}
 
 
 def block_error(kind: str, device: str = "cpu") -> float:
@@ -119,7 +123,7 @@ def block_error(kind: str, device: str = "cpu") -> float:
     q, k, v, dout = inputs(case, device)
     backend = select_backend("triton", device, q.dtype)
     out, lse = block_forward(q, k, v, kind, SCALE, backend)
-    found = out, lse, *block_backward(dout, q, k, v, out, lse, kind, SCALE, backend)
+    found = out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, SCALE, backend)
     return max(error(*pair) for pair in zip(found, truth(case, device), strict=True))
 
 

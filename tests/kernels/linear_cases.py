@@ -19,6 +19,7 @@ from kernels import reference
 from kernels.linear_attention import linear_attention
 
 NAMES = ("out", "final", "dq", "dk", "dv", "dstate")
+BOUND = 1e-5
 
 
 class Case(NamedTuple):
@@ -99,6 +100,7 @@ def errors(case: Case, backend: str, device: str = "cpu") -> dict[str, float]:
     return _compared([x.cpu() for x in results(case, backend, device=device)], case)
 
 
+@cache
 def naive_errors(case: Case) -> dict[str, float]:
     """The same of the naive form computed in the case's own dtype."""
     leaves, gradients = inputs(case)
@@ -106,6 +108,13 @@ def naive_errors(case: Case) -> dict[str, float]:
     log_decay = [math.log(decay) for decay in case.decays]
     found = reference.linear_attention(*leaves[:3], log_decay, leaves[3], documents=case.documents)
     return _compared([*found, *torch.autograd.grad(found, leaves, gradients)], case)
+
+
+def within_bounds(case: Case, found: dict[str, float]) -> bool:
+    """Return whether errors are within ``BOUND`` in float32, in bfloat16 within twice the naive form's."""
+    if case.dtype == "float32":
+        return max(found.values()) <= BOUND
+    return all(found[name] <= 2 * naive for name, naive in naive_errors(case).items())
 
 
 @cache

@@ -1,21 +1,40 @@
 """Block kernels against the naive twin, forward and every gradient, given global out and lse."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import attention, cudnn, reference
 from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, pad_heads, select_backend
+from kernels.blocks import Keys, Rows
 from kernels.merge import merge_
 from runtime.errors import UserError
 
 SCALE = 0.2
 
 
-def tensors(queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def tensors(
+    queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype, width: int = 16, device: str = "cpu"
+) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(queries + keys)
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
-    return tuple(torch.randn(2, *shape, 16, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    drawn = (torch.randn(2, *shape, width, generator=generator, dtype=torch.float64) for shape in shapes)
+    return tuple(x.to(device, dtype) for x in drawn)
+
+
+def beside_the_naive_form(name: str, kind: str, given: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+    """lse, out, dq, dk and dv of a backend, each with that of autograd of the naive form in float64."""
+    q, k, v, dout = given
+    backend = select_backend(name, q.device.type, q.dtype)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    window, scale = (0, None) if kind == ANTI else (None, None), 0.8 * q.shape[-1] ** -0.5
+    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL, scale=scale, window=window)
+    want = torch.autograd.grad(want_out, leaves, dout.double())
+    out, lse = block_forward(q, k, v, kind, scale, backend)
+    got = block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, scale, backend)
+    return [(lse, want_lse), (out, want_out), *zip(got, want, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["aten", "reference"])
@@ -28,15 +47,7 @@ def tensors(queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dty
 def test_forward_and_gradients_equal_autograd_of_the_naive_form(
     name: str, queries: int, keys: int, kind: str, heads: int, kv_heads: int, dtype: torch.dtype, bound: float
 ) -> None:
-    backend = select_backend(name, "cpu", dtype)
-    q, k, v, dout = tensors(queries, keys, heads, kv_heads, dtype)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    window = (0, None) if kind == ANTI else (None, None)
-    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL, scale=SCALE, window=window)
-    want = torch.autograd.grad(want_out, leaves, dout.double())
-    out, lse = block_forward(q, k, v, kind, SCALE, backend)
-    got = block_backward(dout, q, k, v, out, lse, kind, SCALE, backend)
-    pairs = [(out, want_out), (lse, want_lse), *zip(got, want, strict=True)]
+    pairs = beside_the_naive_form(name, kind, tensors(queries, keys, heads, kv_heads, dtype))
     # dq and dk of a single key are zero: the score does not matter then, so the bound is absolute below one
     assert max((a.double() - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs) < bound
 
@@ -45,17 +56,21 @@ def test_forward_and_gradients_equal_autograd_of_the_naive_form(
 def test_heads_of_any_width_are_padded_to_what_a_gpus_kernel_takes(width: int) -> None:
     plain, seen = select_backend("reference", "cpu", torch.float64), list[int]()
 
-    def in_kernel(*given: Tensor) -> tuple[Tensor, ...]:
-        seen.extend(x.shape[-1] for x in given[:3])
-        return (plain.forward if len(given) == 5 else plain.backward)(*given)
+    def ahead(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        seen.extend(x.shape[-1] for x in (q, k, v))
+        return plain.forward(q, k, v, *rest)
+
+    def back(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
+        seen.extend(x.shape[-1] for x in (*rows[:3], *keys))
+        return plain.backward(rows, keys, *rest)
 
     q, k, v, dout = (x[..., :width] for x in tensors(33, 33, 8, 2, torch.float64))
-    forward, backward = pad_heads(in_kernel, in_kernel)
+    forward, backward = pad_heads(ahead, back)
     out, lse = forward(q, k, v, True, SCALE)
-    found = out, lse, *backward(dout, q, k, v, out, lse, True, SCALE)
+    found = out, lse, *backward(Rows(q, dout, out, lse), Keys(k, v), True, SCALE)
     assert {size % 8 for size in seen} == {0}
     want = plain.forward(q, k, v, True, SCALE)
-    for got, right in zip(found, (*want, *plain.backward(dout, q, k, v, *want, True, SCALE)), strict=True):
+    for got, right in zip(found, (*want, *plain.backward(Rows(q, dout, *want), Keys(k, v), True, SCALE)), strict=True):
         torch.testing.assert_close(got, right, rtol=0, atol=1e-13)
 
 
@@ -73,7 +88,8 @@ def test_blocks_merge_to_the_whole_and_their_gradients_add_up(name: str) -> None
         merge_(out, lse, *block_forward(q, k[:, part], v[:, part], FULL, SCALE, backend))
     torch.testing.assert_close(out, want_out, rtol=0, atol=1e-13)
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-13)
-    blocks = [block_backward(dout, q, k[:, p], v[:, p], out, lse, FULL, SCALE, backend) for p in parts]
+    rows = Rows(q, dout, out, lse)
+    blocks = [block_backward(rows, Keys(k[:, p], v[:, p]), FULL, SCALE, backend) for p in parts]
     torch.testing.assert_close(sum(block[0] for block in blocks), want[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(torch.cat([block[1] for block in blocks], 1), want[1], rtol=0, atol=1e-12)
     torch.testing.assert_close(torch.cat([block[2] for block in blocks], 1), want[2], rtol=0, atol=1e-12)
@@ -99,11 +115,11 @@ def test_strided_views_are_fine() -> None:
 def test_a_head_that_lies_in_pieces_is_put_together(odd: int, dtype: torch.dtype) -> None:
     q, k, v, dout = tensors(32, 32, 4, 4, dtype)
     want_out, lse = block_forward(q, k, v, CAUSAL, SCALE)
-    want = block_backward(dout, q, k, v, want_out, lse, CAUSAL, SCALE)
+    want = block_backward(Rows(q, dout, want_out, lse), Keys(k, v), CAUSAL, SCALE)
     given = [q, k, v, dout]
     given[odd] = given[odd].transpose(2, 3).contiguous().transpose(2, 3)  # last stride 4
     out, lse = block_forward(*given[:3], CAUSAL, SCALE)
-    got = block_backward(given[3], *given[:3], out, lse, CAUSAL, SCALE)
+    got = block_backward(Rows(given[0], given[3], out, lse), Keys(*given[1:3]), CAUSAL, SCALE)
     assert all(torch.equal(a, b) for a, b in zip((out, *got), (want_out, *want), strict=True))
 
 
@@ -146,7 +162,7 @@ def test_cudnn_gets_the_heads_and_keys_that_it_takes(
     for width, keys in ((64, 8), (widest, 8), (widest + 8, 8), (64, 1)):
         q, k = torch.empty(1, 8, 2, width), torch.empty(1, keys, 2, width)
         want = "cudnn" if width <= widest and keys > 1 else "other"
-        assert (forward(q, k), backward(q, q, k)) == (want, want)
+        assert (forward(q, k), backward(Rows(q, q, q, q), Keys(k, k))) == (want, want)
     with pytest.raises(UserError, match=f"heads of up to {widest} channels"):
         cudnn.by_shape(None)[0](torch.empty(1, 8, 2, widest + 8), torch.empty(1, 8, 2, widest + 8))
     cudnn.widest.cache_clear()
@@ -169,16 +185,8 @@ def test_a_square_kind_refuses_a_rectangle(kind: str) -> None:
 def test_cuda_blocks_equal_the_naive_form(
     name: str, queries: int, keys: int, kind: str, heads: int, kv_heads: int
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
-    q, k, v, dout = (torch.randn(2, *shape, 64, generator=generator).bfloat16().cuda() for shape in shapes)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    window = (0, None) if kind == ANTI else (None, None)
-    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL, window=window)
-    want = torch.autograd.grad(want_out, leaves, dout.double())
-    backend = select_backend(name, "cuda", torch.bfloat16)
-    out, lse = block_forward(q, k, v, kind, 64**-0.5, backend)
-    got = block_backward(dout, q, k, v, out, lse, kind, 64**-0.5, backend)
+    given = tensors(queries, keys, heads, kv_heads, torch.bfloat16, 64, "cuda")
+    (lse, want_lse), *others = beside_the_naive_form(name, kind, given)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=2e-3)
-    for a, b in zip((out, *got), (want_out, *want), strict=True):
+    for a, b in others:
         assert ((a.double() - b).norm() / b.norm()).item() < 1e-2

@@ -14,7 +14,7 @@ import torch
 
 from kernels import cudnn, flash_attn
 from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend, why_flash_attn_is_unused
-from kernels.blocks import ANTI, CAUSAL, FULL
+from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
 from tests.kernels import test_packed, test_tiles
@@ -22,14 +22,13 @@ from tests.kernels.test_tiles import attention_by_tiles, error, inputs, tiles_of
 from train.attention import softmax_context
 from train.config.entries import Config, TrainConfig
 
-WINDOW = {"2.5": "window_size", "2.8": "window_size_left, window_size_right, softcap"}
-INTERFACE = """
-def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, {window}, alibi_slopes, return_softmax):
-    return "out", q[..., 0].transpose(1, 2), None, None
-
-def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, {window},
-                         alibi_slopes, deterministic, rng_state=None):
-    raise AssertionError
+FUNCTIONS = """
+from tests.kernels.cuda_calls import flash_attn_backward as _flash_attn_backward
+from tests.kernels.cuda_calls import flash_attn_forward as _flash_attn_forward
+"""
+OLD = """
+def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax): ...
+_flash_attn_backward = _flash_attn_forward
 """
 OPERATORS = """
 import torch
@@ -55,6 +54,7 @@ def _flash_attn_backward(
 FLASH_3 = """
 import torch
 from kernels import reference
+from kernels.blocks import Keys, Rows
 from kernels.packed import Lengths
 from tests.kernels import test_packed
 
@@ -100,9 +100,9 @@ def fwd(q, k, v, *rest):
 @torch.library.impl(LIBRARY, "bwd", "CPU")
 def bwd(dout, q, k, v, out, softmax_lse, dq, dk, dv, *rest):
     assert softmax_lse.is_contiguous()
-    blocks = dout, q, k, v, out, softmax_lse
-    scale, causal, lengths = settings(torch.ops.flash_attn_3.bwd, (*blocks, dq, dk, dv, *rest))
-    blocks = *blocks[:5], softmax_lse.transpose(-1, -2)
+    given = dout, q, k, v, out, softmax_lse, dq, dk, dv, *rest
+    scale, causal, lengths = settings(torch.ops.flash_attn_3.bwd, given)
+    blocks = Rows(q, dout, out, softmax_lse.transpose(-1, -2)), Keys(k, v)
     if lengths is None:
         found = reference.block_backward(*blocks, causal, scale)
     else:
@@ -115,16 +115,13 @@ UNDEFINED = 'raise ImportError("flash_attn_2_cuda.so: undefined symbol:\\n _ZN3c
 USABLE = {
     "2.8 without torch's operators": {
         "flash_attn/__init__.py": "__version__ = '2.8.3'",
-        "flash_attn/flash_attn_interface.py": INTERFACE.format(window=WINDOW["2.8"]),
+        "flash_attn/flash_attn_interface.py": FUNCTIONS,
     },
     "2.8": {"flash_attn/__init__.py": "__version__ = '2.8.3'", "flash_attn/flash_attn_interface.py": OPERATORS},
 }
 UNUSABLE: dict[str, tuple[dict[str, str], str]] = {
     "2.5": (
-        {
-            "flash_attn/__init__.py": "__version__ = '2.5.8'",
-            "flash_attn/flash_attn_interface.py": INTERFACE.format(window=WINDOW["2.5"]),
-        },
+        {"flash_attn/__init__.py": "__version__ = '2.5.8'", "flash_attn/flash_attn_interface.py": OLD},
         r"which is 2\.5\.8, whose functions take other arguments",
     ),
     "4, a namespace": ({"flash_attn/cute/__init__.py": ""}, "No module named 'flash_attn.flash_attn_interface'"),
@@ -187,9 +184,9 @@ def test_a_known_version_is_used(name: str, place: Path) -> None:
 
 def test_what_it_returns_is_laid_out_as_everywhere(place: Path) -> None:
     install(place, USABLE["2.8 without torch's operators"])
-    q = torch.randn(1, 3, 2, 8)
+    q = torch.randn(1, 3, 2, 8).bfloat16()
     out, lse = select_backend("auto", *CUDA).forward(q, q, q, True, 1.0)
-    assert (out, lse.shape) == ("out", (1, 3, 2))
+    assert (out.shape, lse.shape) == (q.shape, (1, 3, 2))
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
@@ -244,7 +241,7 @@ def test_blocks_go_through_3s_operators(kind: str, third: AttentionBackend) -> N
     want, found = [], []
     for into, backend in ((want, select_backend("reference", "cpu", q.dtype)), (found, third)):
         out, lse = block_forward(q, k, v, kind, 0.3, backend)
-        into += [out, lse, *block_backward(dout, q, k, v, out, lse, kind, 0.3, backend)]
+        into += [out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, 0.3, backend)]
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

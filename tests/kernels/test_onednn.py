@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels import attention, onednn, products, strips
-from kernels.blocks import ANTI, CAUSAL, FULL, Tile
+from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.strips import heads_first, triangle
-from kernels.tiles import add_gradients_, attend_tiles_
+from tests.kernels.attention_cases import folded
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
@@ -38,7 +38,7 @@ def attended(
     """out, lse, dq, dk, dv, heads first."""
     q, k, v, dout = heads_first(q, k, v, dout)
     out, lse = functions.forward(q, k, v, causal, SCALE, mask)
-    return [out, lse, *functions.backward(dout, q, k, v, out, lse, causal, SCALE, mask)]
+    return [out, lse, *functions.backward(Rows(q, dout, out, lse), Keys(k, v), causal, SCALE, mask)]
 
 
 class Truth:
@@ -59,9 +59,9 @@ class Truth:
         return found.softmax(-1) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1), found.logsumexp(-1)
 
     @classmethod
-    def backward(cls, dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in given[:3]]
-        return torch.autograd.grad(cls.forward(*leaves, *given[5:])[0], leaves, dout)
+    def backward(cls, rows: Rows, keys: Keys, *given: Any) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (rows.q, *keys)]
+        return torch.autograd.grad(cls.forward(*leaves, *given)[0], leaves, rows.dout)
 
 
 def off(found: list[Tensor], truth: list[Tensor]) -> list[float]:
@@ -110,7 +110,7 @@ def test_a_backend_takes_it_for_large_strips_alone(apart: bool, monkeypatch: pyt
     """
     monkeypatch.setattr(strips, "LARGE", 1 if apart else 1 << 30)
     heads, backward = set[int](), onednn.backward
-    monkeypatch.setattr(onednn, "backward", lambda *given: (heads.add(given[1].shape[1]), backward(*given))[1])
+    monkeypatch.setattr(onednn, "backward", lambda *given: (heads.add(given[0].q.shape[1]), backward(*given))[1])
     monkeypatch.setattr(products, "ONEDNN", True)
     monkeypatch.setattr(onednn, "LEAST_WORK", 1 << 20)
     monkeypatch.setattr(onednn, "NARROWEST", 16)
@@ -129,12 +129,7 @@ def test_a_backend_takes_it_for_large_strips_alone(apart: bool, monkeypatch: pyt
     found = []
     for name, dtype in (("aten", torch.float32), ("reference", torch.float64)):
         backend = attention.select_backend(name, "cpu", dtype)
-        inputs = [x.to(dtype) for x in (q, k, v, dout)]
-        out, lse = torch.zeros_like(inputs[0]), torch.full(q.shape[:3], -torch.inf, dtype=dtype)
-        attend_tiles_(out, lse, *inputs[:3], tiles, SCALE, backend)
-        gradients = tuple(map(torch.zeros_like, inputs[:3]))
-        add_gradients_(gradients, (inputs[0], inputs[3], out, lse), (inputs[1], inputs[2]), tiles, SCALE, backend)
-        found.append([out, lse, *gradients])
+        found.append(folded(backend, [x.to(dtype) for x in (q, k, v, dout)], [tiles], SCALE, dtype))
     assert max(off(*found)) < 1e-6
     assert min(taken.values()) > 0
     assert min(heads) == (2 if apart else 4)

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from kernels import packed, reference
 from kernels.attention import AttentionBackend, select_backend
-from kernels.blocks import ANTI, CAUSAL, FULL, Tile
+from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.packed import Lengths, Packed, launches, shared
 from tests.kernels import test_tiles
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, error, inputs, tiles_of, truth
 
-CPU = torch.device("cpu")
 CALLS: list[tuple[int, bool]] = []
 """Tiles and kind of each launch of the stand-in."""
 
@@ -41,20 +40,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, sca
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lengths: Lengths,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float) -> tuple[Tensor, ...]:
     parts = []
-    for rows, cols in spans(lengths):
-        blocks = dout[None, rows], q[None, rows], k[None, cols], v[None, cols], out[None, rows], lse[None, rows]
+    for at, to in spans(lengths):
+        blocks = Rows(*(x[None, at] for x in rows)), Keys(*(x[None, to] for x in keys))
         parts.append(reference.block_backward(*blocks, causal, scale))
     return tuple(torch.cat([part[which][0] for part in parts]) for which in (0, 1, 2))
 
@@ -101,12 +90,12 @@ def test_a_row_in_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_documents_that_lie_in_order_are_not_copied() -> None:
     squares = [Tile(slice(a, b), slice(a, b), CAUSAL) for a, b in ((0, 3), (3, 10), (10, 12))]
-    (launch,) = launches(squares, 1, 12, 12, CPU)
+    (launch,) = launches(squares, torch.empty(1, 12), torch.empty(1, 12))
     assert launch.rows == launch.columns == slice(0, 12)
     assert launch.lengths.rows.tolist() == [0, 3, 10, 12]
     (step,) = launch.passes
     assert step.rows == step.packed_rows == slice(0, 12)
-    (launch,) = launches(squares[1:], 2, 12, 12, CPU)
+    (launch,) = launches(squares[1:], torch.empty(2, 12), torch.empty(2, 12))
     assert isinstance(launch.rows, Tensor)
     assert launch.rows.tolist() == [*range(3, 12), *range(15, 24)]
 
@@ -120,7 +109,7 @@ def test_no_row_and_no_column_appears_twice_in_a_pass() -> None:
         tiles.append(Tile(slice(q, q + side), slice(k, k + side), draw.choice([CAUSAL, ANTI, FULL])))
     position = torch.arange(batch * rows), torch.arange(batch * columns)
     packed_tiles = 0
-    for launch in launches(tiles, batch, rows, columns, CPU):
+    for launch in launches(tiles, torch.empty(batch, rows), torch.empty(batch, columns)):
         packed_tiles += len(launch.lengths.rows) - 1
         for step in launch.passes:
             for where, index in zip(position, (step.rows, step.columns), strict=True):
@@ -138,7 +127,7 @@ def test_the_kernel_of_torch_takes_what_it_is_given() -> None:
     lengths = Lengths(*(torch.empty(4, dtype=torch.int32, device="meta") for _ in range(2)), 50, 60)
     out, lse = kernel.forward(q, k, k, lengths, True, 0.1)
     assert (out.shape, lse.shape) == (q.shape, (100, 8))
-    gradients = kernel.backward(out, q, k, k, out, lse, lengths, True, 0.1)
+    gradients = kernel.backward(Rows(q, out, out, lse), Keys(k, k), lengths, True, 0.1)
     assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 

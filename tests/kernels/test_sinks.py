@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.attention import FULL, block_backward, select_backend
+from kernels.blocks import Keys, Rows
 from kernels.merge import merged, sinks_gradient, with_sinks
 
 BOUND = 1e-12
@@ -41,7 +42,8 @@ def in_blocks(gradient_lse: str = "with sinks") -> list[Tensor]:
     out, lse = with_sinks(*plain, sinks)
     backend = select_backend("reference", "cpu", torch.float64)
     taken = lse if gradient_lse == "with sinks" else plain[1]
-    parts = [block_backward(dout, q, k[:, half], v[:, half], out, taken, FULL, 8**-0.5, backend) for half in halves]
+    rows = Rows(q, dout, out, taken)
+    parts = [block_backward(rows, Keys(k[:, half], v[:, half]), FULL, 8**-0.5, backend) for half in halves]
     dq, dk, dv = zip(*parts, strict=True)
     return [out, sum(dq), torch.cat(dk, 1), torch.cat(dv, 1), sinks_gradient(dout, out, taken, sinks)]
 

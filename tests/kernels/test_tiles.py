@@ -1,15 +1,18 @@
 """Attention over lists of tiles against the naive form in float64: windows, documents, and both."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import reference
 from kernels.attention import select_backend
-from kernels.blocks import Tile
-from kernels.tiles import add_gradients_, attend_tiles_
+from kernels.blocks import Keys, Tile
+from kernels.tiles import attend_tiles_
 from parallel.context.layout import Stride
 from parallel.context.tiles import pieces, tiles
+from tests.kernels.attention_cases import folded
 
 TOKENS, HEADS, KV_HEADS, WIDTH, SCALE = 600, 2, 1, 8, 0.2
 DOCUMENTS = (0, 1, 30, 250, 265, 600)
@@ -41,17 +44,9 @@ def tiles_of(mask: str) -> tuple[Tile, ...]:
 
 def attention_by_tiles(name: str, given: tuple[Tensor, ...], made: tuple[Tile, ...]) -> list[Tensor]:
     """[out, lse, dq, dk, dv] of all tiles; half of them in a second call."""
-    q, k, v, dout = given
-    backend, wide = select_backend(name, "cpu", q.dtype), torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(q.shape, dtype=wide, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-    gradients = tuple(torch.zeros(x.shape, dtype=wide, device=q.device) for x in (q, k, v))
-    calls = made[::2], made[1::2]
-    for part in calls:
-        attend_tiles_(out, lse, q, k, v, part, SCALE, backend)
-    for part in calls:
-        add_gradients_(gradients, (q, dout, out, lse), (k, v), part, SCALE, backend)
-    return [out, lse, *gradients]
+    q = given[0]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return folded(select_backend(name, "cpu", q.dtype), given, (made[::2], made[1::2]), SCALE, wide)
 
 
 def truth(given: tuple[Tensor, ...], mask: str) -> list[Tensor]:
@@ -78,24 +73,24 @@ def test_out_and_every_gradient_are_those_of_the_naive_form(
     assert error(attention_by_tiles(name, given, tiles_of(mask)), truth(given, mask)) < bound
 
 
-@pytest.mark.parametrize("behind", [99, 101])
-def test_a_window_off_by_one_is_seen(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mask", "wrong"),
+    [
+        ("window", ((99, 0), None)),
+        ("window", ((101, 0), None)),
+        ("documents", ((None, 0), (0, 1, 30, 251, 265, 600))),
+    ],
+)
+def test_a_mask_off_by_one_is_seen(mask: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(torch.float64)
-    want = truth(given, "window")
-    monkeypatch.setitem(MASKS, "window", ((behind, 0), None))
-    assert error(attention_by_tiles("aten", given, tiles_of("window")), want) > 1e-3
-
-
-def test_a_boundary_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = inputs(torch.float64)
-    want = truth(given, "documents")
-    monkeypatch.setitem(MASKS, "documents", ((None, 0), (0, 1, 30, 251, 265, 600)))
-    assert error(attention_by_tiles("aten", given, tiles_of("documents")), want) > 1e-3
+    want = truth(given, mask)
+    monkeypatch.setitem(MASKS, mask, wrong)
+    assert error(attention_by_tiles("aten", given, tiles_of(mask)), want) > 1e-3
 
 
 def test_rows_without_keys_are_left_alone() -> None:
     q, k, v, _ = inputs(torch.float32)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
-    attend_tiles_(out, lse, q, k, v, tiles_of("causal")[:0], SCALE, select_backend("aten", "cpu", q.dtype))
+    attend_tiles_(out, lse, q, Keys(k, v), tiles_of("causal")[:0], SCALE, select_backend("aten", "cpu", q.dtype))
     assert torch.isneginf(lse).all()
     assert not out.any()

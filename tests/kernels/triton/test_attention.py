@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.attention import select_backend
-from kernels.blocks import ANTI, CAUSAL, FULL
+from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, as_numbers
 from parallel.context import METHODS, make_plan
 from tests.kernels import test_tiles
 from tests.kernels.attention_cases import CASES, NAMES, block_error, errors, merge_error, tile
@@ -50,12 +50,12 @@ def launches(width: int, dtype: torch.dtype = torch.bfloat16, alone: bool = True
     backend = select_backend("triton", "cuda", dtype)
     q, k, lse = meta(2, 1000, 16, width, dtype=dtype), meta(2, 1000, 4, width, dtype=dtype), meta(2, 1000, 16).float()
     tiles = [tile(0, 1000, 0, 1000, CAUSAL)]
-    sums = [meta(*x.shape, dtype=torch.float32) for x in (q, k, k)]
+    dq, dk, dv = (meta(*x.shape, dtype=torch.float32) for x in (q, k, k))
     assert backend.tiled is not None
-    backend.tiled.attend_(sums[0], lse, q, k, k, tiles, 0.1)
-    backend.tiled.add_gradients_(tuple(sums), (q, q, q, lse), (k, k), tiles, 0.1)
+    backend.tiled.attend_(dq, lse, q, Keys(k, k), tiles, 0.1)
+    backend.tiled.add_gradients_((dq, dk, dv), Rows(q, q, q, lse), Keys(k, k), tiles, 0.1)
     if alone:
-        backend.backward(q, q, k, k, *backend.forward(q, k, k, True, 0.1), True, 0.1)
+        backend.backward(Rows(q, q, *backend.forward(q, k, k, True, 0.1)), Keys(k, k), True, 0.1)
 
 
 def check(capability: int, width: int, alone: bool, folder: Path) -> list[str]:
@@ -114,7 +114,7 @@ def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_work_lists_travel_once_and_hold_every_pair() -> None:
-    from kernels.triton.work import as_numbers, work_of
+    from kernels.triton.work import work_of
 
     for mask in ("window on both sides and documents", "documents, not causal"):
         tiles, cpu = tiles_of(mask), torch.device("cpu")

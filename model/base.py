@@ -4,7 +4,8 @@ Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entr
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +25,26 @@ Head = Callable[[Tensor, Tensor], Tensor]
 class LanguageModel(nn.Module):
     """Token ids -> logits. Weights are undefined until init_weights or load_state_dict.
 
-    A subclass sets the modules below; a layer takes (x, places, mask, states). Tied embeddings have no output module,
-    and the embedding's weight is the only copy in the state dict. Modules that `keep` dropped are None.
+    A layer takes (x, places, mask, states). Tied embeddings have no output module, and the embedding's weight is the
+    only copy in the state dict. Modules that `keep` dropped are None.
     """
-
-    config: ModelConfig
-    embedding: nn.Embedding | None
-    layers: nn.ModuleList
-    norm: nn.Module | None
-    output: nn.Linear | None
 
     only_first: tuple[str, ...] = ()
     """Modules before the layers, besides the embedding."""
+
+    def __init__(
+        self, config: ModelConfig, norm: nn.Module, layers: Iterable[nn.Module], **before: nn.Module | None
+    ) -> None:
+        """Build it around its layers; ``norm`` is the last one, modules ``before`` the layers have these names."""
+        super().__init__()
+        self.config = config
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, config.hidden_size)
+        for name, module in before.items():
+            self.register_module(name, module)
+        self.layers = nn.ModuleList(layers)
+        self.norm: nn.Module | None = norm
+        untied = config.untie_embeddings_and_output_weights
+        self.output: nn.Linear | None = Linear(config.hidden_size, config.vocabulary, bias=False) if untied else None
 
     def forward(
         self,
@@ -144,12 +153,6 @@ class RecurrentModel(LanguageModel):
         return positions
 
 
-def output_module(config: ModelConfig) -> nn.Linear | None:
-    """Return the output projection, or None if it is tied to the embedding."""
-    untied = config.untie_embeddings_and_output_weights
-    return Linear(config.hidden_size, config.vocabulary, bias=False) if untied else None
-
-
 def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
     """Return the initial value (float32, on the CPU) of a part of the parameter `name`, of the whole `shape`.
 
@@ -169,9 +172,7 @@ def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     std = config.init_method_std
     if name.endswith(("attention.wo.weight", "mlp.down.weight")):
         std /= math.sqrt(2 * config.num_layers)
-    return initial_weight_slice(
-        lambda tile, generator: tile.normal_(0.0, std, generator=generator), name, shape, seed, part
-    )
+    return initial_weight_slice(partial(nn.init.normal_, std=std), name, shape, seed, part)
 
 
 def drop_layers(layers: nn.ModuleList, kept: range) -> None:

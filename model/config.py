@@ -11,7 +11,7 @@ from typing import Literal
 from model.lora import LoraConfig
 from model.rope import RopeConfig
 from model.windows import MOST_LAYERS, Window, Windows, windows_of
-from runtime.errors import UserError
+from runtime.errors import UserError, at_least, require, wrong
 
 Architecture = dict[str, int | float | bool | str | None]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
@@ -84,21 +84,17 @@ class ModelConfig(RopeConfig, LoraConfig):
     """Give the output projection weights of its own, not the embedding's."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            self._require(getattr(self, name) >= 1, name, "it must be 1 or more")
+        heads = self.num_attention_heads
+        at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads")
         for name in ("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"):
             value = getattr(self, name)
-            self._require(value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
+            require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
         for name in ("rotary_base", "norm_epsilon", "init_method_std"):
-            value = getattr(self, name)
-            self._require(math.isfinite(value) and value > 0, name, "it must be a number above 0")
-        heads = self.num_attention_heads
-        self._require(
-            self.kv_channels is not None or self.hidden_size % heads == 0,
-            "hidden_size",
-            f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels",
-        )
-        self._require(heads % self.query_groups == 0, "num_query_groups", f"it must divide num_attention_heads {heads}")
+            require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
+        if self.kv_channels is None and self.hidden_size % heads:
+            must = f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels"
+            raise wrong(self, "hidden_size", must)
+        require(self, heads % self.query_groups == 0, "num_query_groups", f"it must divide num_attention_heads {heads}")
         self._check_kind()
         self._check_softmax()
         self._check_positions()
@@ -107,85 +103,66 @@ class ModelConfig(RopeConfig, LoraConfig):
 
     def _check_kind(self) -> None:
         """Check settings that need linear attention, and those that it excludes."""
-        kind, every = self.model_type, self.softmax_every
+        kind, every, heads = self.model_type, self.softmax_every, self.num_attention_heads
         for name, (kinds, why) in OWN.items():
-            alone = kind in kinds or getattr(self, name) == getattr(type(self), name)
-            self._require(alone, name, f"model_type {kind} {why}")
-        self._require(
-            every is None or 2 <= every <= self.num_layers,
-            "softmax_every",
-            f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last one alone), or left out; "
-            "softmax attention in every layer is model_type llama",
-        )
+            require(self, kind in kinds or self._is_default(name), name, f"model_type {kind} {why}")
+        if every is not None and not 2 <= every <= self.num_layers:
+            raise wrong(
+                self,
+                "softmax_every",
+                f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last one alone), or left "
+                "out; softmax attention in every layer is model_type llama",
+            )
         if not self.linear_attention:
             return
-        self._require(
-            self.query_groups == self.num_attention_heads,
-            "num_query_groups",
-            f"linear attention has one key head per query head, {self.num_attention_heads} here; leave it out",
-        )
+        if self.query_groups != heads:
+            must = f"linear attention has one key head per query head, {heads} here; leave it out"
+            raise wrong(self, "num_query_groups", must)
         own = "LRPE" if kind == "transnormer" else "sinusoidal"
         settings = ("position_embedding_type", "max_position_embeddings", "rotary_base")
         for name in settings if every is None else settings[:2]:
-            self._require(
-                getattr(self, name) == getattr(type(self), name),
-                name,
-                f"model_type {kind} has {own} positions, which take no settings; leave it out",
-            )
-        self._require(
-            kind == "transnormer" or self.hidden_size % 2 == 0,
-            "hidden_size",
-            "it must be even: sinusoidal positions come in pairs",
-        )
+            must = f"model_type {kind} has {own} positions, which take no settings; leave it out"
+            require(self, self._is_default(name), name, must)
+        if kind == "linear_transformer" and self.hidden_size % 2:
+            raise wrong(self, "hidden_size", "it must be even: sinusoidal positions come in pairs")
 
     def _check_softmax(self) -> None:
         """Check windows and sinks, which layers of softmax attention alone have."""
-        for name in ("window_size", "softmax_type"):
-            self._require(
-                self.some_softmax or getattr(self, name) == getattr(type(self), name),
-                name,
-                f"model_type {self.model_type} has linear attention, which divides by no softmax and keeps no keys; "
-                "leave it out, or give a transnormer layers of softmax attention by softmax_every",
-            )
-        self._require(
-            self._windows.window is None or any(map(self.window, range(min(self.num_layers, MOST_LAYERS)))),
-            "window_attn_skip_freq",
-            "it leaves no layer of softmax attention with the window; give one of them a 1, or leave window_size out",
+        must = (
+            f"model_type {self.model_type} has linear attention, which divides by no softmax and keeps no keys; leave "
+            "it out, or give a transnormer layers of softmax attention by softmax_every"
         )
+        for name in ("window_size", "softmax_type"):
+            require(self, self.some_softmax or self._is_default(name), name, must)
+        if self._windows.window and not any(map(self.window, range(min(self.num_layers, MOST_LAYERS)))):
+            fix = "give one of them a 1, or leave window_size out"
+            raise wrong(
+                self, "window_attn_skip_freq", f"it leaves no layer of softmax attention with the window; {fix}"
+            )
 
     def _check_positions(self) -> None:
         """Check the settings of positions that softmax attention has: a table of learned ones, or rope."""
         if not self.some_softmax:
             return
         if not self.learned_positions:
-            self._require(
-                self.head_dim % 2 == 0,
-                "hidden_size" if self.kv_channels is None else "kv_channels",
-                f"the {self.num_attention_heads} heads are {self.head_dim} wide, which must be even: rotary positions "
-                "turn channels in pairs",
-            )
+            width, name = self.head_dim, "hidden_size" if self.kv_channels is None else "kv_channels"
+            heads = f"the {self.num_attention_heads} heads are {width} wide"
+            require(self, width % 2 == 0, name, f"{heads}, which must be even: rotary positions turn channels in pairs")
             return
-        self._require(
-            self.model_type == "gpt",
-            "position_embedding_type",
-            f"model_type {self.model_type} has rope alone; leave it out, or set model_type to gpt",
-        )
-        self._require(
-            self.max_position_embeddings is not None,
-            "max_position_embeddings",
-            "learned_absolute positions need the length of their table; set it to the longest sequence, or "
-            "position_embedding_type to rope",
-        )
-        self._require(
-            self.rotary_base == type(self).rotary_base,
-            "rotary_base",
-            "learned_absolute positions turn nothing; leave it out, or set position_embedding_type to rope",
-        )
+        if self.model_type != "gpt":
+            must = f"model_type {self.model_type} has rope alone; leave it out, or set model_type to gpt"
+            raise wrong(self, "position_embedding_type", must)
+        if self.max_position_embeddings is None:
+            must = (
+                "learned_absolute positions need the length of their table; set it to the longest sequence, or "
+                "position_embedding_type to rope"
+            )
+            raise wrong(self, "max_position_embeddings", must)
+        must = "learned_absolute positions turn nothing; leave it out, or set position_embedding_type to rope"
+        require(self, self._is_default("rotary_base"), "rotary_base", must)
 
-    def _require(self, ok: bool, name: str, problem: str) -> None:
-        if not ok:
-            value = getattr(self, name)
-            raise UserError(f"{name} is {'not set' if value is None else value}; {problem}")
+    def _is_default(self, name: str) -> bool:
+        return bool(getattr(self, name) == getattr(type(self), name))
 
     @property
     def linear_attention(self) -> bool:
@@ -260,48 +237,43 @@ class ModelConfig(RopeConfig, LoraConfig):
         return self.vocab_size
 
 
+RESOLVED = {
+    "ffn_hidden_size": "ffn_size",
+    "num_query_groups": "query_groups",
+    "kv_channels": "head_dim",
+    "vocab_size": "vocabulary",
+}
+"""Fields that may be left out, and the properties that resolve them."""
+
+
 def architecture_of(config: ModelConfig) -> Architecture:
     """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
-    positions = "learned_absolute" if config.learned_positions else "rope"
-    softmax: Architecture = {}  # without an entry where older checkpoints have none
+    sizes = ("model_type", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+    found: Architecture = {
+        name: getattr(config, RESOLVED.get(name, name)) for name in (*sizes, "kv_channels", "vocab_size")
+    }
+    linear = {"transnormer": "lrpe", "linear_transformer": "sinusoidal"}
+    softmax = "learned_absolute" if config.learned_positions else "rope"
+    found["position_embedding_type"] = linear.get(config.model_type, softmax)
+    found["max_position_embeddings"] = config.position_table
+    found |= {
+        name: getattr(config, name) for name in ("rotary_base", "norm_epsilon", "untie_embeddings_and_output_weights")
+    }
+    if config.linear_attention:
+        found["linear_decay"] = config.linear_decay or ("released" if config.model_type == "transnormer" else None)
+        found["no_scale_embedding"] = config.no_scale_embedding
+    # Without an entry where older checkpoints have none.
+    if config.softmax_every is not None:
+        found["softmax_every"] = config.softmax_every
     windows = [config.window(layer) for layer in range(config.num_layers)]
     if any(windows):
         left, right = next(window for window in windows if window)
-        softmax["window_size"] = f"{left},{right}"
-        softmax["window_attn_skip_freq"] = f"[{','.join(str(int(window is not None)) for window in windows)}]"
+        found["window_size"] = f"{left},{right}"
+        found["window_attn_skip_freq"] = f"[{','.join(str(int(window is not None)) for window in windows)}]"
     if config.softmax_type != "vanilla":
-        softmax["softmax_type"] = config.softmax_type
-    linear: Architecture = {}
-    if config.linear_attention:
-        positions = "lrpe" if config.model_type == "transnormer" else "sinusoidal"
-        linear = {
-            "linear_decay": config.linear_decay or ("released" if config.model_type == "transnormer" else None),
-            "no_scale_embedding": config.no_scale_embedding,
-        }
-        if config.softmax_every is not None:
-            linear["softmax_every"] = config.softmax_every
-    own = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(config, name)}
-    adapters: Architecture = {}
+        found["softmax_type"] = config.softmax_type
+    found |= {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(config, name)}
     if config.lora_rank is not None:
-        names = ",".join(config.adapted_linears())
-        adapters = {"lora_rank": config.lora_rank, "lora_scale": config.lora_scale, "lora_target": names}
-    return {
-        "model_type": config.model_type,
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.ffn_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.query_groups,
-        "kv_channels": config.head_dim,
-        "vocab_size": config.vocabulary,
-        "position_embedding_type": positions,
-        "max_position_embeddings": config.position_table,
-        "rotary_base": config.rotary_base,
-        "norm_epsilon": config.norm_epsilon,
-        "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
-        **linear,
-        **softmax,
-        **own,
-        **adapters,
-        **config.scaling(),
-    }
+        targets = ",".join(config.adapted_linears())
+        found |= {"lora_rank": config.lora_rank, "lora_scale": config.lora_scale, "lora_target": targets}
+    return found | config.scaling()

@@ -6,6 +6,7 @@ width. The elements of a patch, in inputs and outputs, are in the order frames, 
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -220,15 +221,10 @@ def initial_dit_weight(config: DiTConfig, name: str, shape: Sequence[int], seed:
     if name.endswith(".bias") or "adaLN_modulation" in name or name == "final_layer.linear.weight":
         return torch.zeros(*shape)[part]
     if name.startswith(("t_embedder", "y_embedder")):
-        std = config.init_method_std
-        return initial_weight_slice(
-            lambda tile, generator: tile.normal_(0.0, std, generator=generator), name, shape, seed, part
-        )
+        return initial_weight_slice(partial(nn.init.normal_, std=config.init_method_std), name, shape, seed, part)
     outputs = shape[0] * (3 if name.endswith(("wq.weight", "wk.weight", "wv.weight")) else 1)
     bound = math.sqrt(6 / (shape[1] + outputs))
-    return initial_weight_slice(
-        lambda tile, generator: tile.uniform_(-bound, bound, generator=generator), name, shape, seed, part
-    )
+    return initial_weight_slice(partial(nn.init.uniform_, a=-bound, b=bound), name, shape, seed, part)
 
 
 def dit_shapes(config: DiTConfig) -> dict[str, torch.Size]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from runtime.errors import UserError
+from runtime.errors import at_least, require, wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,55 +37,38 @@ class DiTConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "latent_shape", tuple(self.latent_shape))  # TOML and the command line give lists
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes"):
-            self._require(getattr(self, name) >= 1, name, "it must be 1 or more")
-        ffn = self.ffn_hidden_size
-        self._require(ffn is None or ffn >= 1, "ffn_hidden_size", "it must be 1 or more, or left out for its default")
+        at_least(
+            self, 1, "num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes"
+        )
+        ffn, heads, step = self.ffn_hidden_size, self.num_attention_heads, 16 if self.video else 4
+        require(self, ffn is None or ffn >= 1, "ffn_hidden_size", "it must be 1 or more, or left out for its default")
         for name in ("norm_epsilon", "init_method_std"):
-            value = getattr(self, name)
-            self._require(math.isfinite(value) and value > 0, name, "it must be a number above 0")
-        self._require(0 <= self.class_dropout_prob <= 1, "class_dropout_prob", "it must be from 0 to 1")
-        heads, step = self.num_attention_heads, 16 if self.video else 4
-        self._require(
-            self.hidden_size % heads == 0,
-            "hidden_size",
-            f"it must be a multiple of num_attention_heads {heads}; change either",
-        )
+            require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
+        require(self, 0 <= self.class_dropout_prob <= 1, "class_dropout_prob", "it must be from 0 to 1")
+        must = f"it must be a multiple of num_attention_heads {heads}; change either"
+        require(self, self.hidden_size % heads == 0, "hidden_size", must)
         self._check_latents()
-        self._require(
-            self.hidden_size % step == 0,
-            "hidden_size",
-            f"it must be a multiple of {step}: the axes of the latents share it for the sines and cosines of positions",
+        must = (
+            f"it must be a multiple of {step}: the axes of the latents share it for the sines and cosines of positions"
         )
+        require(self, self.hidden_size % step == 0, "hidden_size", must)
 
     def _check_latents(self) -> None:
         shape = self.latent_shape
-        self._require(
-            len(shape) in (3, 4) and all(isinstance(size, int) and size >= 1 for size in shape),
-            "latent_shape",
-            "it must be channels, height, width or channels, frames, height, width, each 1 or more",
-        )
+        must = "it must be channels, height, width or channels, frames, height, width, each 1 or more"
+        whole = len(shape) in (3, 4) and all(isinstance(size, int) and size >= 1 for size in shape)
+        require(self, whole, "latent_shape", must)
         *_, height, width = shape
-        self._require(
-            height % self.patch_size == 0 and width % self.patch_size == 0,
-            "patch_size",
-            f"it must divide height {height} and width {width} of latent_shape; "
-            f"{_fitting(math.gcd(height, width))} would",
-        )
+        if height % self.patch_size or width % self.patch_size:
+            fitting = _fitting(math.gcd(height, width))
+            must = f"it must divide height {height} and width {width} of latent_shape; {fitting} would"
+            raise wrong(self, "patch_size", must)
         frames = shape[1] if self.video else 1
-        self._require(
-            frames % self.patch_size_t == 0,
-            "patch_size_t",
-            f"it must divide the frames {frames} of latent_shape; {_fitting(frames)} would"
-            if self.video
-            else "images have no frames; leave it out, or give latent_shape four numbers",
-        )
-
-    def _require(self, ok: bool, name: str, problem: str) -> None:
-        if not ok:
-            value = getattr(self, name)
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise UserError(f"{name} is {shown}; {problem}")
+        if frames % self.patch_size_t:
+            must = "images have no frames; leave it out, or give latent_shape four numbers"
+            if self.video:
+                must = f"it must divide the frames {frames} of latent_shape; {_fitting(frames)} would"
+            raise wrong(self, "patch_size_t", must)
 
     @property
     def video(self) -> bool:

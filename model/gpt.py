@@ -3,6 +3,7 @@
 Shapes: B sequences, T tokens, C width of the residual stream.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,35 +11,26 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from model.attention import Attend, attention_of, sdpa
-from model.base import LanguageModel, output_module
+from model.base import LanguageModel
 from model.config import ModelConfig
 from model.layers import MLP, LayerNorm, PreNormLayer, Rotary
-
-
-class Layer(PreNormLayer):
-    def __init__(self, config: ModelConfig, layer: int, attend: Attend) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.attention_norm = LayerNorm(width, eps=config.norm_epsilon)
-        self.attention = attention_of(config, layer, attend, bias=True)
-        self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
-        self.mlp = MLP(width, config.ffn_size)
 
 
 class GPT(LanguageModel):
     """GPT language model: token ids -> logits."""
 
     only_first = ("position_embedding",)
+    position_embedding: nn.Embedding | None
 
     def __init__(self, config: ModelConfig, attend: Attend = sdpa) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
-        table = config.position_table
-        self.position_embedding = nn.Embedding(table, config.hidden_size) if table is not None else None
-        self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
-        self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon)
-        self.output = output_module(config)
+        width, table = config.hidden_size, config.position_table
+        norm = partial(LayerNorm, width, eps=config.norm_epsilon)
+        layers = (
+            PreNormLayer(norm, attention_of(config, layer, attend, bias=True), MLP(width, config.ffn_size))
+            for layer in range(config.num_layers)
+        )
+        positions = nn.Embedding(table, width) if table is not None else None
+        super().__init__(config, norm(), layers, position_embedding=positions)
 
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None

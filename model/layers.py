@@ -3,6 +3,7 @@
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,10 +89,10 @@ class PreNormLayer(nn.Module):
     ``places`` are what its attention is told of the tokens' positions.
     """
 
-    attention_norm: nn.Module
-    attention: nn.Module
-    mlp_norm: nn.Module
-    mlp: nn.Module
+    def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = norm(), attention
+        self.mlp_norm, self.mlp = norm(), mlp
 
     def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), places, mask, states)

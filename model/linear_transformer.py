@@ -5,6 +5,7 @@ Sinusoidal positions (Vaswani et al. 2017, section 3.5) are added to the embeddi
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from model.attention import LinearAttend, LinearCore, linear
-from model.base import RecurrentModel, output_module
+from model.base import RecurrentModel
 from model.config import ModelConfig
 from model.layers import MLP, LayerNorm, Linear, PreNormLayer
 
@@ -59,27 +60,19 @@ class LinearAttention(LinearCore):
         return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))
 
 
-class Layer(PreNormLayer):
-    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.attention_norm = LayerNorm(width, eps=config.norm_epsilon)
-        self.attention = LinearAttention(config, layer, attend)
-        self.mlp_norm = LayerNorm(width, eps=config.norm_epsilon)
-        self.mlp = MLP(width, config.ffn_size)
-
-
 class LinearTransformer(RecurrentModel):
     """Linear Transformer language model: token ids -> logits."""
 
+    sinusoids: Sinusoids
+
     def __init__(self, config: ModelConfig, attend: LinearAttend = linear) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
-        self.sinusoids = Sinusoids(config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, layer, attend) for layer in range(config.num_layers))
-        self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon)
-        self.output = output_module(config)
+        width = config.hidden_size
+        norm = partial(LayerNorm, width, eps=config.norm_epsilon)
+        layers = (
+            PreNormLayer(norm, LinearAttention(config, layer, attend), MLP(width, config.ffn_size))
+            for layer in range(config.num_layers)
+        )
+        super().__init__(config, norm(), layers, sinusoids=Sinusoids(width))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = super().embed(tokens, positions) * self.config.embedding_scale  # [B, T, C]

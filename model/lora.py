@@ -107,9 +107,7 @@ def initial_adapter(name: str, shape: Sequence[int], seed: int, part: Part = ())
     if name.endswith(ADAPTERS[1]):
         return torch.zeros(*shape)[part]
     bound = 1 / math.sqrt(shape[1])
-    return initial_weight_slice(
-        lambda tile, generator: tile.uniform_(-bound, bound, generator=generator), name, shape, seed, part
-    )
+    return initial_weight_slice(partial(nn.init.uniform_, a=-bound, b=bound), name, shape, seed, part)
 
 
 def merge(

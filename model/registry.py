@@ -1,6 +1,7 @@
 """Build models by model_type, and count their parameters, FLOPs and states."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -16,7 +17,7 @@ from model.lora import add_adapters
 from model.transnormer import TransNormer
 from model.windows import Window
 
-MODELS: dict[str, type[LanguageModel]] = {
+MODELS: dict[str, Callable[..., LanguageModel]] = {
     "llama": Llama,
     "gpt": GPT,
     "transnormer": TransNormer,

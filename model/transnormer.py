@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residu
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from model.attention import HybridAttention, LinearAttend, LinearCore, attention_of, linear
-from model.base import RecurrentModel, output_module
+from model.base import RecurrentModel
 from model.config import ModelConfig
 from model.layers import SGLU, Linear, PreNormLayer, RMSNorm, Rotary
 
@@ -93,20 +94,18 @@ class TokenMixer(LinearCore):
         return self.wo(self.wu(x) * self.norm(out.flatten(-2)))
 
 
+def _norm(config: ModelConfig) -> "partial[RMSNorm]":
+    return partial(RMSNorm, config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
+
+
 class Layer(PreNormLayer):
     """A layer with linear attention or, in a hybrid, softmax attention and rotary positions."""
 
     def __init__(self, config: ModelConfig, layer: int, attends: HybridAttention) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.norm_epsilon
-        self.attention_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
-        self.rope, self.head_dim = config if config.has_softmax(layer) else None, config.head_dim
-        if self.rope is None:
-            self.attention = TokenMixer(config, layer, attends.linear)
-        else:
-            self.attention = attention_of(config, layer, attends.softmax)
-        self.mlp_norm = RMSNorm(width, eps=eps, elementwise_affine=False)
-        self.mlp = SGLU(width, config.ffn_size)
+        softmax = config.has_softmax(layer)
+        core = attention_of(config, layer, attends.softmax) if softmax else TokenMixer(config, layer, attends.linear)
+        super().__init__(_norm(config), core, SGLU(config.hidden_size, config.ffn_size))
+        self.rope, self.head_dim = config if softmax else None, config.head_dim
 
     def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
         places = positions if self.rope is None else Rotary(positions, self.head_dim, self.rope, x.dtype)
@@ -117,13 +116,9 @@ class TransNormer(RecurrentModel):
     """TransNormer language model: token ids -> logits."""
 
     def __init__(self, config: ModelConfig, attend: LinearAttend | HybridAttention = linear) -> None:
-        super().__init__()
-        self.config = config
         attends = attend if isinstance(attend, HybridAttention) else HybridAttention(linear=attend)
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, layer, attends) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
-        self.output = output_module(config)
+        layers = (Layer(config, layer, attends) for layer in range(config.num_layers))
+        super().__init__(config, _norm(config)(), layers)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return super().embed(tokens, positions) * self.config.embedding_scale

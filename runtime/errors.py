@@ -36,10 +36,17 @@ class StoppedError(DataError):
     """The machine, not the input, stopped the work: what is done holds."""
 
 
+def wrong(of: object, name: str, must: str) -> UserError:
+    """Return the error of a field's value; ``must`` says what it must be, and the fix."""
+    value = getattr(of, name)
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else "not set" if value is None else value
+    return UserError(f"{name} is {shown}; {must}")
+
+
 def require(of: object, ok: bool, name: str, must: str) -> None:
-    """Raise UserError unless a field is ``ok``; ``must`` says what it must be, and the fix."""
+    """Raise ``wrong`` unless a field is ``ok``."""
     if not ok:
-        raise UserError(f"{name} is {getattr(of, name)}; {must}")
+        raise wrong(of, name, must)
 
 
 def at_least(of: object, least: float, *names: str) -> None:

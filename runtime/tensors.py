@@ -24,7 +24,7 @@ FORGET: list[Callable[[], None]] = []
 
 
 def initial_weight_slice(
-    draw: Callable[[Tensor, torch.Generator], Tensor], name: str, shape: Sequence[int], seed: int, part: Part = ()
+    draw: Callable[..., Tensor], name: str, shape: Sequence[int], seed: int, part: Part = ()
 ) -> Tensor:
     """Return a part (float32, on the CPU) of the random weight ``name``, which is the same whatever part is asked for.
 
@@ -32,10 +32,10 @@ def initial_weight_slice(
     dimensions, and only the tiles are drawn that the part has a share of.
 
     Args:
-        draw: fills a tensor by a generator, and returns it.
+        draw: fills a tensor by a ``generator``, and returns it, as the functions of ``torch.nn.init`` do.
     """
     if math.prod(shape) <= WHOLE:
-        return draw(torch.empty(*shape), generator_of(seed, name))[part]
+        return draw(torch.empty(*shape), generator=generator_of(seed, name))[part]
     part = part or tuple(slice(0, length) for length in shape)
     edges = (*[1] * (len(shape) - 2), *TILE)[-len(shape) :]
     found = torch.empty([own.stop - own.start for own in part])
@@ -45,7 +45,9 @@ def initial_weight_slice(
             slice(number * edge, min((number + 1) * edge, length))
             for number, edge, length in zip(numbers, edges, shape, strict=True)
         )
-        values = draw(torch.empty([of.stop - of.start for of in tile]), generator_of(seed, f"{name} {numbers}"))
+        values = draw(
+            torch.empty([of.stop - of.start for of in tile]), generator=generator_of(seed, f"{name} {numbers}")
+        )
         both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(part, tile, strict=True))
         found[_within(both, part)] = values[_within(both, tile)]
     return found

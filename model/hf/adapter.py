@@ -1,6 +1,7 @@
 """Adapters of a model (``model.lora``) from and to PEFT's adapter_config.json and adapter_model.safetensors."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from model.registry import shapes_of
 from runtime.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base_model.model."
+"""Beginning of PEFT's names."""
 _NOTHING: tuple[Any, ...] = (None, False, [], {})
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -84,7 +87,7 @@ def write_adapter(
 def peft_name(name: str) -> str:
     """Return PEFT's name of a parameter of ours: that of the linear layer, and then as ours."""
     linear, matrix, kind = name.rsplit(".", 2)
-    return f"base_model.model.{LLAMA.names.of(f'{linear}.{kind}')[0].removesuffix(kind)}{matrix}.{kind}"
+    return f"{BASE}{LLAMA.names.of(f'{linear}.{kind}')[0].removesuffix(kind)}{matrix}.{kind}"
 
 
 def read_adapter(
@@ -140,10 +143,23 @@ def read_adapter(
 
 def _targets(said: Any, theirs: Iterable[str]) -> tuple[str, ...]:
     """Return our names of the linear layers with an adapter; those of a pattern are those that the file has."""
-    found = sorted({(name.split(".") * 3)[-3] for name in theirs}) if isinstance(said, str) else said
+    found = said
+    if isinstance(said, str):
+        found = sorted({name.removeprefix(BASE).rpartition(".lora_")[0] for name in theirs} - {""})
+        if other := [name for name in found if said != "all-linear" and not _matches(said, name)]:
+            raise UserError(
+                f"target_modules is {shown(said)}, which does not match {other[0]}, whose adapter the file has; {MERGE}"
+            )
     if not isinstance(found, list) or not found:
         raise UserError(f"target_modules is {shown(said)}; it must be a list of names, or a pattern")
     leaves = [name.rsplit(".", 1)[-1] if isinstance(name, str) else name for name in found]  # names may be whole paths
     if strange := [name for name, leaf in zip(found, leaves, strict=True) if leaf not in list(THEIRS)]:
         raise UserError(f"target_modules has {shown(strange[0])}, only {', '.join(THEIRS)} can have adapters; {MERGE}")
     return tuple(ours for name, ours in THEIRS.items() if name in leaves)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False

@@ -56,7 +56,7 @@ def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[
             raise UserError(f"lm_head.weight differs from {family.embedding}, yet tie_word_embeddings is true")
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     metas = {whole: found[name] for whole, name in names.items()}
-    check_described(metas, {name: weight.shape for name, weight in family.to_theirs(empty, config).items()})
+    check_described(metas, {name: weight.shape for name, weight in family.names.to_theirs(empty, config).items()})
 
     def checked(whole: str) -> Tensor:
         weight = state[names[whole]]
@@ -64,9 +64,9 @@ def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[
         return weight
 
     def read(name: str) -> Tensor:
-        return family.to_ours(checked, [name], config)[name]
+        return family.names.to_ours(checked, [name], config)[name]
 
-    return family.to_ours(metas.__getitem__, shapes, config), read
+    return family.names.to_ours(metas.__getitem__, shapes, config), read
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
     """
     family = family_of(config)
     check_state(state, shapes_of(config))
-    theirs = family.to_theirs(state, config)
+    theirs = family.names.to_theirs(state, config)
     if not config.untie_embeddings_and_output_weights:
         theirs["lm_head.weight"] = theirs[family.embedding]
     return theirs
@@ -102,7 +102,7 @@ def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -
     theirs: dict[str, Tensor] = {}
     inside: dict[str, str] = {}
     for module, names in modules.items():
-        found = family.to_theirs({name: ours[name] for name in names}, config)
+        found = family.names.to_theirs({name: ours[name] for name in names}, config)
         theirs |= found
         inside |= dict.fromkeys(found, module)
     last: dict[str, dict[str, Tensor]] = {}
@@ -113,7 +113,7 @@ def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -
             weights = {one: read(one) for one in modules[module]}
             for one, weight in weights.items():
                 check_finite(one, weight)
-            last[module] = family.to_theirs(weights, config)
+            last[module] = family.names.to_theirs(weights, config)
         return last[module][name]
 
     return theirs, read_theirs

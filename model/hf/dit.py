@@ -19,14 +19,16 @@ from model.hf.folder import CONFIG, check_sizes, check_state, entry, read_json, 
 from model.hf.shards import Weights, new_folder, write_model
 from runtime.errors import UserError
 
+PATCHES, POSITIONS = "x_embedder.weight", "pos_embed"
 NAMES = Names(
     top={"x_embedder": "x_embedder.proj", "y_embedder": "y_embedder.embedding_table"},
     layers="blocks",
     layer={"attention.wo": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"},
     fused="attn.qkv",
     parts=("attention.wq", "attention.wk", "attention.wv"),
+    ours_of=lambda config, name, weight: _to_linear(weight) if name == PATCHES else weight,
+    theirs_of=lambda config, name, weight: _to_convolution(weight, config) if name == PATCHES else weight,
 )
-PATCHES, POSITIONS = "x_embedder.weight", "pos_embed"
 
 
 def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
@@ -40,15 +42,13 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
     check_sizes(state, config.num_layers, sizes)
     shapes = dit_shapes(config)
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    known = {name: weight.shape for name, weight in _to_original(empty, config).items()}
+    known = {name: weight.shape for name, weight in NAMES.to_theirs(empty, config).items()}
     state = dict(state)
     positions = state.pop(POSITIONS, None)
     check_state(state, known)
     if positions is not None:
         _check_positions(positions, config)
-    return NAMES.to_ours(
-        state.__getitem__, shapes, lambda name, weight: _to_linear(weight) if name == PATCHES else weight
-    )
+    return NAMES.to_ours(state.__getitem__, shapes, config)
 
 
 def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str,
     """
     check_state(state, dit_shapes(config))
     positions = position_embedding(torch.arange(config.num_patches), config)[None]
-    return _to_original(state, config) | {POSITIONS: positions.to(state[PATCHES].dtype)}
+    return NAMES.to_theirs(state, config) | {POSITIONS: positions.to(state[PATCHES].dtype)}
 
 
 def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
@@ -72,18 +72,16 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
     kind = contents.pop("model_type", "dit")
     if kind != "dit":
         raise UserError(f'{folder / CONFIG}: model_type = {shown(kind)} is not supported; only "dit" is')
-    if unknown := sorted(contents.keys() - {field.name for field in dataclasses.fields(DiTConfig)}):
-        raise UserError(f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out")
     kinds = {tuple: list, type(None): int}
+    defaults = {field.name: field.default for field in dataclasses.fields(DiTConfig)}
+    if unknown := sorted(contents.keys() - defaults.keys()):
+        raise UserError(f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out")
     try:
-        config = DiTConfig(
-            **{
-                field.name: entry(
-                    contents, field.name, kinds.get(type(field.default), type(field.default)), field.default
-                )
-                for field in dataclasses.fields(DiTConfig)
-            }
-        )
+        values = {
+            name: entry(contents, name, kinds.get(type(default), type(default)), default)
+            for name, default in defaults.items()
+        }
+        config = DiTConfig(**values)
     except ValueError as error:
         raise UserError(f"{folder / CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
     return config, dit_from_original(Weights(folder), config)
@@ -98,10 +96,6 @@ def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor])
     theirs = dit_to_original(state, config)
     with new_folder(Path(folder)) as draft:
         write_model(draft, theirs, contents)
-
-
-def _to_original(ours: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    return NAMES.to_theirs(ours, lambda name, weight: _to_convolution(weight, config) if name == PATCHES else weight)
 
 
 def _to_convolution(weight: Tensor, config: DiTConfig) -> Tensor:

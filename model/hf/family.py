@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
+from model.config import RESOLVED, ModelConfig
 from model.hf.folder import CONFIG, check_value, entry, shown
 from runtime.errors import UserError
 
@@ -18,13 +17,7 @@ Read = Callable[[str], Tensor]
 Change = Callable[[Any, str, Tensor], Tensor]
 """A configuration, our name and a weight in one layout -> in the other."""
 REQUIRED: Any = object()
-RESOLVED = {
-    "ffn_hidden_size": "ffn_size",
-    "num_query_groups": "query_groups",
-    "kv_channels": "head_dim",
-    "vocab_size": "vocabulary",
-}
-"""Fields of ours that may be left out, and the properties that resolve them."""
+TIED = "tie_word_embeddings"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -82,14 +75,9 @@ class Need(NamedTuple):
     """The values that it has, for the message; may name ``config``."""
 
 
-def tied(default: bool) -> Part:
-    """Return the key of tied embeddings."""
-    name, ours = "tie_word_embeddings", "untie_embeddings_and_output_weights"
-    return Part(
-        (name,),
-        lambda hf, settings: {ours: not entry(hf, name, bool, default)},
-        lambda config: {name: not config.untie_embeddings_and_output_weights},
-    )
+def unchanged(config: Any, name: str, weight: Tensor) -> Tensor:
+    """Return the weight."""
+    return weight
 
 
 @dataclass(frozen=True)
@@ -106,6 +94,8 @@ class Names:
     """A module of theirs that holds ``parts`` of ours, joined along ``dim`` of their weight."""
     parts: tuple[str, ...] = ()
     dim: int = 0
+    ours_of: Change = unchanged
+    theirs_of: Change = unchanged
 
     def of(self, name: str) -> tuple[str, int | None]:
         """Return their name of our parameter, and for a fused one which part it is."""
@@ -117,30 +107,26 @@ class Names:
         inside = self.layer.get(module, module) if part is None else self.fused
         return f"{self.layers}.{layer}.{inside}.{kind}", part
 
-    def to_ours(self, theirs: Read, names: Iterable[str], change: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return our state dict of ``names``: the same tensors or views of them, but for what ``change`` copies."""
+    def to_ours(self, theirs: Read, names: Iterable[str], config: Any) -> dict[str, Tensor]:
+        """Return our state dict of ``names``: the same tensors or views of them, but for what ``ours_of`` copies."""
         ours = {}
         for name in names:
             their_name, part = self.of(name)
             weight = theirs(their_name)
-            ours[name] = change(name, weight if part is None else weight.chunk(len(self.parts), self.dim)[part])
+            weight = weight if part is None else weight.chunk(len(self.parts), self.dim)[part]
+            ours[name] = self.ours_of(config, name, weight)
         return ours
 
-    def to_theirs(self, ours: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return their state dict: the same tensors, but for those that are fused, and what ``change`` copies."""
+    def to_theirs(self, ours: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """Return their state dict: the same tensors, but for those that are fused, and what ``theirs_of`` copies."""
         theirs = {}
         for name, weight in ours.items():
             their_name, part = self.of(name)
             if part == 0:
                 weight = torch.cat([ours[name.replace(self.parts[0], one)] for one in self.parts])
             if not part:
-                theirs[their_name] = change(name, weight)
+                theirs[their_name] = self.theirs_of(config, name, weight)
         return theirs
-
-
-def unchanged(config: Any, name: str, weight: Tensor) -> Tensor:
-    """Return the weight."""
-    return weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +144,9 @@ class Family:
     fields: Mapping[str, Field]
     """Keys of config.json that hold a field of ours as it is."""
     parts: tuple[Part, ...]
-    """The other keys that are read, in order."""
+    """The other keys that are read, in order, after that of tied embeddings."""
+    tied: bool
+    """True if embeddings are tied where config.json does not say so."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ours that all of its models have alike."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -172,20 +160,21 @@ class Family:
     """Keys that stand for another one, and win over it."""
     needs: tuple[Need, ...] = ()
     names: Names
-    embedding: str
-    """Their name of the embedding's weight, which lm_head.weight may be tied to."""
     derived: str = r"(?!)"
     """Pattern of names in old checkpoints that are not weights."""
     prefix: str = ""
     """Beginning of all names but lm_head's, which some files omit."""
-    ours_of: Change = unchanged
-    theirs_of: Change = unchanged
+
+    @property
+    def embedding(self) -> str:
+        """Their name of the embedding's weight, which lm_head.weight may be tied to."""
+        return self.names.of("embedding.weight")[0]
 
     @property
     def known(self) -> set[str]:
         """Keys that are read, or known to change nothing."""
         own = {*self.fields, *(key for part in self.parts for key in part.keys), *self.only, *self.aliases}
-        return own | {*self.rates, *self.ignored, *IGNORED, *ONLY, *TOKEN_IDS, "model_type"}
+        return own | {*self.rates, *self.ignored, *IGNORED, *ONLY, *TOKEN_IDS, "model_type", TIED}
 
     def refuse(self, config: ModelConfig) -> None:
         """Raise UserError if it cannot express a model of ours."""
@@ -208,7 +197,7 @@ class Family:
                 )
         for key in TOKEN_IDS:
             entry(hf, key, list if key == "eos_token_id" and isinstance(hf.get(key), list) else int, None)
-        if (entry(hf, "max_position_embeddings", int, None) or 1) < 1 or hf.get("max_position_embeddings") == 0:
+        if (longest := entry(hf, "max_position_embeddings", int, None)) is not None and longest < 1:
             raise UserError(f"{CONFIG}: max_position_embeddings is below 1; it must be the longest sequence")
         for key in self.rates:
             if not 0 <= (entry(hf, key, float, None) or 0) < 1:
@@ -220,6 +209,7 @@ class Family:
         settings: dict[str, Any] = {"model_type": self.ours, **self.own}
         for key, (ours, kind, default) in self.fields.items():
             settings[ours] = entry(hf, key, kind, *([] if default is REQUIRED else [default]))
+        settings["untie_embeddings_and_output_weights"] = not entry(hf, TIED, bool, self.tied)
         for part in self.parts:
             settings |= part.read(hf, settings)
         try:
@@ -236,6 +226,7 @@ class Family:
             key: (getattr(config, RESOLVED.get(ours, ours)), kind) for key, (ours, kind, _) in self.fields.items()
         }
         found |= {key: kind(value) for key, (value, kind) in values.items() if value is not None}
+        found[TIED] = not config.untie_embeddings_and_output_weights
         for part in self.parts:
             found |= part.write(config)
         # transformers' default ids are of its own vocabularies, which this one may not have.
@@ -245,11 +236,3 @@ class Family:
         replaced = {*self.aliases, *(key for part in self.parts for key in part.keys)}
         known = {key: value for key, value in kept.items() if key in self.known - replaced}
         return unsaid | {key: value for key, value in known.items() if value is not None or key not in unsaid} | found
-
-    def to_ours(self, theirs: Read, names: Iterable[str], config: ModelConfig) -> dict[str, Tensor]:
-        """Return our state dict of ``names``: the same tensors where layouts agree."""
-        return self.names.to_ours(theirs, names, partial(self.ours_of, config))
-
-    def to_theirs(self, ours: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        """Return their state dict: the same tensors where layouts agree."""
-        return self.names.to_theirs(ours, partial(self.theirs_of, config))

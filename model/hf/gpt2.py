@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.hf.family import Family, Field, Names, Need, Part, tied
+from model.hf.family import Family, Field, Names, Need, Part
 
 _UNUSED = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
@@ -31,10 +31,8 @@ GPT2 = Family(
         "layer_norm_epsilon": Field("norm_epsilon", float, 1e-5),
         "initializer_range": Field("init_method_std", float, 0.02),
     },
-    parts=(
-        tied(True),
-        Part(("n_ctx",), lambda hf, settings: {}, lambda config: {}),  # of old files, beside n_positions
-    ),
+    tied=True,
+    parts=(Part(("n_ctx",), lambda hf, settings: {}, lambda config: {}),),  # of old files, beside n_positions
     own={"position_embedding_type": "learned_absolute"},
     only={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # one function under three names
@@ -80,11 +78,10 @@ GPT2 = Family(
         fused="attn.c_attn",
         parts=("attention.wq", "attention.wk", "attention.wv"),
         dim=-1,
+        ours_of=_turned,
+        theirs_of=_turned,
     ),
-    embedding="transformer.wte.weight",
     # Old checkpoints include the causal mask, and those of the bare GPT2Model omit the prefix.
     derived=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
     prefix="transformer.",
-    ours_of=_turned,
-    theirs_of=_turned,
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from model.config import ModelConfig
-from model.hf.family import Contents, Family, Field, Names, Need, Part, tied
+from model.hf.family import Contents, Family, Field, Names, Need, Part
 from model.hf.folder import CONFIG, entry, shown
 from model.rope import PREFIX as SCALING
 from model.rope import SETTINGS, dynamic_base
@@ -22,7 +22,7 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
 def _rope_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     """Return our settings of rope: transformers 4 has a table rope_scaling beside rope_theta, 5 rope_parameters."""
     for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(hf.get(key) or {}, dict) or hf.get(key) in ([], "", 0):
+        if not isinstance(hf.get(key), dict | None):
             raise UserError(f"{CONFIG}: {key} = {shown(hf[key])} is not supported; only a table is")
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = hf.get(key) or {}
@@ -105,18 +105,19 @@ def _windows(hf: Contents, width: int | None, kinds: Any, layers: int) -> dict[s
     return {"window_size": f"{width - 1},0", "window_attn_skip_freq": pattern if any(whole) else None}
 
 
-def _windows_of(config: ModelConfig) -> list[Window | None]:
-    return [config.window(layer) for layer in range(config.num_layers)]
+def _windows_of(config: ModelConfig) -> set[Window | None]:
+    return set(map(config.window, range(config.num_layers)))
+
+
+def _keys(config: ModelConfig, layer: int) -> int | None:
+    """Return the keys of a layer's window as theirs counts them, a token's own among them; None without one."""
+    window = config.window(layer)
+    return None if window is None else window[0] + 1
 
 
 def _mistral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     width = _width(hf)
     return {} if width is None else {"window_size": f"{width - 1},0"}
-
-
-def _mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
-    window = config.window(0)
-    return {"sliding_window": None if window is None else window[0] + 1}
 
 
 def _ministral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
@@ -127,12 +128,14 @@ def _ministral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def _ministral_to_hf(config: ModelConfig) -> dict[str, Any]:
-    windows = _windows_of(config)
-    width = next(window[0] + 1 for window in windows if window)
-    return {"sliding_window": width, "layer_types": [WHOLE if window is None else SLIDING for window in windows]}
+    widths = [_keys(config, layer) for layer in range(config.num_layers)]
+    width = next(width for width in widths if width)
+    return {"sliding_window": width, "layer_types": [WHOLE if width is None else SLIDING for width in widths]}
 
 
 def _qwen_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
+    entry(hf, "sliding_window", int, None)  # transformers checks its type where it is not used, too
+    entry(hf, "head_dim", int, 1)  # left out it has a default, null is an error
     width = _width(hf) if entry(hf, "use_sliding_window", bool, False) else None
     first, layers = entry(hf, "max_window_layers", int, 28), settings["num_layers"]
     if (kinds := hf.get("layer_types")) is None:
@@ -148,10 +151,6 @@ def _qwen_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {"use_sliding_window": True, "max_window_layers": found["layer_types"].index(SLIDING), **found}
 
 
-def _one_window(config: ModelConfig) -> bool:
-    return len(set(_windows_of(config))) == 1
-
-
 FIELDS = {
     "num_hidden_layers": Field("num_layers", int),
     "hidden_size": Field("hidden_size", int),
@@ -164,7 +163,7 @@ FIELDS = {
     "rms_norm_eps": Field("norm_epsilon", float, 1e-6),
     "initializer_range": Field("init_method_std", float, 0.02),
 }
-PARTS = (tied(False), Part(ROPE, _rope_from_hf, _rope_to_hf))
+PARTS = (Part(ROPE, _rope_from_hf, _rope_to_hf),)
 NO_BIASES = {"attention_bias": (None, False), "mlp_bias": (None, False)}
 QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
@@ -174,6 +173,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     ours="llama",
     fields=FIELDS,
+    tied=False,
     parts=PARTS,
     own={"add_qkv_bias": False, "qk_layernorm": False},
     only={
@@ -211,7 +211,6 @@ LLAMA = Family(
             "mlp.down": "mlp.down_proj",
         },
     ),
-    embedding="model.embed_tokens.weight",
     # Old checkpoints include the rotary frequencies, which follow from the configuration.
     derived=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
@@ -225,10 +224,10 @@ MISTRAL = replace(
         "num_key_value_heads": Field("num_query_groups", int, 8),
         "max_position_embeddings": Field("max_position_embeddings", int, 131072),
     },
-    parts=(*PARTS, Part(("sliding_window",), _mistral_from_hf, _mistral_to_hf)),
+    parts=(*PARTS, Part(("sliding_window",), _mistral_from_hf, lambda config: {"sliding_window": _keys(config, 0)})),
     only={"hidden_act": ("silu", "swish"), **NO_BIASES},
     ignored=frozenset(),
-    needs=(Need("window_attn_skip_freq", _one_window, "none"),),
+    needs=(Need("window_attn_skip_freq", lambda config: len(_windows_of(config)) == 1, "none"),),
 )
 MINISTRAL = replace(
     MISTRAL,

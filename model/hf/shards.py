@@ -5,7 +5,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from runtime.errors import UserError
 from runtime.files import replacing
 
 INDEX = f"{WEIGHTS}.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-WEIGHT_FILES = ("*.safetensors", "*.index.json", *PICKLES)
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+WEIGHT_FILES = (".safetensors", ".index.json", *PICKLES)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 CARRIED = (
     *TOKENIZERS,
@@ -48,10 +47,13 @@ class Weights(Mapping[str, Tensor]):
         whole = single != WEIGHTS or (folder / WEIGHTS).exists() or not (folder / INDEX).exists()
         index = {} if whole else _index(folder)
         files = [single] if whole else sorted(set(index.values()))
-        beside = sorted(
-            path.name for pattern in WEIGHT_FILES for path in folder.glob(pattern) if path.name not in files
-        )
-        if whole and not (folder / single).exists() and (pickles := [name for name in beside if _is_pickle(name)]):
+        names = sorted(path.name for path in folder.glob("*") if path.name.endswith(WEIGHT_FILES))
+        beside = [name for name in names if name not in files]
+        if (
+            whole
+            and not (folder / single).exists()
+            and (pickles := [name for name in beside if Path(name).suffix in PICKLES])
+        ):
             raise UserError(
                 f"{folder / pickles[0]} is a pickle, which can run code when it is read, and there is no {single}; "
                 "take the model's safetensors files"
@@ -90,10 +92,6 @@ def _index(folder: Path) -> dict[str, str]:
         if file != Path(file).name or not file.endswith(".safetensors"):
             raise UserError(f"{folder / INDEX}: names {file!r}, no safetensors file directly in this folder")
     return index
-
-
-def _is_pickle(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in PICKLES)
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.hf.family import Contents, Family, Field, Names, Need, Part, tied
+from model.hf.family import Contents, Family, Field, Names, Need, Part
 from model.hf.folder import CONFIG, entry, shown
 from runtime.errors import UserError
 
@@ -42,10 +42,6 @@ def _lrpe_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {"linear_use_lrpe_list": [int(layer == 0) for layer in range(config.num_layers)]}
 
 
-def _theta_to_ours(config: ModelConfig, name: str, weight: Tensor) -> Tensor:
-    return weight.flatten() if name == THETA else weight
-
-
 def _theta_to_theirs(config: ModelConfig, name: str, weight: Tensor) -> Tensor:
     return weight.view(config.num_attention_heads, 1, config.head_dim) if name == THETA else weight
 
@@ -63,8 +59,8 @@ TRANSNORMER = Family(
         "init_std": Field("init_method_std", float, 0.02),
         "no_scale_embedding": Field("no_scale_embedding", bool, False),
     },
+    tied=True,
     parts=(
-        tied(True),
         Part(("hidden_dim", "glu_dim"), _widths_from_hf, _widths_to_hf),
         Part(("linear_use_lrpe_list",), _lrpe_from_hf, _lrpe_to_hf),
     ),
@@ -87,9 +83,8 @@ TRANSNORMER = Family(
         },
         fused="token_mixer.qkvu_proj",
         parts=("attention.wq", "attention.wk", "attention.wv", "attention.wu"),
+        ours_of=lambda config, name, weight: weight.flatten() if name == THETA else weight,
+        theirs_of=_theta_to_theirs,
     ),
-    embedding="model.embed_tokens.weight",
     prefix="model.",
-    ours_of=_theta_to_ours,
-    theirs_of=_theta_to_theirs,
 )

@@ -6,26 +6,19 @@ from torch import nn
 
 from model.attention import HybridAttention, linear, sdpa
 from model.base import initial_weight
-from model.config import ModelConfig
 from model.registry import build_model
 from runtime.errors import UserError
+from tests.model.models import GPT, HYBRID, KINDS, LLAMA, built, tied, tokens, used
 
-LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
-GPT = dataclasses.replace(LLAMA, model_type="gpt", max_position_embeddings=100, num_query_groups=None)
-LINEAR = [
-    dataclasses.replace(LLAMA, model_type=kind, num_query_groups=None) for kind in ("transnormer", "linear_transformer")
-]
-KINDS = [LLAMA, GPT, *LINEAR]
+WINDOWS = {"window_size": "3,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"}
 ALL = {
     "llama": LLAMA,
-    "llama, tied": dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False),
+    "llama, tied": tied(LLAMA),
     "gpt": GPT,
     "gpt, rope": dataclasses.replace(GPT, position_embedding_type="rope", max_position_embeddings=None),
-    "llama, windows and sinks": dataclasses.replace(
-        LLAMA, window_size="3,0", window_attn_skip_freq="2", softmax_type="learnable"
-    ),
+    "llama, windows and sinks": dataclasses.replace(LLAMA, **WINDOWS),
     "gpt, off by one": dataclasses.replace(GPT, window_size="5,0", softmax_type="off-by-one"),
-    "gpt, grouped and tied": dataclasses.replace(GPT, num_query_groups=2, untie_embeddings_and_output_weights=False),
+    "gpt, grouped and tied": dataclasses.replace(tied(GPT), num_query_groups=2),
 }
 
 
@@ -33,25 +26,6 @@ ALL = {
 def any_kind(request):
     """Weights far from their beginnings."""
     return dataclasses.replace(request.param, init_method_std=0.1)
-
-
-def built(config, seed=1, attend=None):
-    model = build_model(config, attend)
-    model.init_weights(seed)
-    return model
-
-
-def used(config, attend=None):
-    """Biases and norms as training leaves them: not 0 and 1."""
-    model, generator = built(config, attend=attend), torch.Generator().manual_seed(2)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
-def tokens(length=12, vocabulary=40):
-    return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("config", KINDS)
@@ -112,9 +86,6 @@ def test_explicit_positions_make_the_order_of_tokens_free(any_kind):
     torch.testing.assert_close(each, permuted, rtol=0, atol=1e-6)
     wrong = model(tokens()[:, order])[:, back]
     assert (wrong - expected).abs().max() > 1e-3  # the bound sees positions that were not given
-
-
-HYBRID = dataclasses.replace(LINEAR[0], softmax_every=2)
 
 
 @pytest.mark.parametrize("config", [*KINDS, HYBRID], ids=lambda config: config.model_type)

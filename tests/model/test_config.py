@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -52,66 +53,48 @@ def test_defaults_of_a_gpt():
     assert ModelConfig(model_type="gpt", max_position_embeddings=8, kv_channels=15).head_dim == 15
 
 
+TABLE: dict[str, Any] = {"model_type": "gpt", "max_position_embeddings": 8}
+TRANSNORMER: dict[str, Any] = {"model_type": "transnormer"}
+LINEAR: dict[str, Any] = {"model_type": "linear_transformer"}
+LEARNED: dict[str, Any] = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 8}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"model_type": "gpt"}, "max_position_embeddings is not set; .* set it to the longest sequence"),
-        ({"model_type": "gpt", "max_position_embeddings": 0}, "max_position_embeddings is 0; it must be 1 or more"),
+        (TABLE | {"max_position_embeddings": 0}, "max_position_embeddings is 0; it must be 1 or more"),
+        (TABLE | {"rotary_base": 500.0}, "rotary_base is 500.0; .* set position_embedding_type to rope"),
+        (TABLE | {"position_embedding_type": "rope", "kv_channels": 15}, "kv_channels is 15; .* must be even"),
         (
-            {"model_type": "gpt", "max_position_embeddings": 8, "rotary_base": 500.0},
-            "rotary_base is 500.0; .* set position_embedding_type to rope",
+            LEARNED,
+            "position_embedding_type is learned_abs.*; model_type llama has rope alone; .* set model_type to gpt",
         ),
-        (
-            {"model_type": "gpt", "position_embedding_type": "rope", "kv_channels": 15},
-            "kv_channels is 15; .* must be even",
-        ),
-        (
-            {"position_embedding_type": "learned_absolute", "max_position_embeddings": 8},
-            "position_embedding_type is learned_absolute; model_type llama has rope alone; .* set model_type to gpt",
-        ),
-        (
-            {"model_type": "gpt", "max_position_embeddings": 8, "add_qkv_bias": True},
-            "add_qkv_bias is True; .* of its own",
-        ),
-        ({"model_type": "transnormer", "qk_layernorm": True}, "qk_layernorm is True; model_type transnormer has none"),
-        (
-            {"linear_decay": "paper"},
-            "linear_decay is paper; model_type llama has no decay; .* model_type to transnormer",
-        ),
-        ({"model_type": "linear_transformer", "linear_decay": "paper"}, "linear_decay is paper; .* has no decay"),
+        (TABLE | {"add_qkv_bias": True}, "add_qkv_bias is True; .* of its own"),
+        (TRANSNORMER | {"qk_layernorm": True}, "qk_layernorm is True; model_type transnormer has none"),
+        ({"linear_decay": "paper"}, "linear_decay is paper; model_type llama has no decay; .* model_type to transnor"),
+        (LINEAR | {"linear_decay": "paper"}, "linear_decay is paper; .* has no decay"),
         ({"no_scale_embedding": True}, "no_scale_embedding is True; model_type llama scales no embeddings"),
-        ({"model_type": "transnormer", "num_query_groups": 2}, "num_query_groups is 2; .* per query head, 8 here"),
-        (
-            {"model_type": "transnormer", "position_embedding_type": "rope"},
-            "position_embedding_type is rope; model_type transnormer has LRPE positions",
-        ),
-        (
-            {"model_type": "linear_transformer", "max_position_embeddings": 9},
-            "max_position_embeddings is 9; model_type linear_transformer has sinusoidal positions",
-        ),
-        ({"model_type": "transnormer", "rotary_base": 500.0}, "rotary_base is 500.0; .*; leave it out"),
+        (TRANSNORMER | {"num_query_groups": 2}, "num_query_groups is 2; .* per query head, 8 here"),
+        (TRANSNORMER | {"position_embedding_type": "rope"}, "position_embedding_type is rope; .* has LRPE positions"),
+        (LINEAR | {"max_position_embeddings": 9}, "max_position_embeddings is 9; .* has sinusoidal positions"),
+        (TRANSNORMER | {"rotary_base": 500.0}, "rotary_base is 500.0; .*; leave it out"),
         ({"softmax_every": 2}, "softmax_every is 2; model_type llama has one kind .* set model_type to transnormer"),
-        ({"model_type": "transnormer", "softmax_every": 5}, "softmax_every is 5; .* to num_layers 4"),
-        ({"model_type": "transnormer", "softmax_every": 1}, "softmax_every is 1; it must be from 2"),
+        (TRANSNORMER | {"softmax_every": 5}, "softmax_every is 5; .* to num_layers 4"),
+        (TRANSNORMER | {"softmax_every": 1}, "softmax_every is 1; it must be from 2"),
         (
-            {"model_type": "transnormer", "window_size": "8,0"},
-            "window_size is 8,0; model_type transnormer has linear .* leave it out, or .* softmax_every",
+            TRANSNORMER | {"window_size": "8,0"},
+            "window_size is 8,0; .* has linear .* leave it out, or .* softmax_every",
         ),
-        (
-            {"model_type": "linear_transformer", "softmax_type": "learnable"},
-            "softmax_type is learnable; model_type linear_transformer has linear",
-        ),
+        (LINEAR | {"softmax_type": "learnable"}, "softmax_type is learnable; model_type linear_transformer has linear"),
         ({"window_size": "0,0"}, "window_size is 0,0, 0 keys before"),
         ({"window_attn_skip_freq": "2"}, "window_attn_skip_freq is 2 and window_size is not set"),
         ({"window_size": "8,0", "window_attn_skip_freq": "[0]*4"}, "window_attn_skip_freq is .*; it leaves no layer"),
         (
-            {"model_type": "transnormer", "softmax_every": 2, "hidden_size": 15, "num_attention_heads": 5},
+            TRANSNORMER | {"softmax_every": 2, "hidden_size": 15, "num_attention_heads": 5},
             "hidden_size is 15; .* must be even",
         ),
-        (
-            {"model_type": "linear_transformer", "hidden_size": 15, "num_attention_heads": 3},
-            "hidden_size is 15; it must be even",
-        ),
+        (LINEAR | {"hidden_size": 15, "num_attention_heads": 3}, "hidden_size is 15; it must be even"),
     ],
 )
 def test_what_does_not_fit_the_model_type_is_refused(values, message):
@@ -120,36 +103,32 @@ def test_what_does_not_fit_the_model_type_is_refused(values, message):
 
 
 def test_architecture_tells_apart_what_computes_something_else():
-    same = dataclasses.replace(GPT, position_embedding_type="learned_absolute", num_query_groups=8, init_method_std=1.0)
-    assert architecture_of(same) == architecture_of(GPT)
-    assert json.loads(json.dumps(architecture_of(GPT))) == architecture_of(GPT)
+    def of(config, **changes):
+        return architecture_of(dataclasses.replace(config, **changes))
+
     llama = ModelConfig(vocab_size=40, ffn_hidden_size=1024)
-    rope = dataclasses.replace(GPT, position_embedding_type="rope", max_position_embeddings=None)
-    linear = dataclasses.replace(llama, model_type="linear_transformer")
-    decays = [
-        dataclasses.replace(llama, model_type="transnormer", linear_decay=decay) for decay in ("released", "paper")
+    normer = dataclasses.replace(llama, model_type="transnormer", linear_decay="released")
+    window = dataclasses.replace(llama, window_size="8,0")
+    assert of(GPT, position_embedding_type="learned_absolute", num_query_groups=8, init_method_std=1.0) == of(GPT)
+    assert json.loads(json.dumps(of(GPT))) == of(GPT)
+    assert of(normer, linear_decay=None) == of(normer)
+    same = {"window_size": "(8, 0)", "window_attn_skip_freq": "([1]+[0])*2"}
+    assert of(window, **same) == of(window, window_attn_skip_freq="2")
+    assert of(llama, window_size="-1,0") == of(llama)
+    of_windows = {"window_size", "window_attn_skip_freq", "softmax_type"}
+    assert not of_windows & of(llama).keys()  # older checkpoints
+    different = [
+        of(GPT),
+        of(GPT, max_position_embeddings=65),
+        of(GPT, position_embedding_type="rope", max_position_embeddings=None),
+        of(llama),
+        of(llama, model_type="linear_transformer"),
+        of(normer),
+        of(normer, linear_decay="paper"),
+        of(normer, no_scale_embedding=True),
+        *(of(normer, softmax_every=every) for every in (2, 4)),
+        *(of(window, window_attn_skip_freq=skip) for skip in (None, "2", "3")),
+        of(window, window_size="9,0"),
+        *(of(llama, softmax_type=kind) for kind in ("off-by-one", "learnable")),
     ]
-    plain = dataclasses.replace(decays[0], no_scale_embedding=True)
-    assert architecture_of(dataclasses.replace(decays[0], linear_decay=None)) == architecture_of(decays[0])
-    windows = [dataclasses.replace(llama, window_size="8,0", window_attn_skip_freq=skip) for skip in (None, "2", "3")]
-    windows.append(dataclasses.replace(llama, window_size="9,0"))
-    same = dataclasses.replace(windows[1], window_size="(8, 0)", window_attn_skip_freq="([1]+[0])*2")
-    assert architecture_of(same) == architecture_of(windows[1])
-    assert architecture_of(dataclasses.replace(llama, window_size="-1,0")) == architecture_of(llama)
-    softmax = [dataclasses.replace(llama, softmax_type=kind) for kind in ("off-by-one", "learnable")]
-    assert (
-        not {"window_size", "window_attn_skip_freq", "softmax_type"} & architecture_of(llama).keys()
-    )  # older checkpoints
-    hybrids = [dataclasses.replace(decays[0], softmax_every=every) for every in (2, 4)]
-    others = [
-        dataclasses.replace(GPT, max_position_embeddings=65),
-        rope,
-        llama,
-        linear,
-        *decays,
-        plain,
-        *hybrids,
-        *windows,
-        *softmax,
-    ]
-    assert all(architecture_of(a) != architecture_of(b) for i, a in enumerate(others) for b in [GPT, *others[:i]])
+    assert all(a != b for i, a in enumerate(different) for b in different[:i])

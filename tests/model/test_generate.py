@@ -1,11 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.cache import States
 from model.config import ModelConfig
 from model.generate import DivergedError, Draw, generate
-from model.llama import Llama
-from model.registry import build_model
+from tests.model.models import HYBRID, LINEAR, LLAMA, TRANSNORMER, built
 
 PROMPT = [[1, 2, 3], [7, 8, 9]]
 
@@ -28,9 +29,7 @@ class Table(torch.nn.Module):
 
 @pytest.fixture
 def llama():
-    model = Llama(ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=20))
-    model.init_weights(0)
-    return model
+    return built(replace(LLAMA, num_query_groups=None, vocab_size=20), seed=0)
 
 
 def likeliest(model, prompt, count):
@@ -145,25 +144,16 @@ def test_logits_that_are_not_finite_are_named(temperature, value):
 
 
 KINDS = {
-    "transnormer": {"model_type": "transnormer"},
-    "linear_transformer": {"model_type": "linear_transformer"},
-    "hybrid": {"model_type": "transnormer", "softmax_every": 2},
-    "hybrid, window and sinks": {
-        "model_type": "transnormer",
-        "softmax_every": 2,
-        "window_size": "40,0",
-        "softmax_type": "learnable",
-    },
+    "transnormer": TRANSNORMER,
+    "linear_transformer": LINEAR,
+    "hybrid": HYBRID,
+    "hybrid, window and sinks": replace(HYBRID, window_size="40,0", softmax_type="learnable"),
 }
 
 
 @pytest.fixture(params=KINDS)
 def recurrent(request):
-    sizes = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 20}
-    config = ModelConfig(**sizes, **KINDS[request.param])
-    model = build_model(config).double()
-    model.init_weights(0)
-    return model
+    return built(replace(KINDS[request.param], num_layers=3, vocab_size=20), seed=0).double()
 
 
 def test_a_state_goes_on_where_the_parallel_form_is(recurrent):

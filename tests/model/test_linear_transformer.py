@@ -5,65 +5,33 @@ import dataclasses
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.linear_transformer import LinearTransformer, features, sinusoids
+from model.linear_transformer import features, sinusoids
+from tests.model.models import LINEAR, tied, tokens, used
+from tests.model.test_gpt import by_hand
 
-TIED = ModelConfig(
-    model_type="linear_transformer",
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    vocab_size=50,
-    init_method_std=0.1,
-    untie_embeddings_and_output_weights=False,
-)
-TOKENS = torch.randint(50, (2, 90), generator=torch.Generator().manual_seed(3))
-
-
-def built(config, dtype=torch.float64):
-    """Biases and norms as training leaves them: not 0 and 1."""
-    model = LinearTransformer(config).to(dtype)
-    model.init_weights(1)
-    generator = torch.Generator().manual_seed(2)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
+UNTIED = dataclasses.replace(LINEAR, init_method_std=0.1)
+TOKENS = tokens(90)
 
 
 def naive(model, ids):
-    weights, config = dict(model.named_parameters()), model.config
-    heads, width = config.num_attention_heads, config.hidden_size
+    width = model.config.hidden_size
 
-    def linear(x, name):
-        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+    def embed(weights):
+        place = torch.arange(ids.shape[1], dtype=torch.float64)[:, None]
+        angle = place / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+        return weights["embedding.weight"][ids] * width**0.5 + torch.cat((angle.sin(), angle.cos()), -1)
 
-    def norm(x, name):
-        x = x - x.mean(-1, keepdim=True)
-        return (
-            x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-        )
+    def attend(q, k, v):
+        q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
+        scores = (q @ k.mT).tril()
+        return scores / scores.sum(-1, keepdim=True) @ v
 
-    place = torch.arange(ids.shape[1], dtype=torch.float64)[:, None]
-    angle = place / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
-    x = weights["embedding.weight"][ids] * width**0.5 + torch.cat((angle.sin(), angle.cos()), -1)
-    for layer in range(config.num_layers):
-        name = f"layers.{layer}."
-        y = norm(x, name + "attention_norm")
-        q, k, v = (linear(y, f"{name}attention.w{w}").unflatten(-1, (heads, -1)) for w in "qkv")
-        q, k = (torch.nn.functional.elu(z) + 1 for z in (q, k))
-        scores = torch.einsum("bthd,bshd->bhts", q, k).tril()
-        out = torch.einsum("bhts,bshd->bthd", scores / scores.sum(-1, keepdim=True), v)
-        x = x + linear(out.flatten(2), name + "attention.wo")
-        y = linear(norm(x, name + "mlp_norm"), name + "mlp.up")
-        x = x + linear(torch.nn.functional.gelu(y, approximate="tanh"), name + "mlp.down")
-    output = weights["embedding.weight"] if model.output is None else weights["output.weight"]
-    return norm(x, "norm") @ output.T
+    return by_hand(model, ids, embed, attend)
 
 
-@pytest.mark.parametrize("untied", [True, False])
-def test_logits_and_gradients_equal_the_naive_model(untied):
-    model = built(dataclasses.replace(TIED, untie_embeddings_and_output_weights=untied))
+@pytest.mark.parametrize("config", [UNTIED, tied(UNTIED)], ids=["untied", "tied"])
+def test_logits_and_gradients_equal_the_naive_model(config):
+    model = used(config, dtype=torch.float64)
     names, parameters = zip(*model.named_parameters(), strict=True)
     found = []
     for logits in (model(TOKENS), naive(model, TOKENS)):
@@ -76,7 +44,7 @@ def test_logits_and_gradients_equal_the_naive_model(untied):
 
 
 def test_the_bound_sees_a_missing_normaliser_and_missing_positions(monkeypatch):
-    model = built(TIED)
+    model = used(tied(UNTIED), dtype=torch.float64)
     want = naive(model, TOKENS)
     assert (model(TOKENS, torch.zeros(90, dtype=torch.long)) - want).norm() > 1e-3 * want.norm()
     monkeypatch.setattr("model.linear_transformer.features", lambda x: x.relu() + 1)

@@ -1,29 +1,13 @@
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model.config import ModelConfig
-from model.llama import Llama
 from runtime.ranks import run_ranks
-
-TINY = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
-TIED = dataclasses.replace(TINY, untie_embeddings_and_output_weights=False)
+from tests.model.models import LLAMA, built, tied, tokens
 
 
-def built(config=TINY, seed=1, **kwargs):
-    model = Llama(config, **kwargs)
-    model.init_weights(seed)
-    return model
-
-
-def tokens(batch=2, length=12):
-    return torch.randint(40, (batch, length), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("config", [TINY, TIED])
+@pytest.mark.parametrize("config", [LLAMA, tied(LLAMA)])
 def test_logits_and_hidden_states(config):
     model = built(config)
     logits = model(tokens())
@@ -33,7 +17,7 @@ def test_logits_and_hidden_states(config):
 
 
 def test_no_token_sees_a_later_one():
-    model, changed = built(), tokens()
+    model, changed = built(LLAMA), tokens()
     changed[:, 7] = (changed[:, 7] + 1) % 40
     before, after = model(tokens()), model(changed)
     assert torch.equal(before[:, :7], after[:, :7])
@@ -42,7 +26,7 @@ def test_no_token_sees_a_later_one():
 
 def test_recomputed_and_compiled_layers_change_nothing():
     """Layers take a plain object beside the tensor: activation checkpointing and torch.compile must accept it."""
-    plain, recomputed, compiled = built(), built(), built()
+    plain, recomputed, compiled = built(LLAMA), built(LLAMA), built(LLAMA)
     for index, layer in enumerate(recomputed.layers):
         recomputed.layers[index] = Recomputed(layer)
     for layer in compiled.layers:
@@ -72,7 +56,7 @@ def fully_sharded(rank, world_size):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dtypes = []
-    model, reference = built(TIED), built(TIED).bfloat16()
+    model, reference = built(tied(LLAMA)), built(tied(LLAMA)).bfloat16()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
         layer.attention.register_forward_pre_hook(lambda _, args: dtypes.append((args[0].dtype, args[1].cos.dtype)))
@@ -99,6 +83,6 @@ def test_cuda_computes_what_the_cpu_does(dtype, bound):
         logits.float().logsumexp(-1).sum().backward()
         return [logits, *(p.grad for p in model.parameters())]
 
-    expected = losses_and_gradients(built().double(), "cpu")
-    for got, want in zip(losses_and_gradients(built().to("cuda", dtype), "cuda"), expected, strict=True):
+    expected = losses_and_gradients(built(LLAMA).double(), "cpu")
+    for got, want in zip(losses_and_gradients(built(LLAMA).to("cuda", dtype), "cuda"), expected, strict=True):
         assert (got.cpu().double() - want).norm() < bound * want.norm()

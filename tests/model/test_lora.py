@@ -12,19 +12,15 @@ from model.config import ModelConfig, architecture_of
 from model.lora import is_adapter, merge
 from model.registry import build_model, flops_per_token, num_parameters, num_trained
 from runtime.errors import UserError
+from tests.model.models import GPT, LINEAR, LLAMA, TRANSNORMER, tied
 
-LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
 KINDS = {
     "llama": LLAMA,
-    "gpt, tied": dataclasses.replace(
-        LLAMA, model_type="gpt", max_position_embeddings=16, untie_embeddings_and_output_weights=False
-    ),
+    "gpt, tied": tied(GPT),
     "sinks": dataclasses.replace(LLAMA, softmax_type="learnable", window_size="5,0"),
-    "transnormer": dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None),
-    "hybrid": dataclasses.replace(
-        LLAMA, model_type="transnormer", num_query_groups=None, num_layers=3, softmax_every=3
-    ),
-    "linear_transformer": dataclasses.replace(LLAMA, model_type="linear_transformer", num_query_groups=None),
+    "transnormer": TRANSNORMER,
+    "hybrid": dataclasses.replace(TRANSNORMER, num_layers=3, softmax_every=3),
+    "linear_transformer": LINEAR,
 }
 TOKENS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
 

@@ -2,18 +2,16 @@ import dataclasses
 from typing import get_type_hints
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.attention import HybridAttention
 from model.config import ModelConfig
 from model.registry import MODELS, TITLES, attention_title, build_model, flops_per_token, num_parameters, state_elements
+from tests.model.models import LLAMA, built, tied, tokens
 
-LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
-TIED = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
+TIED = tied(LLAMA)
 ODD = dataclasses.replace(LLAMA, kv_channels=10, ffn_hidden_size=50)
 GPTS = [dataclasses.replace(config, model_type="gpt", max_position_embeddings=16) for config in (LLAMA, TIED, ODD)]
-SOFTMAX = [LLAMA, TIED, ODD, *GPTS]
 LINEAR = [
     dataclasses.replace(config, model_type=kind, num_query_groups=None)
     for kind in ("transnormer", "linear_transformer")
@@ -22,7 +20,7 @@ LINEAR = [
 HYBRIDS = [
     dataclasses.replace(LINEAR[index], num_layers=3, softmax_every=every) for index in (0, 1, 2) for every in (2, 3)
 ]
-KINDS = [*SOFTMAX, *LINEAR, *HYBRIDS]
+KINDS = [LLAMA, TIED, ODD, *GPTS, *LINEAR, *HYBRIDS]
 
 
 def test_every_model_type_has_its_module():
@@ -54,27 +52,44 @@ def test_known_sizes():
     assert num_parameters(gpt2) == 124_439_808
 
 
-@pytest.mark.parametrize("config", SOFTMAX)
+@pytest.mark.parametrize("config", KINDS)
 def test_flops_match_those_torch_counts(config):
-    """Attention written as matrix products, so that torch counts the full square, forward and backward."""
+    """Attention written as matrix products, so that torch counts the full square, forward and backward.
 
-    def attend(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+    The recurrence, too: each token writes into the state, and reads from it. Each layer of a hybrid counts as its kind.
+    """
+    sizes, softmax = [], []
+
+    def recurrence(q, k, v, log_decay):
+        written = k[..., None] @ v[..., None, :]  # [B, T, H, D, E]
+        sizes.append(written[0, 0].numel())
+        return (q[..., None, :] @ written)[..., 0, :]
+
+    def scores(q, k, v):
+        softmax.append(q.shape)
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
 
-    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(3))
-    model = build_model(config, attend)
+    both = HybridAttention(recurrence, scores)
+    attend = both if config.softmax_every else recurrence if config.linear_attention else scores
+    model = built(config, attend=attend)
     with FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
+        model(tokens()).sum().backward()
     width = config.num_attention_heads * config.head_dim
-    full_mask = flops_per_token(config, 12) + 12 * 2 * width * 12 / 2
+    full_mask = flops_per_token(config, 12) + 12 * len(softmax) * width * 12 / 2
     assert counter.get_total_flops() == 2 * 12 * full_mask
+    assert len(softmax) == (3 // config.softmax_every if config.softmax_every else len(softmax))
+    if config.linear_attention:
+        assert sum(sizes) == state_elements(config)
+    if not softmax:
+        assert flops_per_token(config, 12) == flops_per_token(config, 1 << 20)
 
 
 @pytest.mark.parametrize(("left", "length"), [(3, 12), (11, 12), (40, 12), (100, 1000)])
 def test_flops_of_windows_count_the_keys_that_are_seen(left, length):
     """Keys on the diagonal count as halves, as without a window."""
-    config = dataclasses.replace(SOFTMAX[0], window_size=f"{left},0", window_attn_skip_freq="2")
+    config = dataclasses.replace(LLAMA, window_size=f"{left},0", window_attn_skip_freq="2")
     pairs = sum(min(i, left) + 1 for i in range(length)) - min(left + 1, length) / 2
     matrices = flops_per_token(config, 0)
     per_pair = 12 * config.num_attention_heads * config.head_dim
@@ -84,54 +99,8 @@ def test_flops_of_windows_count_the_keys_that_are_seen(left, length):
 
 
 def test_sinks_are_counted_and_described():
-    config = dataclasses.replace(SOFTMAX[0], window_size="1023,0", window_attn_skip_freq="2", softmax_type="learnable")
+    config = dataclasses.replace(LLAMA, window_size="1023,0", window_attn_skip_freq="2", softmax_type="learnable")
     heads = config.num_layers * config.num_attention_heads
-    assert num_parameters(config) == num_parameters(SOFTMAX[0]) + heads
+    assert num_parameters(config) == num_parameters(LLAMA) + heads
     assert attention_title(config) == "1 of 2 layers see 1,023 tokens back, learnable softmax"
-    assert attention_title(SOFTMAX[0]) is None
-
-
-@pytest.mark.parametrize("config", LINEAR)
-def test_flops_of_linear_attention_match_those_torch_counts(config):
-    """The recurrence written as matrix products: each token writes into the state, and reads from it."""
-    sizes = []
-
-    def attend(q, k, v, log_decay):
-        written = k[..., None] @ v[..., None, :]  # [B, T, H, D, E]
-        sizes.append(written[0, 0].numel())
-        return (q[..., None, :] @ written)[..., 0, :]
-
-    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(3))
-    model = build_model(config, attend)
-    model.init_weights(0)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
-    assert counter.get_total_flops() == 2 * 12 * flops_per_token(config, 12)
-    assert flops_per_token(config, 12) == flops_per_token(config, 1 << 20)
-    assert sum(sizes) == state_elements(config)
-
-
-@pytest.mark.parametrize("config", HYBRIDS)
-def test_flops_of_a_hybrid_count_each_layer_as_its_kind(config):
-    """Of 12 tokens and a full mask, as the two tests above do."""
-    layers = []
-
-    def recurrence(q, k, v, log_decay):
-        layers.append("linear")
-        return (q[..., None, :] @ (k[..., None] @ v[..., None, :]))[..., 0, :]
-
-    def scores(q, k, v):
-        layers.append("softmax")
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
-
-    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(3))
-    model = build_model(config, HybridAttention(recurrence, scores))
-    model.init_weights(0)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
-    softmax = layers.count("softmax")
-    assert softmax == 3 // config.softmax_every
-    width = config.num_attention_heads * config.head_dim
-    full_mask = flops_per_token(config, 12) + 12 * softmax * width * 12 / 2
-    assert counter.get_total_flops() == 2 * 12 * full_mask
+    assert attention_title(LLAMA) is None

@@ -13,40 +13,17 @@ from model.rope import RopeConfig, frequencies
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="compares with transformers' tables")
 
 TRAINED, WIDTH = 64, 24
+TO: dict[str, Any] = {"original_max_position_embeddings": TRAINED}
+BANDS: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 3.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
-    "yarn, bounds": {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": TRAINED,
-        "beta_fast": 12.0,
-        "beta_slow": 0.5,
-        "truncate": False,
-        "attention_factor": 0.75,
-    },
-    "yarn, mscale": {
-        "rope_type": "yarn",
-        "factor": 40.0,
-        "original_max_position_embeddings": TRAINED,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "original_max_position_embeddings": TRAINED,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
-    "llama3, 3.2": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "original_max_position_embeddings": 8192,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **TO},
+    "yarn, bounds": {"rope_type": "yarn", "factor": 8.0, **TO, "beta_fast": 12.0, "beta_slow": 0.5}
+    | {"truncate": False, "attention_factor": 0.75},
+    "yarn, mscale": {"rope_type": "yarn", "factor": 40.0, **TO, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, **TO, **BANDS},
+    "llama3, 3.2": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192, **BANDS},
 }
 
 
@@ -128,49 +105,42 @@ def test_an_architecture_has_the_scaling_only_where_it_is_set() -> None:
     assert architecture_of(dataclasses.replace(yarn, rope_scaling_beta_fast=32.0)) == found
 
 
-FACTORS: dict[str, Any] = {"rope_scaling_factor": 2.0, "rope_scaling_original_max_position_embeddings": 64}
+FACTORS: dict[str, Any] = {"factor": 2.0, **TO}
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("kind", "values", "message"),
     [
+        (None, {"factor": 2.0}, "factor is 2.0 and rope_scaling_type not set; linear, dynamic, yarn"),
+        ("linear", {}, "factor is not set, and rope_scaling_type linear needs it"),
+        ("linear", {"factor": 0.5}, "factor is 0.5; it must be from 1"),
         (
-            {"rope_scaling_factor": 2.0},
-            "rope_scaling_factor is 2.0 and rope_scaling_type not set; linear, dynamic, yarn",
+            "llama3",
+            {"factor": 8.0},
+            "original_max_position_embeddings is not set, and rope_scaling_type llama3 needs it",
         ),
-        ({"rope_scaling_type": "linear"}, "rope_scaling_factor is not set, and rope_scaling_type linear needs it"),
-        ({"rope_scaling_type": "linear", "rope_scaling_factor": 0.5}, "rope_scaling_factor is 0.5; it must be from 1"),
+        ("llama3", FACTORS | {"beta_fast": 3.0}, "beta_fast is 3.0 and rope_scaling_type llama3; yarn alone has it"),
         (
-            {"rope_scaling_type": "llama3", "rope_scaling_factor": 8.0},
-            "rope_scaling_original_max_position_embeddings is not set, and rope_scaling_type llama3 needs it",
+            "llama3",
+            FACTORS | {"low_freq_factor": 4.0},
+            "low_freq_factor is 4.0; it must be below rope_scaling_high_freq_factor 4.0",
         ),
+        ("yarn", FACTORS | {"seq_length": 9}, "seq_length is 9 and rope_scaling_type yarn; dynamic alone has it"),
+        ("yarn", FACTORS | {"rotary_base": 1.0}, "type is yarn with rotary_base 1.0 .* needs a base above 1"),
         (
-            {"rope_scaling_type": "llama3", **FACTORS, "rope_scaling_beta_fast": 3.0},
-            "rope_scaling_beta_fast is 3.0 and rope_scaling_type llama3; yarn alone has it",
-        ),
-        (
-            {"rope_scaling_type": "llama3", **FACTORS, "rope_scaling_low_freq_factor": 4.0},
-            "rope_scaling_low_freq_factor is 4.0; it must be below rope_scaling_high_freq_factor 4.0",
-        ),
-        (
-            {"rope_scaling_type": "yarn", **FACTORS, "rope_scaling_seq_length": 9},
-            "rope_scaling_seq_length is 9 and rope_scaling_type yarn; dynamic alone has it",
-        ),
-        (
-            {"rope_scaling_type": "yarn", **FACTORS, "rotary_base": 1.0},
-            "rope_scaling_type is yarn with rotary_base 1.0 .* needs a base above 1",
+            "linear",
+            {"factor": 2.0, "model_type": "transnormer"},
+            "type is linear, and this model has no rope; leave it",
         ),
         (
-            {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0, "model_type": "transnormer"},
-            "rope_scaling_type is linear, and this model has no rope; leave it out",
-        ),
-        (
-            {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0, "model_type": "gpt"}
-            | {"max_position_embeddings": 64},
-            "rope_scaling_type is linear, and this model has no rope; leave it out",
+            "linear",
+            {"factor": 2.0, "model_type": "gpt", "max_position_embeddings": 64},
+            "type is linear, and this model has no rope; leave it out",
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        ModelConfig(**values)
+def test_what_makes_no_sense_is_refused(kind: str | None, values: dict[str, Any], message: str) -> None:
+    others = ("rotary_base", "model_type", "max_position_embeddings")
+    named = {name if name in others else f"rope_scaling_{name}": value for name, value in values.items()}
+    with pytest.raises(ValueError, match=f"^rope_scaling_{message}"):
+        ModelConfig(rope_scaling_type=kind, **named)

@@ -9,40 +9,25 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from model.config import ModelConfig
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
 from model.transnormer import LRPE, TransNormer, alibi_slopes, log_decay_of
+from tests.model.models import TRANSNORMER, built, tied, tokens
 
-TIED = ModelConfig(
-    model_type="transnormer",
-    num_layers=3,
-    hidden_size=32,
-    ffn_hidden_size=40,
-    num_attention_heads=4,
-    vocab_size=50,
-    norm_epsilon=1e-6,
-    init_method_std=0.1,
-    untie_embeddings_and_output_weights=False,
+UNTIED = dataclasses.replace(
+    TRANSNORMER, num_layers=3, ffn_hidden_size=40, norm_epsilon=1e-6, init_method_std=0.1, vocab_size=50
 )
+TIED = tied(UNTIED)
 CONFIGS = {
     "tied": TIED,
-    "untied": dataclasses.replace(TIED, untie_embeddings_and_output_weights=True),
-    "6 heads, plain embeddings": dataclasses.replace(
-        TIED, num_attention_heads=6, kv_channels=5, no_scale_embedding=True
-    ),
+    "untied": UNTIED,
+    "6 heads": dataclasses.replace(TIED, num_attention_heads=6, kv_channels=5, no_scale_embedding=True),
 }
-TOKENS = torch.randint(50, (2, 90), generator=torch.Generator().manual_seed(3))
+TOKENS = tokens(90)
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
 def config(request):
     return request.param
-
-
-def built(config, dtype=torch.float64):
-    model = TransNormer(config).to(dtype)
-    model.init_weights(1)
-    return model
 
 
 def released_slopes(heads):
@@ -86,8 +71,8 @@ def released(weights, config, ids):
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_logits_and_gradients_equal_the_released_models(config, dtype, bound):
-    model = built(config, dtype)
-    exact = built(config)
+    model = built(config).to(dtype)
+    exact = built(config).double()
     exact.load_state_dict(model.state_dict())
     want = released(to_hf(dict(exact.named_parameters()), config), config, TOKENS)
     got = model(TOKENS)
@@ -100,18 +85,15 @@ def test_logits_and_gradients_equal_the_released_models(config, dtype, bound):
         assert (a.grad - b.grad).norm() < bound * b.grad.norm(), name
 
 
+HEADS = {"num_attention_heads": 8, "kv_channels": 4}
+
+
 @pytest.mark.parametrize(
-    "breakage",
-    [
-        {"linear_decay": "paper"},
-        {"no_scale_embedding": True},
-        {"norm_epsilon": 1e-2},
-        {"num_attention_heads": 8, "kv_channels": 4},
-    ],
+    "breakage", [{"linear_decay": "paper"}, {"no_scale_embedding": True}, {"norm_epsilon": 1e-2}, HEADS]
 )
 def test_bound_sees_a_wrong_configuration(breakage):
     """Negative control: weights of the same shapes in a model that computes something else."""
-    model = built(TIED)
+    model = built(TIED).double()
     other = TransNormer(dataclasses.replace(TIED, **breakage)).double()
     other.load_state_dict(model.state_dict())
     want = released(to_hf(model.state_dict(), TIED), TIED, TOKENS)
@@ -148,24 +130,24 @@ def test_positions_are_relative_and_exact_far_out():
 
 
 def test_explicit_positions_are_those_of_the_tokens():
-    model = built(TIED)
+    model = built(TIED).double()
     batched = torch.arange(90).expand(2, 90)
     assert torch.equal(model(TOKENS, batched), model(TOKENS))
     assert (model(TOKENS, 2 * batched[0]) - model(TOKENS)).norm() > 1e-3
 
 
 def test_in_bfloat16_the_angles_stay_exact():
-    model = built(TIED, torch.float32)
+    model = built(TIED)
     model.cast(torch.bfloat16)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert dtypes.pop("layers.0.attention.lrpe.theta") == torch.float32
     assert set(dtypes.values()) == {torch.bfloat16}
-    exact = built(TIED, torch.float32)(TOKENS)
+    exact = built(TIED)(TOKENS)
     assert (model(TOKENS) - exact).norm() < 0.05 * exact.norm()
 
 
 def test_round_trip_in_the_released_naming(config, tmp_path):
-    model = built(config, torch.float32)
+    model = built(config)
     theirs = to_hf(model.state_dict(), config)
     inside, width = config.num_attention_heads * config.head_dim, config.hidden_size
     assert {name: tuple(weight.shape) for name, weight in theirs.items() if ".layers.0." in name} == {
@@ -230,10 +212,7 @@ def test_a_released_configuration_is_read():
     [
         ({"linear_decay": "paper"}, "linear_decay is paper"),
         ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05"),
-        (
-            {"softmax_every": 2},
-            "softmax_every is 2, and a released TransNormer has only linear attention in every layer",
-        ),
+        ({"softmax_every": 2}, "softmax_every is 2, and a released TransNormer has only linear attention in every lay"),
         ({"model_type": "linear_transformer"}, "model_type is linear_transformer.*only llama, gpt and transnormer"),
     ],
 )

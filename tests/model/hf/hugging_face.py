@@ -38,35 +38,38 @@ GPT2 = ModelConfig(
 )
 ODD = dataclasses.replace(LLAMA, num_attention_heads=10, num_query_groups=5, kv_channels=8)
 """Heads wider than hidden_size / heads, which is no whole number."""
-SCALED = {"rope_scaling_factor": 8.0, "rope_scaling_original_max_position_embeddings": 16}
+
+
+def odd(**changes):
+    return dataclasses.replace(ODD, **changes)
+
+
+def llama(scaling=None, **changes):
+    if scaling is not None:
+        changes |= {"rope_scaling_type": scaling, "rope_scaling_factor": 8.0}
+    return dataclasses.replace(LLAMA, **changes)
+
+
+TIED = {"untie_embeddings_and_output_weights": False}
+WINDOW = {"window_size": "7,0", "window_attn_skip_freq": "[0,1]"}
+TRAINED = "rope_scaling_original_max_position_embeddings"
+BANDS = {"rope_scaling_low_freq_factor": 1.0, "rope_scaling_high_freq_factor": 4.0}
+YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 8.0, TRAINED: 16}
 CONFIGS = {
     "llama": LLAMA,
-    "llama, mha": dataclasses.replace(LLAMA, num_query_groups=6),
-    "llama, tied": dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False),
-    "llama, wide heads": dataclasses.replace(LLAMA, kv_channels=14),
-    "llama, llama3": dataclasses.replace(
-        LLAMA,
-        rope_scaling_type="llama3",
-        **SCALED | {"rope_scaling_original_max_position_embeddings": 32},
-        rope_scaling_low_freq_factor=1.0,
-        rope_scaling_high_freq_factor=4.0,
-        max_position_embeddings=128,
-    ),
-    "llama, dynamic": dataclasses.replace(LLAMA, rope_scaling_type="dynamic", **SCALED, max_position_embeddings=16),
-    "llama, linear": dataclasses.replace(LLAMA, rope_scaling_type="linear", rope_scaling_factor=8.0),
-    "mistral": dataclasses.replace(ODD, window_size="7,0"),
+    "llama, mha": llama(num_query_groups=6),
+    "llama, tied": llama(**TIED),
+    "llama, wide heads": llama(kv_channels=14),
+    "llama, llama3": llama("llama3", **BANDS, **{TRAINED: 32}, max_position_embeddings=128),
+    "llama, dynamic": llama("dynamic", **{TRAINED: 16}, max_position_embeddings=16),
+    "llama, linear": llama("linear"),
+    "mistral": odd(window_size="7,0"),
     "mistral, no window": ODD,
-    "ministral": dataclasses.replace(ODD, window_size="7,0", window_attn_skip_freq="[0,1]"),
-    "qwen2, yarn": dataclasses.replace(ODD, add_qkv_bias=True, rope_scaling_type="yarn", **SCALED),
-    "qwen2, tied, a window": dataclasses.replace(
-        ODD,
-        add_qkv_bias=True,
-        window_size="7,0",
-        window_attn_skip_freq="[0,1]",
-        untie_embeddings_and_output_weights=False,
-    ),
-    "qwen3": dataclasses.replace(ODD, qk_layernorm=True),
-    "qwen3, tied": dataclasses.replace(ODD, qk_layernorm=True, untie_embeddings_and_output_weights=False),
+    "ministral": odd(**WINDOW),
+    "qwen2, yarn": odd(add_qkv_bias=True, **YARN),
+    "qwen2, tied, a window": odd(add_qkv_bias=True, **WINDOW, **TIED),
+    "qwen3": odd(qk_layernorm=True),
+    "qwen3, tied": odd(qk_layernorm=True, **TIED),
     "gpt2": GPT2,
     "gpt2, untied": dataclasses.replace(GPT2, untie_embeddings_and_output_weights=True),
     "gpt2, narrow feed-forward": dataclasses.replace(GPT2, ffn_hidden_size=80),

@@ -79,16 +79,13 @@ def test_an_adapter_of_peft_computes_here_what_it_does_there(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            {"use_dora": True},
-            "use_dora = true is not supported; only null or false or [] or {} is; merge it into its model",
-        ),
+        ({"use_dora": True}, "use_dora = true is not supported; only null or false or [] or {} is; merge it into its"),
         ({"use_rslora": True}, "use_rslora = true is not supported"),
         ({"modules_to_save": ["lm_head"]}, r'modules_to_save = ["lm_head"] is not supported'),
         ({"target_modules": ["q_proj", "lm_head"]}, 'target_modules has "lm_head", only q_proj, k_proj, '),
         (
             {"target_modules": ["model.layers.1.self_attn.q_proj"]},
-            "The state dict lacks base_model.model.model.layers.0",
+            "The state dict lacks base_model.model.model.layers.",
         ),
         ({"bias": "all"}, 'bias = "all" is not supported; only "none" is; merge'),
         ({"rank_pattern": {"q_proj": 2}}, 'rank_pattern = {"q_proj": 2} is not supported'),
@@ -115,7 +112,8 @@ def test_files_of_an_adapter_are_read_without_trust(
     config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
     good, tensors = json.loads(config.read_text()), load_file(weights)
     capsys.readouterr()
-    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    name, linear = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight", "model.layers.0.mlp.down_proj"
+    broken = torch.full_like(tensors[name], torch.nan)
     for change, other, words in (
         ({"strange": 7}, tensors, "strange = 7 is not supported"),
         ({"r": 0}, tensors, "lora_rank is 0; it must be from 1"),
@@ -124,10 +122,13 @@ def test_files_of_an_adapter_are_read_without_trust(
         ({"target_modules": [["q_proj"]]}, tensors, 'target_modules has ["q_proj"], only'),
         ({"target_modules": ["q_proj", "v_proj", "down_proj"]}, tensors, "The state dict lacks base_model."),
         (
-            {},
-            tensors | {name: torch.full_like(tensors[name], torch.nan)},
-            f"{name} holds 192 of 192 values that are not finite",
+            {"target_modules": "nothing.*"},
+            tensors,
+            f'target_modules is "nothing.*", which does not match {linear}, whose',
         ),
+        ({"target_modules": "q_proj"}, tensors, 'target_modules is "q_proj", which does not match'),
+        ({"target_modules": "("}, tensors, 'target_modules is "(", which does not match'),
+        ({}, tensors | {name: broken}, f"{name} holds 192 of 192 values that are not finite"),
     ):
         config.write_text(json.dumps(good | change))
         save_file(other, weights)

@@ -34,9 +34,7 @@ def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
         nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten()).backward()
     wanted = from_hf({name: p.grad for name, p in theirs.named_parameters()}, config)
     for name, parameter in model.named_parameters():
-        if (
-            name.endswith("wk.bias") and config.learned_positions
-        ):  # softmax takes no notice of it: zero, and noise in both
+        if name.endswith("wk.bias") and config.learned_positions:  # softmax takes no notice of it: noise in both
             assert max(parameter.grad.abs().max(), wanted[name].abs().max()) < bound, name
         else:
             assert (parameter.grad - wanted[name]).norm() < bound * wanted[name].norm(), name
@@ -142,6 +140,11 @@ ODD = [
 REFUSED = [
     ("ministral", {"sliding_window": None}, "sliding_window = null"),
     ("ministral", {"head_dim": None}, "head_dim is null"),
+    ("qwen2, tied, a window", {"head_dim": None}, "head_dim is null"),
+    ("qwen2, tied, a window", {"sliding_window": 8.0}, "sliding_window is 8.0"),
+    ("qwen2, yarn", {"sliding_window": 4.0}, "sliding_window is 4.0"),
+    ("qwen2, yarn", {"sliding_window": True}, "sliding_window is true"),
+    ("qwen3", {"sliding_window": True}, "sliding_window is true"),
     ("ministral", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 2"),
     ("qwen2, tied, a window", {"use_sliding_window": False}, "layer_types = .* without a sliding_window"),
     ("qwen2, tied, a window", {"layer_types": ["linear_attention"] * 2}, "layer_types = .* is not supported"),
@@ -188,9 +191,8 @@ def test_a_config_json_is_read_as_transformers_reads_it(tmp_path, name, change, 
 )
 def test_a_key_that_no_family_knows_is_told(name, key):
     contents = config_to_hf(CONFIGS[name])
-    words = (
-        rf'^config.json: {key} = "other" is not supported: a {contents["model_type"]} is not known to have it, and it'
-    )
+    kind = contents["model_type"]
+    words = rf'^config.json: {key} = "other" is not supported: a {kind} is not known to have it, and it'
     for read in (config_from_hf, lambda contents: config_to_hf(CONFIGS[name], contents)):
         read(contents)
         with pytest.raises(UserError, match=words):
@@ -226,9 +228,8 @@ def odd_files(folder, kind):
         return f"model.embed_tokens.weight is passed over, as transformers does: {last} has it too"
     assert kind == "not in the index"
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    edit(
-        folder / "model.safetensors.index.json", weight_map={name: names[name] for name in names if "1.mlp" not in name}
-    )
+    fewer = {name: names[name] for name in names if "1.mlp" not in name}
+    edit(folder / "model.safetensors.index.json", weight_map=fewer)
     return None
 
 
@@ -311,17 +312,53 @@ def test_unsupported_configurations_are_refused(config, change):
         config_from_hf(config_to_hf(config) | change)
 
 
+def test_sinks_are_refused_both_ways(config):
+    state, other = hugging_face(config).state_dict(), dataclasses.replace(config, softmax_type="learnable")
+    for refused in (lambda: config_to_hf(other), lambda: from_hf(state, other), lambda: to_hf({}, other)):
+        with pytest.raises(UserError, match=r"softmax_type is learnable, and Hugging Face.s .*; only vanilla can be"):
+            refused()
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "lacking", "added", "message"),
     [
-        ({"softmax_type": "learnable"}, "softmax_type is learnable, and Hugging Face's .*; only vanilla can be read"),
+        ("llama", "lm_head.weight", {}, r"lacks lm_head\.weight"),
+        (
+            "llama",
+            "",
+            {"model.layers.0.self_attn.q_proj.bias": (48,)},
+            r"unknown model\.layers\.0\.self_attn\.q_proj\.bi",
+        ),
+        ("llama, mha", "", {}, r"k_proj\.weight has shape \(16, 48\); .* \(48, 48\)"),
+        ("llama, tied", "", {}, "tie_word_embeddings"),
+        ("llama", "", {"model.layers.1.self_attn.rotary_emb.inv_freq": (4,)}, None),
+        ("gpt2", "transformer.h.1.attn.c_attn.bias", {}, r"lacks transformer\.h\.1\.attn\.c_attn\.bias"),
+        (
+            "gpt2",
+            "",
+            {"transformer.h.0.crossattention.q_attn.weight": (48, 48)},
+            r"unknown transformer\.h\.0\.crossatt",
+        ),
+        ("gpt2, narrow feed-forward", "", {}, r"c_fc\.weight has shape \(48, 192\); .* \(48, 80\)"),
+        ("gpt2", "", {"lm_head.weight": (61, 48)}, r"lm_head\.weight differs from transformer\.wte\.weight"),
+        ("gpt2, untied", "lm_head.weight", {}, "lacks lm_head"),
     ],
 )
-def test_sinks_are_refused_both_ways(config, changes, message):
-    state, other = hugging_face(config).state_dict(), dataclasses.replace(config, **changes)
-    for refused in (lambda: config_to_hf(other), lambda: from_hf(state, other), lambda: to_hf({}, other)):
-        with pytest.raises(UserError, match=message):
-            refused()
+def test_state_dicts_that_do_not_fit(name, lacking, added, message):
+    kind = name.split(",")[0]
+    state = {one: weight for one, weight in hugging_face(CONFIGS[kind]).state_dict().items() if one != lacking}
+    given = state | {one: torch.zeros(shape) for one, shape in added.items()}
+    if message is None:
+        assert from_hf(given, CONFIGS[name]).keys() == from_hf(state, CONFIGS[name]).keys()
+        return
+    with pytest.raises(UserError, match=message):
+        from_hf(given, CONFIGS[name])
+
+
+def test_a_state_dict_of_ours_that_is_not_whole_is_refused():
+    state = from_hf(hugging_face(LLAMA).state_dict(), LLAMA)
+    with pytest.raises(UserError, match=r"lacks layers\.1\.mlp"):
+        to_hf({name: weight for name, weight in state.items() if "1.mlp." not in name}, LLAMA)
 
 
 def test_sinks_of_a_model_whose_configuration_has_none_are_refused(config):

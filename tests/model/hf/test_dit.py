@@ -12,32 +12,13 @@ from model.dit_config import DiTConfig
 from model.hf.dit import dit_from_original, dit_to_original, load_dit, save_dit
 from tests.model.dits import IMAGE, VIDEO, random_dit
 
-ORIGINAL = {
-    "x_embedder.proj.weight": (24, 3, 2, 2),
-    "x_embedder.proj.bias": (24,),
-    "t_embedder.mlp.0.weight": (24, 256),
-    "t_embedder.mlp.0.bias": (24,),
-    "t_embedder.mlp.2.weight": (24, 24),
-    "t_embedder.mlp.2.bias": (24,),
-    "y_embedder.embedding_table.weight": (6, 24),
-    "pos_embed": (1, 16, 24),
-    "final_layer.linear.weight": (24, 24),
-    "final_layer.linear.bias": (24,),
-    "final_layer.adaLN_modulation.1.weight": (48, 24),
-    "final_layer.adaLN_modulation.1.bias": (48,),
-}
-ORIGINAL_BLOCK = {
-    "attn.qkv.weight": (72, 24),
-    "attn.qkv.bias": (72,),
-    "attn.proj.weight": (24, 24),
-    "attn.proj.bias": (24,),
-    "mlp.fc1.weight": (96, 24),
-    "mlp.fc1.bias": (96,),
-    "mlp.fc2.weight": (24, 96),
-    "mlp.fc2.bias": (24,),
-    "adaLN_modulation.1.weight": (144, 24),
-    "adaLN_modulation.1.bias": (144,),
-}
+WEIGHTS = """
+x_embedder.proj 24 3 2 2 | t_embedder.mlp.0 24 256 | t_embedder.mlp.2 24 24
+final_layer.linear 24 24 | final_layer.adaLN_modulation.1 48 24
+BLOCK.attn.qkv 72 24 | BLOCK.attn.proj 24 24 | BLOCK.mlp.fc1 96 24 | BLOCK.mlp.fc2 24 96
+BLOCK.adaLN_modulation.1 144 24
+"""
+"""The original's modules with the shapes of their weights, whose first number is that of the bias."""
 
 
 def in_diffusers(original: dict[str, Tensor], config: DiTConfig) -> torch.nn.Module:
@@ -100,8 +81,13 @@ def test_outputs_are_those_of_diffusers(dtype: torch.dtype, bound: float) -> Non
 
 def test_names_are_the_original_s() -> None:
     state = dit_to_original(random_dit(IMAGE).state_dict(), IMAGE)
-    blocks = {f"blocks.{n}.{name}": shape for n in range(IMAGE.num_layers) for name, shape in ORIGINAL_BLOCK.items()}
-    assert {name: tuple(weight.shape) for name, weight in state.items()} == ORIGINAL | blocks
+    want: dict[str, tuple[int, ...]] = {"pos_embed": (1, 16, 24), "y_embedder.embedding_table.weight": (6, 24)}
+    for row in WEIGHTS.strip().replace("\n", "|").split("|"):
+        name, *shape = row.split()
+        for layer in range(IMAGE.num_layers if "BLOCK" in name else 1):
+            module = name.replace("BLOCK", f"blocks.{layer}")
+            want |= {f"{module}.weight": tuple(map(int, shape)), f"{module}.bias": (int(shape[0]),)}
+    assert {name: tuple(weight.shape) for name, weight in state.items()} == want
 
 
 def test_the_patch_embedding_is_their_convolution() -> None:

@@ -59,20 +59,20 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 260,
-    "model": 4300,
-    "kernels": 3340,
+    "model": 4190,
+    "kernels": 3190,
     "parallel": 6330,
     "checkpoint": 1620,
     "data": 3530,
     "train": 5790,
     "planner": 2830,
-    "runtime": 2360,
+    "runtime": 2370,
     "slurm": 350,
     "tools": 4300,
     "parity": 1030,
     "papers": 1850,
     "bench": 2930,
-    "tests": 40400,
+    "tests": 40190,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

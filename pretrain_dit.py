@@ -25,10 +25,8 @@ from train.attention import diffusion_context
 from train.config.common import with_joined_ranks
 from train.config.complete import config_to_save, with_method
 from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
-from train.ema import Ema
 from train.loop import Trainer
 from train.objectives.diffusion import Denoising
-from train.optim import build_optimizer
 from train.resume import find_start
 from train.run import open_log, reserve_run_folder, run_entry
 from train.sampling import Sampler, picture_writer
@@ -64,21 +62,17 @@ def build_trainer(
     model, train = run.config.model, run.config.train
     train_data, valid_data = build_latent_datasets(run.config.data, model.latent_shape, model.num_classes, train.seed)
 
-    optimizer = build_optimizer(run.config.optimizer, *run.parts)
-    ema = Ema(run.config.ema.ema_decay, run.parts) if run.config.ema.ema_decay else None
-    start.load(run.parts, optimizer, ema)
+    start.load(run.parts, run.optimizer, run.ema)
     flops = dit_flops_per_patch(model)
     if is_first():
         print(described(run), flush=True)
     return Trainer(
         run=run,
         start=start,
-        optimizer=optimizer,
         train_data=train_data,
         valid_data=valid_data if train.eval_iters else None,
         flops_per_token=lambda length: flops,
         log=open_log(config_to_save(config, asked), start.progress),
-        ema=ema,
         after_validation=pictures(run),
         peak_flops=peak_flops or 0.0,
     )
@@ -99,6 +93,7 @@ def resolve(config: DiTRunConfig, mesh: Mesh) -> Run[DiTRunConfig]:
         build=lambda: DiT(model, attend),
         split=lambda part: split_dit(part, mesh.tp),
         weight_of=lambda name, shape, part: initial_dit_weight(model, name, shape, seed, part),
+        ema_decay=config.ema.ema_decay,
     )
 
 

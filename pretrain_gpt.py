@@ -28,7 +28,6 @@ from train.config.entries import Config
 from train.config.language import parse_args, validate
 from train.loop import Trainer
 from train.objectives.language import NextToken, corpus_entropy
-from train.optim import build_optimizer
 from train.resume import find_start
 from train.run import open_log, reserve_run_folder, run_entry
 
@@ -64,14 +63,12 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
     train_data, valid_data, _ = build_datasets(data, train.seq_length, train.seed, tokenizer)
     frequencies = corpus_entropy(data) if is_first() else {}
 
-    optimizer = build_optimizer(run.config.optimizer, *run.parts)
-    start.load(run.parts, optimizer)
+    start.load(run.parts, run.optimizer)
     if is_first():
         print(described(run), flush=True)
     return Trainer(
         run=run,
         start=start,
-        optimizer=optimizer,
         train_data=train_data,
         valid_data=valid_data if train.eval_iters else None,
         flops_per_token=partial(flops_per_token, run.config.model),

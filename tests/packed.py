@@ -120,7 +120,6 @@ def validation_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> floa
             runner=trainer.runner,
             batches=trainer.batches,
             data=trainer.valid_data,
-            iteration=0,
             log=None,
             stop=StopAgreement(StopRequest(), None),
             watchdog=Watchdog(0, 0, None),

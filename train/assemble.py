@@ -17,7 +17,9 @@ from parallel.pipeline.stages import stage_layers
 from parallel.recompute import recompute_layers
 from runtime.together import is_first
 from train.config.common import CommonConfig
+from train.ema import Ema
 from train.objectives.base import Objective
+from train.optim import build_optimizer
 
 C_co = TypeVar("C_co", bound=CommonConfig, covariant=True)
 
@@ -37,6 +39,8 @@ class Run(Generic[C_co]):
     """Applies tensor parallelism to a part of it."""
     weight_of: WeightOf | None
     """Gives any part of a parameter's initial value; None: weights hold no numbers, as in a rehearsal."""
+    ema_decay: float | None = None
+    """Of averages of the weights; 0 or None keeps none."""
 
     @cached_property
     def parts(self) -> list[Any]:
@@ -61,6 +65,16 @@ class Run(Generic[C_co]):
             init_parameters(part, mesh.device, self.weight_of)
             parts.append(part)
         return parts
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of ``parts``."""
+        return build_optimizer(self.config.optimizer, *self.parts)
+
+    @cached_property
+    def ema(self) -> Ema | None:
+        """Averages of the weights of ``parts``, for validation and samples."""
+        return Ema(self.ema_decay, self.parts) if self.ema_decay else None
 
     @cached_property
     def batch_samples(self) -> int:

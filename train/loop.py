@@ -18,16 +18,15 @@ from runtime.watchdog import Watchdog
 from train.assemble import Run, build_runner
 from train.batches import Batches, Prefetcher, summed
 from train.config.common import CommonConfig
-from train.ema import Ema
 from train.optim import reduce_and_clip
 from train.resume import Start
 from train.schedule import schedule_of
-from train.watching.health import Health, Progress
+from train.watching.health import Health
 from train.watching.heartbeat import Heartbeat
 from train.watching.metrics import RunLog
 from train.watching.moments import UPDATE, Clock, Step, Watcher, Watchers, say
 from train.watching.profile import Profiler
-from train.watching.progress import ProgressLines, Report, few_samples, peak_flops
+from train.watching.progress import Report, few_samples, peak_flops
 from train.watching.saving import BackgroundSave, Saving
 from train.watching.stop import StopAgreement
 from train.watching.stragglers import Stragglers
@@ -40,7 +39,6 @@ class Trainer:
 
     run: Run[CommonConfig]
     start: Start[CommonConfig]
-    optimizer: torch.optim.Optimizer
     train_data: Samples
     valid_data: Samples | None
     flops_per_token: Callable[[int], float]
@@ -49,15 +47,13 @@ class Trainer:
     """On the first rank; None elsewhere."""
     validation_constants: Mapping[str, float] = field(default_factory=dict)
     """Figures recorded with each validation loss, such as the corpus's unigram entropy."""
-    ema: Ema | None = None
-    """Averages of the weights, used in validation."""
     after_validation: Callable[[int], None] | None = None
     """Called on every rank with the iteration after a validation, while the averages are in place."""
     peak_flops: float = 0.0
     """FLOP/s per process that MFU is measured against; 0: found as the run starts."""
 
     def __post_init__(self) -> None:
-        self.progress: Progress = self.start.progress
+        self.progress, self.optimizer, self._ema = self.start.progress, self.run.optimizer, self.run.ema
         self.runner: Runner = build_runner(self.run)
         self._clock = Clock()
         self.batches = Batches(self.run, self.flops_per_token, self._clock)
@@ -83,8 +79,8 @@ class Trainer:
         with self._clock.part(UPDATE):
             if not bad:
                 self.optimizer.step()
-                if self.ema is not None:
-                    self.ema.update()
+                if self._ema is not None:
+                    self._ema.update()
             self.optimizer.zero_grad(set_to_none=True)
         progress.consumed_samples += run.batch_samples
         progress.consumed_tokens += run.batch_tokens
@@ -125,7 +121,7 @@ class Trainer:
         limits = config.health.watchdog_factor, config.health.watchdog_min_seconds
         with saves.finished(), Watchdog(*limits, config.checkpoint.save) as watchdog:
             self.batches.watchers = watchers = Watchers(*self._beside(request, saves, watchdog))
-            watchers.call("begin")
+            watchers.call("begin", progress.iteration)
             while self._take_steps():
                 self._saving.roll_back()
             watchers.call("end", progress.iteration)
@@ -150,28 +146,21 @@ class Trainer:
                 runner=self.runner,
                 batches=self.batches,
                 data=self.valid_data,
-                iteration=self.progress.iteration,
                 log=self.log,
                 stop=stop,
                 watchdog=watchdog,
                 constants=self.validation_constants,
-                ema=self.ema,
                 then=self.after_validation,
             )
         if dist.get_world_size() > 1:
             yield Stragglers(run.parts, device, interval, self._clock)
-        processor = "GPU" if device.type == "cuda" else "process"
-        lines = ProgressLines(type(objective), config.train.train_iters, interval, processor)
-        yield Report(self.log, objective, lines)
+        yield Report(self.log, objective, config.train.train_iters, interval, device.type)
         if config.checkpoint.async_save:
             yield BackgroundSave(saves)
         self._saving = Saving(
+            run=run,
             start=self.start,
             saves=saves,
-            progress=self.progress,
-            parts=run.parts,
-            optimizer=self.optimizer,
-            ema=self.ema,
             log=self.log,
             health=self._health,
             stop=stop,

@@ -70,7 +70,8 @@ class Start(Generic[C_co]):
             notes[1:1] = _averages(self.averaged, ema)
         if ema is not None and self.path is not None and (self.averaged is None or self.config.checkpoint.finetune):
             ema.restart()
-        _tell(notes)
+        if is_first() and notes:
+            print("\n".join(map(printable, notes)), flush=True)
 
 
 def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]) -> Start[C]:
@@ -104,27 +105,6 @@ def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]
     notes += [f"note: {line}" for line in changed.values()]
     averaged, config = manifest.extra.get(AVERAGED), replace(config, optimizer=optimizer)
     return Start(config, architecture, contents, progress, path, notes, averaged)
-
-
-def roll_back(
-    start: Start[CommonConfig],
-    progress: Progress,
-    parts: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    ema: Ema | None = None,
-) -> None:
-    """Put the newest checkpoint of ``--save`` in the place of a run's state, and say so; collective.
-
-    Args:
-        progress: how far the run came; it goes on from the checkpoint behind the samples that it has had.
-    """
-    given = start.config.checkpoint
-    at = replace(start.config, checkpoint=replace(given, load=given.save, ckpt_step=None, finetune=False))
-    found = find_start(at, start.architecture, start.contents)
-    found.load(parts, optimizer, ema)
-    left = progress.consumed_samples - found.progress.consumed_samples
-    _tell([f"rolled back from iteration {progress.iteration}; the {left} samples since are left out"])
-    progress.iteration, progress.skipped_in_a_row = found.progress.iteration, 0
 
 
 def _without_checkpoint(config: CommonConfig, architecture: dict[str, Any]) -> str:
@@ -183,11 +163,6 @@ def _check_adapters(path: Path, there: dict[str, Any], here: dict[str, Any], *, 
             f"{path} has adapters of {said[0]}, and this run's are {said[1]}; give the same, or export it with them "
             "merged and import that (tools.convert_hf)"
         )
-
-
-def _tell(lines: Sequence[str]) -> None:
-    if is_first() and lines:
-        print("\n".join(map(printable, lines)), flush=True)
 
 
 def progress_of(path: Path, extra: dict[str, Any]) -> Progress:

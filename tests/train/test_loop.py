@@ -35,7 +35,7 @@ from train.assemble import Run
 from train.config.entries import Config, TrainConfig
 from train.loop import Trainer
 from train.objectives.language import NextToken
-from train.optim import OptimizerConfig, build_optimizer
+from train.optim import OptimizerConfig
 from train.resume import Start
 from train.watching import stop
 from train.watching.health import Progress, TrainingError
@@ -103,7 +103,6 @@ def run_with(
         trainer = Trainer(
             run=run,
             start=Start(config, architecture_of(MODEL), {}, Progress()),
-            optimizer=build_optimizer(config.optimizer, *run.parts),
             train_data=train_data or Samples(),
             valid_data=valid_data,
             flops_per_token=partial(flops_per_token, MODEL),
@@ -215,7 +214,7 @@ def infinite_from_3_on(trainer: Trainer) -> None:
 
 
 def infinite_after_a_resume(trainer: Trainer) -> None:
-    trainer.progress = Progress(iteration=6, skipped_iterations=4, skipped_in_a_row=4)
+    vars(trainer.progress).update(iteration=6, skipped_iterations=4, skipped_in_a_row=4)
     infinite_in(trainer, range(3, 100))
 
 
@@ -304,7 +303,7 @@ def test_told_to_stop_it_saves_and_stops(limit: dict[str, float], last: int, tmp
 
 
 def told_to_end_with_a_local_checkpoint_loaded(trainer: Trainer) -> None:
-    trainer.progress, notice = Progress(iteration=6), StopRequest()
+    trainer.progress.iteration, notice = 6, StopRequest()
     notice.signal = signal.SIGTERM
     trainer.train = partial(trainer.train, notice)  # type: ignore[method-assign]
 

@@ -41,8 +41,8 @@ class Step:
 class Watcher:
     """Something that stands beside the training step. All ranks call its moments together: each may be collective."""
 
-    def begin(self) -> None:
-        """Act before the first step of this start."""
+    def begin(self, iteration: int) -> None:
+        """Act before the first step of this start, which goes on from ``iteration``."""
 
     def before(self, iteration: int) -> None:
         """Act before an iteration takes its batch."""

@@ -20,63 +20,50 @@ DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "
 
 
 class Report(Watcher):
-    """Writes each step's record to the log, and prints lines about it."""
-
-    def __init__(self, log: RunLog | None, objective: Objective, lines: "ProgressLines") -> None:
-        """``log`` is there on the first rank."""
-        self._log, self._objective, self._lines = log, objective, lines
-
-    def after(self, step: Step) -> None:
-        """Write a step's record, and print its lines where they are due."""
-        record = step.record
-        lines = self._lines.add(record, time.monotonic(), step.last)
-        if self._log is None:
-            return
-        self._log.write(record)
-        for line in lines:
-            say(line)
-        if "validation_loss" in record:
-            say(self._objective.validation_line(record))
-            self._log.sync()
-
-
-class ProgressLines:
-    """Training lines of a run: after its first iteration, every log_interval iterations, and at its end.
+    """Writes each step's record to the log; prints a line after the first, every log_interval, and at the end.
 
     The first line is for a person who waits: it shows that the run is alive and how long it will take.
     """
 
-    def __init__(self, objective: type[Objective], train_iters: int, log_interval: int, processor: str) -> None:
-        """``processor`` names the unit of rates: ``GPU`` or ``process``."""
-        self.objective, self.processor = objective, processor
-        self.train_iters, self.log_interval = train_iters, log_interval
+    def __init__(
+        self, log: RunLog | None, objective: Objective, train_iters: int, log_interval: int, device_type: str
+    ) -> None:
+        """``log`` is there on the first rank."""
+        self._log, self._objective = log, objective
+        self._train_iters, self._log_interval = train_iters, log_interval
+        self._processor = "GPU" if device_type == "cuda" else "process"
         self._unprinted: list[dict[str, Any]] = []
         self._started: tuple[int, float] | None = None
         self._machine_told = False
 
-    def add(self, record: dict[str, Any], now: float, last: bool = False) -> list[str]:
-        """Add an iteration's record and return the lines to print, if any. ``now`` is a clock's time in seconds."""
+    def after(self, step: Step) -> None:
+        """Write a step's record, and print its lines where they are due."""
+        if self._log is None:
+            return
+        self._log.write(step.record)
+        for line in self.lines(step.record, time.monotonic(), step.last):
+            say(line)
+        if "validation_loss" in step.record:
+            say(self._objective.validation_line(step.record))
+            self._log.sync()
+
+    def lines(self, record: dict[str, Any], now: float, last: bool = False) -> list[str]:
+        """Return the lines to print after an iteration, if any. ``now`` is a clock's time in seconds."""
         first = self._started is None
-        if self._started is None:
-            self._started = record["iteration"], now
+        iteration, started = self._started = self._started or (record["iteration"], now)
         self._unprinted.append(record)
-        if not (first or last or record["iteration"] % self.log_interval == 0):
+        if not (first or last or record["iteration"] % self._log_interval == 0):
             return []
-        left = self._seconds_left(record, now)
-        lines = [progress_line(self.objective, self._unprinted, self.train_iters, left)]
+        # From all iterations after this start's first one, including validations and checkpoints.
+        done = record["iteration"] - iteration
+        each = (now - started) / done if done else record["iteration_time_ms"] / 1e3
+        left = each * (self._train_iters - record["iteration"])
+        lines = [progress_line(type(self._objective), self._unprinted, self._train_iters, left)]
         if last or (not first and not self._machine_told):
-            lines.append(machine_line(self._unprinted, self.processor))
+            lines.append(machine_line(self._unprinted, self._processor))
             self._machine_told = True
         self._unprinted = []
         return lines
-
-    def _seconds_left(self, record: dict[str, Any], now: float) -> float:
-        """Estimate from all iterations after this run's first one, including validations and checkpoints."""
-        assert self._started is not None
-        iteration, started = self._started
-        done = record["iteration"] - iteration
-        each = (now - started) / done if done else record["iteration_time_ms"] / 1e3
-        return each * (self.train_iters - record["iteration"])
 
 
 def few_samples(at: int, train: LoopConfig, there: int | None, wanted: int) -> str:

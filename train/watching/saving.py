@@ -1,22 +1,20 @@
 """A run's saves, as their intervals come and at its end, and its way back to the newest of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-import torch
-from torch import nn
 from torch.profiler import record_function
 
 from checkpoint.saving import Saves
 from parallel.data import reshard
 from runtime.watchdog import Watchdog
+from train.assemble import Run
 from train.config.common import CommonConfig
-from train.ema import Ema
-from train.resume import AVERAGED, Start, checkpoint_extra, roll_back
-from train.watching.health import Health, Progress
+from train.resume import AVERAGED, Start, checkpoint_extra, find_start
+from train.watching.health import Health
 from train.watching.metrics import RunLog
-from train.watching.moments import SAVING, Step, Watcher
+from train.watching.moments import SAVING, Step, Watcher, say
 from train.watching.stop import StopAgreement
 
 
@@ -40,12 +38,9 @@ class BackgroundSave(Watcher):
 class Saving(Watcher):
     """Saves a run, but for weights whose last update went wrong."""
 
+    run: Run[CommonConfig]
     start: Start[CommonConfig]
     saves: Saves
-    progress: Progress
-    parts: Sequence[nn.Module]
-    optimizer: torch.optim.Optimizer
-    ema: Ema | None
     log: RunLog | None
     health: Health
     stop: StopAgreement
@@ -54,21 +49,22 @@ class Saving(Watcher):
     """Computes the loss of a step's samples again, with the weights of now; collective."""
 
     def __post_init__(self) -> None:
-        self._saved = self.progress.iteration
+        self._progress = self.start.progress
+        self._saved = self._progress.iteration
         """The iteration of the newest checkpoint, not counting local ones."""
         self._step: Step | None = None
         """The last one since this start, or since the run was rolled back."""
 
-    def begin(self) -> None:
+    def begin(self, iteration: int) -> None:
         """Find out whether the run goes on from a local checkpoint, which its end then replaces."""
-        if self.start.config.checkpoint.non_persistent_save_interval and not self.saves.holds(self._saved):
+        if self.start.config.checkpoint.non_persistent_save_interval and not self.saves.holds(iteration):
             self._saved = 0
 
     def after(self, step: Step) -> None:
         """Save where an interval has come, but not after a skipped step, unless it is the last."""
         self._step = step
         tier = self.saves.due(step.iteration, step.last)
-        if tier is None or (self.progress.skipped_in_a_row and not step.last):
+        if tier is None or (self._progress.skipped_in_a_row and not step.last):
             return
         if not self.health.update_went_wrong(step, self.loss_of):
             self._save(tier)
@@ -82,32 +78,38 @@ class Saving(Watcher):
             self.saves.end(iteration)
 
     def roll_back(self) -> None:
-        """Go on from the newest checkpoint with samples that no step has had; collective."""
+        """Go on from the newest checkpoint of ``--save`` with samples that no step has had, and say so; collective."""
+        run, start, progress, given = self.run, self.start, self._progress, self.start.config.checkpoint
         self._step = None
+        newest = replace(start.config, checkpoint=replace(given, load=given.save, ckpt_step=None, finetune=False))
         with self.watchdog.paused():
             self.saves.wait()
-        for part in self.parts:
-            reshard(part)
-        with self.watchdog.paused():
-            roll_back(self.start, self.progress, self.parts, self.optimizer, self.ema)
-        self._saved = self.progress.iteration if self.saves.holds(self.progress.iteration) else 0
+            for part in run.parts:
+                reshard(part)
+            found = find_start(newest, start.architecture, start.contents)
+            found.load(run.parts, run.optimizer, run.ema)
+        left = progress.consumed_samples - found.progress.consumed_samples
+        say(f"rolled back from iteration {progress.iteration}; the {left} samples since are left out")
+        progress.iteration, progress.skipped_in_a_row = found.progress.iteration, 0
+        self._saved = progress.iteration if self.saves.holds(progress.iteration) else 0
         if self.log is not None:
-            self.log.rewind(self.progress.iteration)
+            self.log.rewind(progress.iteration)
         self.health.rolls_back = False
 
     def _save(self, tier: Literal["shared", "local"]) -> None:
         if self.log is not None:
             self.log.sync(draw=tier == "shared")
-        averaged, config = {} if self.ema is None else {AVERAGED: self.ema.decay}, self.start.config
+        run, ema = self.run, self.run.ema
+        extra = {"progress": asdict(self._progress), **checkpoint_extra(self.start.config, self.start.contents)}
         with record_function(SAVING), self.watchdog.paused():
             self.saves.save(
                 tier,
-                self.progress.iteration,
-                self.parts,
-                self.optimizer,
+                self._progress.iteration,
+                run.parts,
+                run.optimizer,
                 architecture=self.start.architecture,
-                extra={"progress": asdict(self.progress), **checkpoint_extra(config, self.start.contents)} | averaged,
-                more={} if self.ema is None else {"ema": self.ema.weights},
+                extra=extra if ema is None else extra | {AVERAGED: ema.decay},
+                more={} if ema is None else {"ema": ema.weights},
             )
         if tier == "shared":
-            self._saved = self.progress.iteration
+            self._saved = self._progress.iteration

@@ -13,7 +13,6 @@ from runtime.watchdog import Watchdog
 from train.assemble import Run
 from train.batches import Batches, summed
 from train.config.common import CommonConfig
-from train.ema import Ema
 from train.watching.metrics import RunLog
 from train.watching.moments import Step, Watcher, say
 from train.watching.stop import StopAgreement
@@ -27,23 +26,19 @@ class Validation(Watcher):
     runner: Runner
     batches: Batches
     data: Samples
-    iteration: int
-    """The one that this start goes on from."""
     log: RunLog | None
     stop: StopAgreement
     watchdog: Watchdog
     constants: Mapping[str, float] = field(default_factory=dict)
     """Figures recorded with each loss, such as the corpus's unigram entropy."""
-    ema: Ema | None = None
-    """Averages of the weights, which are validated instead of them."""
     then: Callable[[int], None] | None = None
     """Called with the iteration after a validation, while the averages are in place; collective."""
 
-    def begin(self) -> None:
+    def begin(self, iteration: int) -> None:
         """Validate the last iteration before this start if it was ended meanwhile."""
-        at, log = self.iteration, self.log
-        if self._is_due(at) and from_first(lambda: log is not None and log.lacks_validation(at)):
-            found = self.validate(at)
+        log = self.log
+        if self._is_due(iteration) and from_first(lambda: log is not None and log.lacks_validation(iteration)):
+            found = self.validate(iteration)
             if found and log is not None:
                 say(self.run.objective.validation_line(log.amend(found)))
 
@@ -59,8 +54,11 @@ class Validation(Watcher):
 
     @torch.no_grad()
     def validate(self, iteration: int) -> dict[str, float]:
-        """Return the validation loss and the constants; none where the run was told to end before it was over."""
-        with nullcontext() if self.ema is None else self.ema.in_place():
+        """Return the validation loss, of the averages of the weights where they are kept, and the constants.
+
+        Nothing where the run was told to end before it was over.
+        """
+        with nullcontext() if self.run.ema is None else self.run.ema.in_place():
             loss = self._loss()
             if self.stop.agreed:
                 return {}

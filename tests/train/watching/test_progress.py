@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from parallel.context import context_parallel
 from runtime.ranks import run_ranks
 from tests.train.test_loop import run_with, settings
 from tests.train.watching.test_metrics import record
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
-from train.watching.progress import COLUMNS, ProgressLines, machine_line, progress_line
+from train.watching.progress import COLUMNS, Report, machine_line, progress_line
 
 
 def test_a_line_has_the_means_since_the_last_one() -> None:
@@ -86,11 +88,12 @@ def test_time_left_says_what_matters_of_it(seconds: float, text: str) -> None:
 
 def test_the_first_iteration_of_a_run_has_a_line_and_every_tenth_and_the_last() -> None:
     """A resumed run's first one too. Time left goes by the iterations after the first, whose time is none of theirs."""
-    lines = ProgressLines(NextToken, train_iters=34, log_interval=10, processor="GPU")
+    objective = NextToken(context_parallel("ring", seq_len=8), torch.device("cpu"))
+    report = Report(None, objective, train_iters=34, log_interval=10, device_type="cuda")
     printed: dict[int, list[str]] = {}
     for i in range(7, 35):
         now = 5000.0 + 2.0 * (i - 7)
-        printed[i] = lines.add(record(i) | {"iteration_time_ms": 90_000.0 if i == 7 else 2000.0}, now, last=i == 34)
+        printed[i] = report.lines(record(i) | {"iteration_time_ms": 90_000.0 if i == 7 else 2000.0}, now, last=i == 34)
     assert {i: len(texts) for i, texts in printed.items() if texts} == {7: 1, 10: 2, 20: 1, 30: 1, 34: 2}
     assert printed[7][0].endswith("| 40:30 left"), "27 iterations like the first"
     assert printed[10][0].endswith("| 0:48 left")

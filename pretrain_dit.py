@@ -22,8 +22,7 @@ from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
 from train.attention import diffusion_context
-from train.config.common import with_joined_ranks
-from train.config.complete import config_to_save, with_method
+from train.config.derive import config_to_save, with_joined_ranks, with_method
 from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
 from train.loop import Trainer
 from train.objectives.diffusion import Denoising

@@ -22,8 +22,8 @@ from planner.dry_run import dry_run
 from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
-from train.attention import context_of, planning
-from train.config.complete import complete, config_to_save, tokenizer_of
+from train.attention import context_of, plan_ahead
+from train.config.derive import complete, config_to_save, tokenizer_of
 from train.config.entries import Config
 from train.config.language import parse_args, validate
 from train.loop import Trainer
@@ -91,7 +91,7 @@ def resolve(config: Config, mesh: Mesh) -> Run[Config]:
         config.recompute.loss_chunk_size,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
-        prepare=planning(config, attend),
+        prepare=partial(plan_ahead, config, attend),
     )
 
     def build() -> LanguageModel:

@@ -27,7 +27,7 @@ from runtime.processes import launched_world_size, process_group
 from runtime.progress import counted, duration
 from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
-from train.config.complete import CONFIG, Choices, tokenizer_of, with_vocabulary
+from train.config.derive import CONFIG, Choices, tokenizer_of, with_vocabulary
 from train.config.entries import ENTRIES, Config
 from train.config.flags import ConfigError, read_toml
 

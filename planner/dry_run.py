@@ -20,8 +20,7 @@ from planner.rehearsal import Build, fake_process_group, rehearse
 from planner.search import predicted
 from runtime.errors import UserError
 from runtime.progress import Progress, amount, counted, duration
-from train.config.common import with_joined_ranks
-from train.config.complete import complete, with_method
+from train.config.derive import complete, with_joined_ranks, with_method
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError, spelled
 

@@ -19,7 +19,8 @@ from planner.step_memory import Arrangement, Workload, memory_of, pinned
 from planner.workload import with_softmax_layers, workload_of
 from runtime.errors import UserError
 from runtime.progress import Progress
-from train.config.common import CommonConfig, with_joined_ranks
+from train.config.common import CommonConfig
+from train.config.derive import with_joined_ranks
 from train.config.entries import Config
 from train.config.sizes import validate_magnitude, validate_mesh, validate_sizes
 

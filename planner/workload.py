@@ -37,7 +37,7 @@ LRPE = 10.0
 
 def workload_of(config: CommonConfig, dp: int, device: str) -> Workload:
     """Return the work of a step. The vocabulary of a language model must be known."""
-    model, fields = config.shape, _diffusion(config) if isinstance(config, DiTRunConfig) else _language(config)
+    model, fields = config.model, _diffusion(config) if isinstance(config, DiTRunConfig) else _language(config)
     if device == "cpu":
         fields["wide_logits"] = LOSS_CHUNK["cpu"]
         fields["residual"] = 10.0 if config.train.bf16 else Workload.residual  # norms keep copies in float32

@@ -33,8 +33,7 @@ from model.lora import merge
 from model.registry import num_parameters
 from runtime.errors import UserError
 from tools.common.arguments import one_line_errors, parser_for, run_command
-from train.config.complete import with_vocabulary
-from train.config.derive import IMPORTED, config_as_trained
+from train.config.derive import IMPORTED, config_as_trained, with_vocabulary
 from train.config.diffusion import load_config as load_dit_config
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import config_file, write_toml

@@ -40,8 +40,7 @@ from tools.common.arguments import parser_for, positive
 from tools.common.report import markdown, write_results
 from tools.common.runs import Run, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
-from train.config.complete import complete
-from train.config.derive import fitted
+from train.config.derive import complete, fitted
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes

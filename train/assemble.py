@@ -48,7 +48,7 @@ class Run(Generic[C_co]):
         config, mesh = self.config, self.mesh
         strategy = config.data_parallel.strategy
         sharding = sharding_mesh(mesh.dp_cp, config.data_parallel)
-        layers = stage_layers(config.pipeline, config.shape.num_layers, mesh.pp.size())
+        layers = stage_layers(config.pipeline, config.model.num_layers, mesh.pp.size())
         parts = []
         for stage in config.pipeline.own(mesh.pp.get_local_rank(), mesh.pp.size()):
             with torch.device("meta"):
@@ -96,12 +96,12 @@ class Run(Generic[C_co]):
         """A meta tensor like what a micro-batch's pipeline stages send each other, [B, T, C]."""
         train = self.config.train
         sequences, tokens = self.objective.first_input(train.micro_batch_size)[1].shape[:2]
-        shape = (sequences, tokens // self.mesh.tp.size(), self.config.shape.hidden_size)
+        shape = (sequences, tokens // self.mesh.tp.size(), self.config.model.hidden_size)
         return torch.empty(shape, dtype=torch.bfloat16 if train.bf16 else torch.float32, device="meta")
 
     def summary(self, model: str, method: str, samples: str) -> str:
         """Describe in one line the model, the mesh and the data."""
-        shape, mesh = self.config.shape, self.mesh
+        shape, mesh = self.config.model, self.mesh
         pipeline = f"pipeline parallel {mesh.pp.size()} x " if mesh.pp.size() > 1 else ""
         tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
         layers = f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)} of {shape.hidden_size}"

@@ -1,6 +1,6 @@
 """Context parallelism of a configuration, and the attention that its model calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
@@ -51,7 +51,7 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
         inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
         outside, linear = _linear_context_of(config, group, inside.plan.local_len)
         return outside, HybridAttention(linear, softmax)
-    (layout,) = config.hybrid.layouts  # train.config.complete has left one
+    (layout,) = config.hybrid.layouts  # train.config.derive has left one
     context = config.hybrid.context(layout)
     if config.context.attention_backend == "reference":
         context = replace(context, attention_backend="reference")
@@ -82,19 +82,15 @@ def _linear_context_of(
     return cp, cp.attend_linear
 
 
-def planning(config: Config, attend: Attend | LinearAttend | HybridAttention) -> Callable[[ContextParallel], None]:
-    """Return what makes ahead all that this rank's layers will need under the mask of a micro-batch.
+def plan_ahead(config: Config, attend: Attend | LinearAttend | HybridAttention, cp: ContextParallel) -> None:
+    """Make ahead all that this rank's layers will need under the mask of a micro-batch.
 
-    It is called with the context parallelism of ``context_of`` under that mask; ``attend`` is the attention from there.
+    ``cp`` is the context parallelism of ``context_of`` under that mask; ``attend`` is the attention from there.
     """
     softmax = attend.softmax if isinstance(attend, HybridAttention) else attend
-
-    def prepare(cp: ContextParallel) -> None:
-        if isinstance(softmax, InsideAttention):
-            cp = softmax.under(cp.plan)
-        cp.plan_ahead(config.windows)
-
-    return prepare
+    if isinstance(softmax, InsideAttention):
+        cp = softmax.under(cp.plan)
+    cp.plan_ahead(config.windows)
 
 
 def softmax_context(
@@ -114,7 +110,7 @@ def softmax_context(
     select_backend(backend, config.mesh.device_type, dtype)
     if is_first() and (note := why_flash_attn_is_unused(backend, config.mesh.device_type, dtype, config.packed)):
         print(f"note: {note}", flush=True)
-    width = config.shape.head_dim
+    width = config.model.head_dim
     if config.mesh.device_type == "cuda" and backend != "reference" and width > 256:
         raise ConfigError(
             f"the heads are {width} wide, and attention on cuda takes up to 256; change kv_channels or "

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
-from types import TracebackType
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -48,9 +47,7 @@ class Prefetcher(Iterator[T], Generic[T]):
     def __enter__(self) -> "Prefetcher[T]":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._thread.shutdown()
 
 
@@ -117,7 +114,7 @@ class Batches:
             micro_batch_size=config.train.micro_batch_size,
             dp_rank=mesh.dp.get_local_rank(),
             dp_size=mesh.dp.size(),
-            num_workers=config.reading.num_workers,
+            num_workers=config.data.num_workers,
             pin_memory=mesh.device.type == "cuda",
         )
 

@@ -43,7 +43,7 @@ class Float8Config:
         mesh, recompute, device = config.mesh, config.recompute, config.mesh.device_type
         tp, lora = mesh.tensor_model_parallel_size, getattr(config.model, "lora_rank", None)
         old = device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
-        widths = {name: getattr(config.shape, name) for name in ("hidden_size", "ffn_size", "head_dim")}
+        widths = {name: getattr(config.model, name) for name in ("hidden_size", "ffn_size", "head_dim")}
         odd = next((f"{name} is {width}" for name, width in widths.items() if width % 16), None)
         refused = (
             (not config.train.bf16, "bf16 is not set, which all other tensors need; add --bf16"),

@@ -36,8 +36,7 @@ from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import softmax_context
-from train.config.complete import Choices, with_method
-from train.config.derive import IMPORTED, config_as_trained, fitted
+from train.config.derive import IMPORTED, Choices, config_as_trained, fitted, with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_file
 from train.config.language import load_config

@@ -122,8 +122,7 @@ def on_host(parameter: Tensor, slabs: Slabs) -> Tensor:
 def cut(parameter: Tensor, slabs: Slabs) -> Tensor:
     """Return zeros like a parameter in memory of ``slabs``."""
     moment = torch.empty_like(parameter, device="cpu")
-    own = to_local(moment)
-    if own.numel():
+    if (own := to_local(moment)).numel():
         memory = slabs.empty(own.nbytes, pinned=parameter.device.type != "cpu")
         own.set_(memory.untyped_storage(), 0, own.shape, own.stride()).zero_()
     return moment

@@ -1,6 +1,6 @@
 """A run's state in its checkpoints, and what a resumed run loads, keeps and changes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -33,7 +33,6 @@ MICRO = "micro_batch_size"
 AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
 
-
 C = TypeVar("C", bound=CommonConfig)
 C_co = TypeVar("C_co", bound=CommonConfig, covariant=True)
 
@@ -62,8 +61,8 @@ class Start(Generic[C_co]):
         """
         notes = list(self.notes)
         if self.path is not None and self.config.checkpoint.finetune:
-            of_run = self.config.checkpoint.hugging_face is None
-            notes[1:1] = (_load_weights if of_run else _load_hugging_face)(self.path, parts, self.architecture)
+            imports = self.config.checkpoint.hugging_face is not None
+            notes[1:1] = _load_weights(self.path, parts, self.architecture, imports=imports)
         elif self.path is not None:
             more = {"ema": ema.weights} if ema is not None and self.averaged is not None else None
             load_checkpoint(self.path, parts, optimizer, self.architecture, more=more)
@@ -120,20 +119,20 @@ def _without_checkpoint(config: CommonConfig, architecture: dict[str, Any]) -> s
     return f"no checkpoint in {found.load}: starting afresh"
 
 
-def _load_weights(path: Path, model: Sequence[nn.Module], architecture: dict[str, Any]) -> list[str]:
-    """Load a checkpoint's weights; return notes on rope and windows that change."""
-    fitting, notes = _refitted(path, read_manifest(path).architecture, architecture)
-    load_model(path, model, fitting, fresh=is_adapter)
-    return notes
+def _load_weights(path: Path, model: Sequence[nn.Module], architecture: dict[str, Any], *, imports: bool) -> list[str]:
+    """Load a checkpoint's weights, or import a Hugging Face folder's; return notes on rope and windows that change.
 
-
-def _load_hugging_face(folder: Path, model: Sequence[nn.Module], architecture: dict[str, Any]) -> list[str]:
-    """Do what ``_load_weights`` does of a Hugging Face folder: every rank reads each weight whole, one by one."""
+    Of such a folder every rank reads each weight whole, one by one.
+    """
+    if not imports:
+        fitting, notes = _refitted(path, read_manifest(path).architecture, architecture)
+        load_model(path, model, fitting, fresh=is_adapter)
+        return notes
     passed: list[str] = []
     with raise_together():
-        theirs, _, read = open_hf(folder, passed.append)
-        fitting, notes = _refitted(folder, there := architecture_of(theirs), architecture)
-        compare_architecture(folder, there, fitting)
+        theirs, _, read = open_hf(path, passed.append)
+        fitting, notes = _refitted(path, there := architecture_of(theirs), architecture)
+        compare_architecture(path, there, fitting)
         for name, parameter in (named for part in model for named in part.named_parameters()):
             if not is_adapter(name):
                 copy_whole(parameter, read(name))
@@ -243,25 +242,23 @@ def settings(config: CommonConfig) -> dict[str, object]:
 
 def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]) -> dict[str, str]:
     """Return, by name, what is said of each setting and file that changed, with the flag that keeps the old value."""
+
+    def changed(kind: str, here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+        before = extra.get(kind, {})
+        return ((name, was, now) for name, now in here.items() if (was := before.get(name, now)) != now)
+
     lines = {}
-    before = extra.get("settings", {})
-    for name, now in settings(config).items():
-        if (was := before.get(name, now)) != now and not (name == MICRO and config.mesh.allow_resize):
-            joined = name == MICRO and config.mesh.balance_over == "dp_cp"
-            keeps = ", of all data-parallel processes together" if joined else f"; {spelled(name, was)} keeps it"
+    for name, was, now in changed("settings", settings(config)):
+        joined = name == MICRO and config.mesh.balance_over == "dp_cp"
+        keeps = ", of all data-parallel processes together" if joined else f"; {spelled(name, was)} keeps it"
+        if name != MICRO or not config.mesh.allow_resize:
             lines[name] = f"{name} was {was} and is {now}{keeps}"
-    for name, now in config.sample_order().items():
-        if (was := extra.get("sample_order", {}).get(name, now)) != now:
-            lines[name] = (
-                f"{name} was {was} and is {now}: the samples to come may repeat consumed ones; "
-                f"{spelled(name, was)} keeps it"
-            )
-    for name, now in contents.items():
-        if (was := extra.get("contents", {}).get(name, now)) != now:
-            lines[name] = (
-                f"{name} holds something else than when the run began (digest {was!s:.8}, now {now:.8}); "
-                "put the old file in its place to keep it"
-            )
+    for name, was, now in changed("sample_order", config.sample_order()):
+        repeats = f"the samples to come may repeat consumed ones; {spelled(name, was)} keeps it"
+        lines[name] = f"{name} was {was} and is {now}: {repeats}"
+    for name, was, now in changed("contents", contents):
+        held = f"{name} holds something else than when the run began (digest {was!s:.8}, now {now:.8})"
+        lines[name] = f"{held}; put the old file in its place to keep it"
     return lines
 
 

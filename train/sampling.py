@@ -149,16 +149,15 @@ class Sampler:
 
     def _denoised(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Return the model's output for patches as ``_noise`` returns them."""
-        if self._joined is None:
+        if (count := self._joined) is None:
             return self._through_stages(x, times, labels)
-        parts = zip(*(values.split(self._joined) for values in (x, times, labels)), strict=True)
-        return torch.cat([self._of_joined(self._joined, *part) for part in parts])
-
-    def _of_joined(self, count: int, *values: Tensor) -> Tensor:
-        """Return the output ``[b, all patches, W]`` for at most ``count`` samples; the last one fills the sequence."""
-        x, times, labels = (torch.cat((part, part[-1:].expand(count - len(part), *part.shape[1:]))) for part in values)
-        out = self._through_stages(self._cp.shard(x.flatten(0, 1)[None], dim=1), times, labels)
-        return self._cp.unshard(out, dim=1).unflatten(1, (count, -1))[0][: len(values[0])]
+        found = []
+        for given in zip(*(values.split(count) for values in (x, times, labels)), strict=True):
+            # The last sample fills the sequence.
+            full = [torch.cat((part, part[-1:].expand(count - len(part), *part.shape[1:]))) for part in given]
+            out = self._through_stages(self._cp.shard(full[0].flatten(0, 1)[None], dim=1), *full[1:])
+            found.append(self._cp.unshard(out, dim=1).unflatten(1, (count, -1))[0][: len(given[0])])
+        return torch.cat(found)
 
     def _through_stages(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Return the whole model's output; each pipeline stage in turn broadcasts its own."""

@@ -125,7 +125,8 @@ def continued(
     if before is None:
         wanted = optimizer.use_checkpoint_opt_param_scheduler
         return optimizer, f"note: {path} keeps no schedule: this configuration's is taken" if wanted else None
-    differs = None if before == own else _first_difference(before, own, range(iteration + 1, train_iters + 1))
+    ahead = range(iteration + 1, train_iters + 1)[:: max(1, (train_iters - iteration) // 100_000)]  # each, or some
+    differs = next((n for n in ahead if before.rate(n) != own.rate(n)), None) if before != own else None
     if differs is None:
         return optimizer, None
     longer = schedule_of(optimizer, before.lr_decay_iters or train_iters) == before
@@ -142,19 +143,12 @@ def continued(
     )
     rates = before.rate(differs), own.rate(differs)
     there, here = (f"{rate:.6E}" for rate in rates)
-    if there == here:
-        there, here = map(str, rates)
+    there, here = (there, here) if there != here else map(str, rates)
     note = (
         f"note: lr at iteration {differs} is {there} by the checkpoint's schedule{later} and {here} by this "
         f"configuration's ({', '.join(differing)}): {choice}"
     )
     return before.taken_by(optimizer) if keep else optimizer, note
-
-
-def _first_difference(before: Schedule, own: Schedule, iterations: range) -> int | None:
-    """Return the first iteration whose rate differs; one in several is looked at if there are more than 100,000."""
-    looked_at = iterations[:: max(1, len(iterations) // 100_000)]
-    return next((iteration for iteration in looked_at if before.rate(iteration) != own.rate(iteration)), None)
 
 
 def _saved_schedule(optimizer: OptimizerConfig, own: Schedule, path: Path, extra: dict[str, Any]) -> Schedule | None:

@@ -31,7 +31,7 @@ from runtime.errors import UserError
 from runtime.machine import describe, results_file, stamp
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import Column, Table, read_records, write_tables
-from train.config.complete import with_vocabulary
+from train.config.derive import with_vocabulary
 from train.config.language import parse_args
 
 LINKS = ("shared 100mbit", "shared 200mbit", "rails 50mbit", "rails 100mbit")

@@ -107,12 +107,12 @@ def test_every_configuration_is_shrunk_in_width_alone(path: Path) -> None:
     whole = configured(path, [])
     small, alone, ranks = shrunk(whole)
     assert ranks <= 8
-    assert small.shape.hidden_size <= 256
+    assert small.model.hidden_size <= 256
     for name in SIZES:
         assert (getattr(whole.mesh, name) > 1) == (getattr(small.mesh, name) > 1)
         assert getattr(alone.mesh, name) == 1
-    ratio = whole.shape.num_attention_heads // whole.shape.query_groups
-    assert small.shape.num_attention_heads // small.shape.query_groups == ratio
+    ratio = whole.model.num_attention_heads // whole.model.query_groups
+    assert small.model.num_attention_heads // small.model.query_groups == ratio
     assert small.context.context_parallel_method == whole.context.context_parallel_method
     assert small.recompute.recompute_granularity == whole.recompute.recompute_granularity
     assert bool(small.recompute.loss_chunk_size) == bool(whole.recompute.loss_chunk_size)

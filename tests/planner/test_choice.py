@@ -15,7 +15,7 @@ from planner.search import rank
 from tests.planner.test_search import A100, config
 from tests.pretraining import pretrain
 from train.config import diffusion
-from train.config.complete import with_method
+from train.config.derive import with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config

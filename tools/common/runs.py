@@ -49,8 +49,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     from data.fingerprint import digest
     from data.tokenizer import load_tokenizer
     from runtime.errors import DataError
-    from train.config.complete import with_vocabulary
-    from train.config.derive import IMPORTED, config_as_trained
+    from train.config.derive import IMPORTED, config_as_trained, with_vocabulary
     from train.config.flags import ConfigError, config_file
     from train.config.language import load_config
     from train.run import HF_FOLDER

@@ -16,7 +16,7 @@ from runtime.together import gather_results, is_first, raise_together
 from tools.common.report import markdown, write_results
 from tools.common.runs import Run, mesh_of, open_run
 from tools.line_retrieval.lines import Maker, Task
-from train.config.complete import beyond_rope
+from train.config.derive import beyond_rope
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import check_writable

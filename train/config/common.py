@@ -2,25 +2,36 @@
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from shutil import which
-from typing import Any, Protocol, TypeVar
 
 from checkpoint.api import CheckpointConfig
-from data.text.config import split_shares
+from data.latents.dataset import LatentDataConfig
+from data.text.config import DataConfig, split_shares
+from model.config import ModelConfig
+from model.dit_config import DiTConfig
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from runtime.errors import at_least, require
-from train.config.flags import ConfigError
+from train.config.flags import ConfigError, value_of
 from train.float8 import Float8Config
 from train.optim import OptimizerConfig
 from train.schedule import schedule_of
 from train.watching.health import HealthConfig
 from train.watching.metrics import LoggingConfig
 from train.watching.profile import ProfileConfig
+
+NEEDS = (
+    *((name, "save") for name in ("save_interval", "async_save", "keep_last", "keep_every")),
+    ("non_persistent_save_interval", "save"),
+    ("non_persistent_save_interval", "non_persistent_local_ckpt_dir"),
+    ("non_persistent_local_ckpt_dir", "non_persistent_save_interval"),
+    ("wandb_exp_name", "wandb_project"),
+)
+"""Fields with another that each needs to be set too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,57 +95,17 @@ class DryRunConfig:
             )
 
 
-class ModelShape(Protocol):
-    """Sizes of any model that the parallel dimensions divide."""
-
-    @property
-    def num_layers(self) -> int:
-        """Number of repeated blocks."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Query heads of a layer."""
-
-    @property
-    def query_groups(self) -> int:
-        """Key and value heads of a layer."""
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-
-    @property
-    def ffn_size(self) -> int:
-        """Width inside a feed-forward layer."""
-
-
-class Reading(Protocol):
-    """The settings of any data that the loop needs."""
-
-    @property
-    def num_workers(self) -> int:
-        """Processes that read ahead."""
-
-    @property
-    def split(self) -> str:
-        """Shares of the samples for training and validation."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CommonConfig(ABC):
     """The sections of every entry's configuration; an entry defines its model, data and training."""
 
-    model: Any
+    model: ModelConfig | DiTConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    data: Any
+    data: DataConfig | LatentDataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     float8: Float8Config = field(default_factory=Float8Config)
@@ -148,16 +119,6 @@ class CommonConfig(ABC):
     def causal(self) -> bool:
         """True if attention is causal."""
         return True
-
-    @property
-    def shape(self) -> ModelShape:
-        """Return the sizes of the model."""
-        return self.model
-
-    @property
-    def reading(self) -> Reading:
-        """Return how the data are read."""
-        return self.data
 
     @property
     @abstractmethod
@@ -199,20 +160,6 @@ class CommonConfig(ABC):
         """Return what decides which sample is the n-th; kept in checkpoints, to give consumed samples a meaning."""
 
 
-C = TypeVar("C", bound=CommonConfig)
-
-
-def with_joined_ranks(config: C, world_size: int) -> C:
-    """Return the configuration with the data-parallel ranks among the context-parallel ones, if balance_over is dp_cp.
-
-    Their micro-batches become one, so that a step has the same samples. Applied again, it changes nothing.
-    """
-    mesh = config.mesh.joined(world_size)
-    times = mesh.context_parallel_size // config.mesh.context_parallel_size
-    train = replace(config.train, micro_batch_size=times * config.train.micro_batch_size)
-    return replace(config, mesh=mesh, train=train)
-
-
 def validate_run(config: CommonConfig) -> None:
     """Check the schedule, and that each setting has the others that it needs.
 
@@ -244,26 +191,14 @@ def validate_run(config: CommonConfig) -> None:
     if train.compile:
         _check_compile(config)
     config.float8.check(config)
-    if train.eval_iters and not split_shares(config.reading.split)[1]:
+    if train.eval_iters and not split_shares(config.data.split)[1]:
         raise ConfigError(
-            f"split is {config.reading.split}, which leaves nothing to validate on, but eval_iters is "
+            f"split is {config.data.split}, which leaves nothing to validate on, but eval_iters is "
             f"{train.eval_iters}; give a split such as 95,5,0, or --eval-iters 0"
         )
-    rolls = config.health.bad_step_policy == "rollback"
-    every, folder = config.checkpoint.non_persistent_save_interval, config.checkpoint.non_persistent_local_ckpt_dir
-    needs = (
-        ("save_interval", config.checkpoint.save_interval, "save", config.checkpoint.save),
-        ("async_save", config.checkpoint.async_save, "save", config.checkpoint.save),
-        ("keep_last", config.checkpoint.keep_last, "save", config.checkpoint.save),
-        ("keep_every", config.checkpoint.keep_every, "save", config.checkpoint.save),
-        ("non_persistent_save_interval", every, "save", config.checkpoint.save),
-        ("non_persistent_save_interval", every, "non_persistent_local_ckpt_dir", folder),
-        ("non_persistent_local_ckpt_dir", folder, "non_persistent_save_interval", every),
-        ("bad_step_policy", rolls and "rollback", "save_interval", config.checkpoint.save_interval),
-        ("wandb_exp_name", config.logging.wandb_exp_name, "wandb_project", config.logging.wandb_project),
-    )
-    for name, value, other, wanted in needs:
-        if value and not wanted:
+    needs = [*NEEDS, *[("bad_step_policy", "save_interval")] * (config.health.bad_step_policy == "rollback")]
+    for name, other in needs:
+        if (value := value_of(config, name)) and not value_of(config, other):
             flag = other.replace("_", "-")
             raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
 

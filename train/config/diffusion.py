@@ -1,11 +1,11 @@
 """Read and validate the configuration of a diffusion transformer's run."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 from model.diffusion import Diffusion
 from train.config import flags
-from train.config.common import validate_backend, validate_run, with_joined_ranks
+from train.config.common import validate_backend, validate_run
+from train.config.derive import with_joined_ranks
 from train.config.entries import ENTRIES, DiTRunConfig
 from train.config.flags import ConfigError
 from train.config.sizes import validate_magnitude, validate_mesh
@@ -28,17 +28,10 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
 """
 
 
-def parse_args(argv: Sequence[str]) -> DiTRunConfig:
-    """Parse a command line without the program's name: `--config FILE`, overridden by other flags.
-
-    Raises UserError; with --help prints the help and exits with status 0.
-    """
-    return flags.parse(DiTRunConfig, argv, INTRODUCTION, ENTRIES)
-
-
-def load_config(path: str | Path) -> DiTRunConfig:
-    """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or field."""
-    return flags.build(DiTRunConfig, flags.read_toml(DiTRunConfig, path, ENTRIES))
+parse_args = partial(flags.parse, DiTRunConfig, introduction=INTRODUCTION, entries=ENTRIES)
+"""Parses a command line as ``flags.parse`` does."""
+load_config = partial(flags.load, DiTRunConfig, entries=ENTRIES)
+"""Reads a TOML file as ``flags.load`` does."""
 
 
 def validate(config: DiTRunConfig, world_size: int) -> None:

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 import sys
 import textwrap
 import tomllib
@@ -139,6 +140,11 @@ def config_fields(root: type) -> dict[str, Field]:
     return table
 
 
+def value_of(config: object, name: str) -> Any:
+    """Return the value of a field, whatever its section."""
+    return getattr(getattr(config, config_fields(type(config))[name].section), name)
+
+
 def build(root: type[Root], values: dict[str, Any]) -> Root:
     """Build a `root` from `values` by field name, with defaults. Raises UserError for a value out of range."""
     table = config_fields(root)
@@ -146,6 +152,11 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
     for section, cls in get_type_hints(root).items():
         sections[section] = cls(**{name: values[name] for name in values if table[name].section == section})
     return root(**sections)
+
+
+def load(root: type[Root], path: str | Path, entries: Mapping[str, type] = NO_OTHERS) -> Root:
+    """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or field."""
+    return build(root, read_toml(root, path, entries))
 
 
 def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, type]) -> str:
@@ -209,18 +220,11 @@ def write_toml(config: object) -> str:
     """Write `config` as TOML, without None fields; reading it back gives an equal config."""
     tree: dict[str, dict[str, Any]] = {section: {} for section in get_type_hints(type(config))}
     for name, field in config_fields(type(config)).items():
-        value = getattr(getattr(config, field.section), name)
-        if value is not None:
+        if (value := value_of(config, name)) is not None:
             tree[field.section][name] = list(value) if field.many else value
     import tomli_w  # late: benches and tests that write no configuration run without it
 
     return tomli_w.dumps(tree)
-
-
-def _hyphened(word: str) -> str:
-    """Replace underscores by hyphens: Megatron has --override-opt_param-scheduler, fields have underscores."""
-    flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
@@ -277,7 +281,9 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
     with status 0. `entries`: roots by program, to recognise what is meant for another one.
     """
     flags = ["--config", "--help", *(field.flag for field in config_fields(root).values())]
-    argv, taken = drop_redundant_flags([_hyphened(word) for word in argv], flags)
+    # Megatron has --override-opt_param-scheduler, fields have underscores.
+    hyphened = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+    argv, taken = drop_redundant_flags(hyphened, flags)
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -310,7 +316,7 @@ def _check_condition(config: object, entry: Entry) -> None:
     if not entry.fits:
         return
     field = config_fields(type(config)).get(entry.field)
-    value = getattr(getattr(config, field.section), field.name) if field else None
+    value = value_of(config, field.name) if field else None
     if value not in entry.fits:
         found = f"{entry.field} is {value}" if field else f"this program has no {entry.field}"
         raise ConfigError(f"{entry.flag} is given and {found}; it goes with {', '.join(entry.fits)}: {entry.text}")

@@ -1,10 +1,10 @@
 """Read and validate the configuration of a language model's run."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 from train.config import flags
-from train.config.common import validate_backend, validate_run, with_joined_ranks
+from train.config.common import validate_backend, validate_run
+from train.config.derive import with_joined_ranks
 from train.config.entries import ENTRIES, Config
 from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes
@@ -35,17 +35,10 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
 """
 
 
-def parse_args(argv: Sequence[str]) -> Config:
-    """Parse a command line without the program's name: `--config FILE`, overridden by other flags.
-
-    Raises UserError; with --help prints the help and exits with status 0.
-    """
-    return flags.parse(Config, argv, INTRODUCTION, ENTRIES)
-
-
-def load_config(path: str | Path) -> Config:
-    """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or field."""
-    return flags.build(Config, flags.read_toml(Config, path, ENTRIES))
+parse_args = partial(flags.parse, Config, introduction=INTRODUCTION, entries=ENTRIES)
+"""Parses a command line as ``flags.parse`` does."""
+load_config = partial(flags.load, Config, entries=ENTRIES)
+"""Reads a TOML file as ``flags.load`` does."""
 
 
 def validate(config: Config, world_size: int) -> None:

@@ -25,11 +25,7 @@ class Entry(NamedTuple):
     @property
     def answer(self) -> str:
         """Say what a user who gives the flag should do."""
-        return (
-            f"it is Megatron-LM's; here give {self.text}"
-            if self.verdict == ">"
-            else f"it is Megatron-LM's: {self.text}"
-        )
+        return f"it is Megatron-LM's{'; here give' if self.verdict == '>' else ':'} {self.text}"
 
 
 def entries() -> dict[str, Entry]:

@@ -4,14 +4,16 @@ import math
 import os
 from dataclasses import replace
 
+from model.config import ModelConfig
+from model.dit_config import DiTConfig
 from parallel.context.config import HybridConfig
 from parallel.context.errors import ContextError
 from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.recompute import RecomputeConfig
 from runtime.errors import nearest
-from train.config.common import CommonConfig, ModelShape
+from train.config.common import CommonConfig
 from train.config.entries import Config
-from train.config.flags import ConfigError, config_fields, spelled
+from train.config.flags import ConfigError, config_fields, spelled, value_of
 
 LARGEST = dict.fromkeys(("num_layers", "num_virtual_stages_per_pipeline_rank"), 10**5)
 LARGEST |= dict.fromkeys(("num_attention_heads", "num_query_groups"), 10**6)
@@ -28,22 +30,22 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
     Iterations, intervals and seeds take no memory and have no bound here.
     """
     for name, field in config_fields(type(config)).items():
-        value = getattr(getattr(config, field.section), name)
+        value = value_of(config, name)
         if field.base is not int or name == "seed" or name.endswith(("_iters", "_interval", "_step")):
             continue
         largest = LARGEST.get(name, LARGEST_ELSEWHERE)
         if max((value or (0,)) if field.many else (value or 0,)) > largest:
             raise ConfigError(f"{name} is {value}, which no machine can hold; it can be {largest:,} at most")
-    readers, most = config.reading.num_workers, max(64, 8 * (os.cpu_count() or 1))
+    readers, most = config.data.num_workers, max(64, 8 * (os.cpu_count() or 1))
     if readers > most:
         raise ConfigError(
             f"num_workers is {readers}, processes that read ahead for each rank, on {os.cpu_count()} cores; it can "
             f"be {most} at most"
         )
-    shape, mesh = config.shape, config.mesh
-    width, shared = shape.hidden_size, mesh.context_parallel_size * mesh.tensor_model_parallel_size
-    matrices = shape.num_layers * width * 2 * (shape.num_attention_heads * shape.head_dim + shape.ffn_size)
-    entries = (getattr(config.model, "vocab_size", None) or 0) * width
+    model, mesh = config.model, config.mesh
+    width, shared = model.hidden_size, mesh.context_parallel_size * mesh.tensor_model_parallel_size
+    matrices = model.num_layers * width * 2 * (model.num_attention_heads * model.head_dim + model.ffn_size)
+    entries = (getattr(model, "vocab_size", None) or 0) * width
     state = 16 * (matrices + entries) // world_size  # float32 weights and gradients, AdamW's two moments
     hidden = 4 * config.train.micro_batch_size * config.sequence_length * width // shared
     for names, what, size in (
@@ -98,7 +100,7 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
         raise ConfigError(
             f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
         )
-    _validate_shares(config.shape, tp)
+    _validate_shares(config.model, tp)
     _validate_context(config)
     dp, micro, batch = world_size // (pp * cp * tp), config.train.micro_batch_size, config.train.global_batch_size
     if batch is not None and batch % (micro * dp):
@@ -108,7 +110,7 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
             f"nearest that work: {nearest(batch, (n * micro * dp for n in (below, below + 1) if n))}"
         )
     config.pipeline.check(
-        config.shape.num_layers,
+        config.model.num_layers,
         pp,
         config.train.micro_batches(dp),
         config.data_parallel.strategy,
@@ -116,16 +118,11 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
         tp=tp,
         recompute=config.recompute != RecomputeConfig(),
     )
-    _validate_copies(config.data_parallel.num_distributed_optimizer_instances, dp * cp)
-
-
-def _validate_copies(copies: int, ranks: int) -> None:
-    """Check that the number of copies of the shards divides the data- and context-parallel ranks."""
+    copies, ranks = config.data_parallel.num_distributed_optimizer_instances, dp * cp
     if ranks % copies:
-        divisors = (n for n in range(1, ranks + 1) if ranks % n == 0)
         raise ConfigError(
             f"num_distributed_optimizer_instances is {copies}, which does not divide the {ranks} data- and "
-            f"context-parallel processes; nearest that work: {nearest(copies, divisors)}"
+            f"context-parallel processes; nearest that work: {nearest(copies, divisors(ranks))}"
         )
 
 
@@ -181,7 +178,7 @@ def _validate_hybrid(config: Config) -> None:
 
 def _validate_context(config: CommonConfig) -> None:
     """Check that the method fits its ranks, and the heads that tensor parallelism leaves to each."""
-    model, mesh, tp = config.shape, config.mesh, config.mesh.tensor_model_parallel_size
+    model, mesh, tp = config.model, config.mesh, config.mesh.tensor_model_parallel_size
     # With allow_resize the cluster is what the mesh is chosen for.
     context = replace(config.context, cluster=None) if mesh.allow_resize else config.context
     context.check(
@@ -194,6 +191,11 @@ def _validate_context(config: CommonConfig) -> None:
     )
 
 
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, in their order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:
     """Check that ``size`` divides the world_size / ``taken`` processes that ``others`` leave."""
     processes = world_size // taken
@@ -203,26 +205,22 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
                 f"{name} is {size}, and this is one process; start it with torchrun --nproc-per-node "
                 f"{taken * size}, or a multiple of that, or give {spelled(name, 1)}"
             )
-        fitting = ", ".join(str(other) for other in range(1, processes + 1) if processes % other == 0)
         left = f" that {others} leaves of {world_size}" if taken > 1 else ""
         raise ConfigError(
-            f"{name} is {size}, which does not divide the {processes} processes{left}; "
-            f"sizes that fit them: {fitting}; or start a multiple of {taken * size} processes"
+            f"{name} is {size}, which does not divide the {processes} processes{left}; sizes that fit them: "
+            f"{', '.join(map(str, divisors(processes)))}; or start a multiple of {taken * size} processes"
         )
 
 
-def _validate_shares(model: ModelShape, tp: int) -> None:
+def _validate_shares(model: ModelConfig | DiTConfig, tp: int) -> None:
     """Check that a layer's heads and channels divide among ``tp`` ranks."""
-    size = f"tensor_model_parallel_size {tp}"
-    both = math.gcd(model.num_attention_heads, model.ffn_size)
-    for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_size)):
+    size, heads, groups = f"tensor_model_parallel_size {tp}", model.num_attention_heads, model.query_groups
+    for name, value in (("num_attention_heads", heads), ("ffn_hidden_size", model.ffn_size)):
         if value % tp:
-            sizes = ", ".join(str(other) for other in range(1, both + 1) if both % other == 0)
+            sizes = ", ".join(map(str, divisors(math.gcd(heads, model.ffn_size))))
             raise ConfigError(f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}")
-    groups = model.query_groups
     if groups % tp and tp % groups:
-        fitting = [g for g in range(1, model.num_attention_heads + 1) if model.num_attention_heads % g == 0]
-        fitting = [g for g in fitting if g % tp == 0 or tp % g == 0]
+        fitting = (g for g in divisors(heads) if g % tp == 0 or tp % g == 0)
         raise ConfigError(
             f"num_query_groups is {groups}, neither a multiple nor a divisor of {size}; "
             f"nearest that work: {nearest(groups, fitting)}"
@@ -231,13 +229,9 @@ def _validate_shares(model: ModelShape, tp: int) -> None:
 
 def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
     """Check that all ``tp`` ranks hold entries; each but the last ones holds entries / tp, rounded up."""
-    if _last_is_empty(entries, tp):
-        fits = next(size for size in range(entries + 1, entries + tp * tp) if not _last_is_empty(size, tp))
+    fits = next(size for size in range(entries, entries + tp * tp) if -(-size // tp) * (tp - 1) < size)
+    if fits > entries:
         raise ConfigError(
             f"{name} is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its last process; "
             f"nearest that works: --{name.replace('_', '-')} {fits}"
         )
-
-
-def _last_is_empty(entries: int, tp: int) -> bool:
-    return -(-entries // tp) * (tp - 1) >= entries

@@ -64,8 +64,9 @@ class Denoising(Objective):
         times = self._diffusion.times(uniform, normal)
         labels = batch["labels"].where(chance >= self._model.class_dropout_prob, self._model.num_classes)
         latents, noise = (self._sharded(patchify(x, self._model)) for x in (batch["latents"], noise))
+        noised = self._diffusion.noised(self._by_time(latents), self._by_time(noise), self._of_rows(times))
         local = {
-            "patches": self._noised(latents, noise, times),
+            "patches": self._by_time(noised),
             "latents": latents,
             "noise": noise,
             "times": times,
@@ -87,9 +88,6 @@ class Denoising(Objective):
         """Return a value for each row of ``_by_time``, given one for each sample, [B]."""
         index = self._sample if values.device.type == "cpu" else self._sample_there
         return values if index is None else values[index]
-
-    def _noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        return self._by_time(self._diffusion.noised(self._by_time(latents), self._by_time(noise), self._of_rows(times)))
 
     def _drawn(self, sample: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw for one sample: label chance, uniform and normal for its time, noise of the latents' shape."""

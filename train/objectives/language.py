@@ -73,7 +73,10 @@ class NextToken(Objective):
         """
         cp, plan = self._cp, {}
         if self._reset_positions or self._reset_attention:
-            batch = batch | {"positions": self._positions_of(batch["starts"])}
+            starts = batch["starts"]
+            apart = self._reset_positions
+            positions = positions_in_documents(starts) if apart else torch.arange(starts.shape[1]).expand(starts.shape)
+            batch = batch | {"positions": positions}
         if self._reset_attention:
             batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}  # [1, B * S]
             cp = cp.under(documents=cumulative_lengths(batch["starts"][0]), window=cp.plan.mask.window)
@@ -83,12 +86,6 @@ class NextToken(Objective):
         own = {name: cp.shard(batch[name], dim=1, pad_value=PADDING[name]) for name in names}
         count = (own["labels"] != IGNORE_INDEX).sum()[None]
         return {name: to_device(x, self._device) for name, x in own.items()} | plan | {"count": count}
-
-    def _positions_of(self, starts: Tensor) -> Tensor:
-        """Return the positions [B, S] of samples whose documents have these ``starts`` [B, S]."""
-        if self._reset_positions:
-            return positions_in_documents(starts)
-        return torch.arange(starts.shape[1]).expand(starts.shape)
 
     def lengths(self, local: Batch) -> list[int]:
         """Return the lengths of documents where they attend apart, else of sequences."""

@@ -132,9 +132,16 @@ class Health(Watcher):
             words += [(not math.isfinite(value), f"the {name} was not finite")]
             words += [(spikes and value > limit, f"the {name} was {value:.4g}, above {limit:.4g}, a spike")]
         why = self._agreed(words)
+        progress, skips = self._progress, config.bad_step_policy == "skip"
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if why else 0
         if not why:
             self._good.append((loss, norm))
-        self._count(why)
+            return ""
+        progress.skipped_iterations += 1
+        if not skips or progress.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            times = f"{progress.skipped_in_a_row} steps in a row were bad, the last one" if skips else "a step was bad,"
+            good = progress.iteration - progress.skipped_in_a_row
+            self._fail(progress.iteration, good, f"{times} iteration {progress.iteration}: {why}")
         return why
 
     def update_went_wrong(self, step: Step, loss_of: Callable[[Step], float]) -> bool:
@@ -167,46 +174,30 @@ class Health(Watcher):
                 return text if count == size else f"{text} on {count:.0f} of {size} ranks"
         return ""
 
-    def _count(self, why: str) -> None:
-        """Count a judged step. Raises TrainingError if the policy ends the run."""
-        progress = self._progress
-        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if why else 0
-        progress.skipped_iterations += progress.skipped_in_a_row > 0
-        skips = self._config.bad_step_policy == "skip"
-        if not why or (skips and progress.skipped_in_a_row < MOST_SKIPPED_IN_A_ROW):
-            return
-        times = f"{progress.skipped_in_a_row} steps in a row were bad, the last one" if skips else "a step was bad,"
-        good = progress.iteration - progress.skipped_in_a_row
-        self._fail(progress.iteration, good, f"{times} iteration {progress.iteration}: {why}")
-
     def _fail(self, iteration: int, good: int, why: str) -> None:
         """Note a failure in the run's folder, from which the run is to roll back; ``good`` was the last good iteration.
 
         Raises:
             TrainingError: it is not to, cannot, or has done so too often.
         """
-        from_first(lambda: self._answer(iteration, good, why))
+        from_first(lambda: self._note(iteration, good, why))
         self.rolls_back = True
 
-    def _answer(self, iteration: int, good: int, why: str) -> None:
+    def _note(self, iteration: int, good: int, why: str) -> None:
         """Do what ``_fail`` does, on the first rank."""
-        newest, times = self._note(iteration, why)
+        newest, times, again = self._newest(), 1, ""
+        if self._folder is not None:
+            failures = [*self._failures(), {"iteration": iteration, "checkpoint": newest, "why": why}]
+            write_text(self._folder / FAILURES, "".join(json.dumps(failure) + "\n" for failure in failures))
+            times = sum(failure["checkpoint"] == newest for failure in failures)
+            if (old := next((saved for saved in saved_iterations(self._folder) if saved <= good), None)) is not None:
+                again = f"; go on from before with --load {self._folder} --ckpt-step {old} and another --save"
         if self._config.bad_step_policy != "rollback" or not newest:
             raise TrainingError(
-                f"{why}; the last good one was {good}; lower lr, lengthen lr_warmup_iters, or look at the "
-                f"data{self._way_back(good)}"
+                f"{why}; the last good one was {good}; lower lr, lengthen lr_warmup_iters, or look at the data{again}"
             )
         if times >= MOST_FAILURES:
             raise TrainingError(self._too_often(times, newest, why))
-
-    def _note(self, iteration: int, why: str) -> tuple[int, int]:
-        """Return the newest checkpoint's iteration, 0 if there is none, and the failures after it with this one."""
-        if self._folder is None:
-            return 0, 1
-        newest = self._newest()
-        failures = [*self._failures(), {"iteration": iteration, "checkpoint": newest, "why": why}]
-        write_text(self._folder / FAILURES, "".join(json.dumps(failure) + "\n" for failure in failures))
-        return newest, sum(failure["checkpoint"] == newest for failure in failures)
 
     def _newest(self) -> int:
         return next(iter(saved_iterations(self._folder)), 0) if self._folder else 0
@@ -220,10 +211,3 @@ class Health(Watcher):
             f"lr_warmup_iters, or look at the data, and remove {self._folder}/{FAILURES} to go on from iteration "
             f"{checkpoint}"
         )
-
-    def _way_back(self, good: int) -> str:
-        """Say how to go on from a checkpoint that is old enough, if there is one."""
-        saved = saved_iterations(self._folder) if self._folder else []
-        old = next((iteration for iteration in saved if iteration <= good), None)
-        again = f"; go on from before with --load {self._folder} --ckpt-step {old} and another --save"
-        return "" if old is None else again

@@ -59,36 +59,32 @@ class RunLog:
         ``settings`` is the resolved configuration, for the services to show; ``device`` the name of the GPU.
         """
         self._folder = folder
-        self._records: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
+        """Every iteration's, including those before a resume."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         # Services first: if one refuses, the records stay untouched.
         self._writers = [*_tensorboard(config, iteration), *_wandb(config, folder, settings)]
         if folder is not None:
             with disk_errors(folder):
-                self._records = cut_back(folder / METRICS, iteration)
+                self.records = cut_back(folder / METRICS, iteration)
                 self._file = (folder / METRICS).open("ab", buffering=0)
                 with (folder / STARTS).open("a") as starts:
                     starts.write(json.dumps({"time": time.time(), "iteration": iteration, "device": device}) + "\n")
 
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        """Return every iteration's record, including those before a resume."""
-        return self._records
-
     def good_steps(self, loss_name: str) -> list[tuple[float, float]]:
         """Return loss and gradient norm of the steps that were not skipped."""
-        return [(r[loss_name], r["grad_norm"]) for r in self._records if not r.get("skipped_in_a_row")]
+        return [(r[loss_name], r["grad_norm"]) for r in self.records if not r.get("skipped_in_a_row")]
 
     def rewind(self, iteration: int) -> None:
         """Drop the records after an iteration, to which the run is rolled back."""
-        self._records = [record for record in self._records if record["iteration"] <= iteration]
+        self.records = [record for record in self.records if record["iteration"] <= iteration]
         self._write_again()
 
     def write(self, record: dict[str, Any]) -> None:
         """Add an iteration's record; numbers that are not finite become null, as JSON has none."""
         record = _finite(record)
-        self._records.append(record)
+        self.records.append(record)
         if self._folder is not None:
             with disk_errors(self._folder):
                 _append(self._file, (json.dumps(record) + "\n").encode())
@@ -97,21 +93,21 @@ class RunLog:
 
     def lacks_validation(self, iteration: int) -> bool:
         """Return whether the last record is this iteration's and has no validation loss."""
-        last = self._records[-1] if self._records else {}
+        last = self.records[-1] if self.records else {}
         return last.get("iteration") == iteration and "validation_loss" not in last
 
     def amend(self, more: dict[str, Any]) -> dict[str, Any]:
         """Add figures to the last record, and return it."""
-        self._records[-1] |= _finite(more)
+        self.records[-1] |= _finite(more)
         self._write_again()
         for writer in self._writers:
-            writer(self._records[-1])
-        return self._records[-1]
+            writer(self.records[-1])
+        return self.records[-1]
 
     def _write_again(self) -> None:
         if self._folder is not None:
             with disk_errors(self._folder):
-                _rewrite(self._folder / METRICS, self._records)
+                _rewrite(self._folder / METRICS, self.records)
                 self._file = (self._folder / METRICS).open("ab", buffering=0)
 
     def sync(self, draw: bool = True) -> None:
@@ -121,7 +117,7 @@ class RunLog:
         with disk_errors(self._folder):
             os.fsync(self._file.fileno())
             if draw:
-                plot_loss(self._records, self._folder / "loss.png")
+                plot_loss(self.records, self._folder / "loss.png")
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
@@ -198,12 +194,8 @@ def _check_record(record: dict[str, Any]) -> None:
         raise KeyError(" or ".join(LOSSES))
     for name, value in record.items():
         numbers = value if isinstance(value, list) and name in PHASES else [value]
-        if not all(number is None or is_count(number) or _is_finite(number) for number in numbers):
+        if not all(n is None or is_count(n) or (type(n) is float and math.isfinite(n)) for n in numbers):
             raise TypeError(f"{name} is {value!r:.40}")
-
-
-def _is_finite(value: object) -> bool:
-    return type(value) is float and math.isfinite(value)
 
 
 def loss_name(record: dict[str, Any]) -> str:
@@ -227,14 +219,8 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
     if validated:
         points = [r["iteration"] for r in validated], [r["validation_loss"] for r in validated]
         axes.plot(*points, "o-", markersize=4, label="validation")
-    if validated and "unigram_entropy" in validated[-1]:
-        axes.axhline(
-            validated[-1]["unigram_entropy"],
-            color="grey",
-            linestyle="--",
-            linewidth=1,
-            label="unigram entropy of the corpus",
-        )
+    if validated and (entropy := validated[-1].get("unigram_entropy")) is not None:
+        axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy of the corpus")
     axes.set(xlabel="iteration", ylabel=f"loss ({LOSSES[name]})", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -278,31 +264,18 @@ def _tensorboard(config: LoggingConfig, iteration: int) -> list[Writer]:
     return [write]
 
 
-def _wandb_id(folder: Path | None) -> str | None:
-    """Return the id under which wandb continues a resumed run, kept in its folder."""
-    if folder is None:
-        return None
-    kept = folder / "wandb_id.txt"
-    if not kept.exists():
-        kept.write_text(uuid.uuid4().hex[:16])
-    return kept.read_text()
-
-
 def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any]) -> list[Writer]:
     if config.wandb_project is None:
         return []
     import wandb
 
     os.environ.pop("SLURM_JWT", None)  # wandb keeps Slurm's variables with the run, and this one is a token
+    name = None if folder is None else folder / "wandb_id.txt"  # has the id under which it continues a resumed run
+    if name is not None and not name.exists():
+        name.write_text(uuid.uuid4().hex[:16])
+    kept: dict[str, Any] = {"dir": folder, "id": name and name.read_text(), "resume": "allow"}
     try:
-        run = wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_exp_name,
-            dir=folder,
-            config=settings,
-            id=_wandb_id(folder),
-            resume="allow",
-        )
+        run = wandb.init(project=config.wandb_project, name=config.wandb_exp_name, config=settings, **kept)
     except wandb.Error as error:
         raise ConfigError(
             f"wandb_project is {config.wandb_project} and wandb cannot begin ({error}); set WANDB_API_KEY, or "

@@ -141,21 +141,17 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
     """Return the FLOP/s that one process can reach: a GPU's bfloat16 data sheet figure, else measured now.
 
-    Call it on all ranks at once: on a shared CPU each then measures its share.
+    Square matrix products are measured for about ``seconds`` after a warm-up. Call it on all ranks at once: on a shared
+    CPU each then measures its share.
     """
     if device.type == "cuda" and dtype is torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for model, flops in DATA_SHEET.items():
             if model in name:
                 return flops
-    return measured_flops(device, dtype)
-
-
-def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """Measure the FLOP/s of square matrix products, for about ``seconds`` after a warm-up."""
     side = 4096 if device.type == "cuda" else 768
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
 

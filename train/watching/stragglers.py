@@ -74,7 +74,9 @@ class Stragglers(Watcher):
         if (before := self._behind)[0] != before[1] == before[2] >= 0:
             its, median = found[phase][rank], statistics.median_low(found[phase])
             where = f"{phase} {its:.4g}, median {median:.4g}"
-            say(f"warning: rank {rank}{_host(rank)} is {share:.0%} behind the median: {where}")
+            store, key = dist.distributed_c10d._get_default_store(), NODE.format(rank)
+            host = f" on {store.get(key).decode()}" if store.check([key]) else ""
+            say(f"warning: rank {rank}{host} is {share:.0%} behind the median: {where}")
         self._steps.clear()
         self._seconds.update(dict.fromkeys(self._seconds, 0.0))
         self._calls.clear()
@@ -100,8 +102,3 @@ def slowest(found: dict[str, list[float]], step: float) -> tuple[int, float, str
         shares += [((mine - middle) / whole if whole else 0.0, -rank, phase) for rank, mine in enumerate(times)]
     share, rank, phase = max(shares)
     return -rank, share, phase
-
-
-def _host(rank: int) -> str:
-    store, key = dist.distributed_c10d._get_default_store(), NODE.format(rank)
-    return f" on {store.get(key).decode()}" if store.check([key]) else ""

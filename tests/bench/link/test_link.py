@@ -24,7 +24,7 @@ from planner.cluster import load_cluster
 from planner.search import rank
 from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
 from tools.common.report import write_records
-from train.config.complete import with_vocabulary
+from train.config.derive import with_vocabulary
 from train.config.entries import Config
 from train.config.language import parse_args, validate
 

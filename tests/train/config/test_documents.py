@@ -9,7 +9,7 @@ import pytest
 import pretrain_gpt
 from runtime.errors import UserError
 from train.config import diffusion
-from train.config.common import with_joined_ranks
+from train.config.derive import with_joined_ranks
 from train.config.entries import Config
 from train.config.language import parse_args, validate
 

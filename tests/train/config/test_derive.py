@@ -6,7 +6,7 @@ import pytest
 
 from model.config import ModelConfig
 from tests.planner.test_search import config
-from train.config.complete import with_vocabulary
+from train.config.derive import with_vocabulary
 from train.config.flags import ConfigError
 
 

@@ -57,7 +57,7 @@ def compared(
     traceback.
     """
     small, alone, ranks = shrunk(asked, world_size)
-    shape, batch = small.shape, small.train.batch_size(1)
+    shape, batch = small.model, small.train.batch_size(1)
     pp, cp, tp = (getattr(small.mesh, name) for name in SIZES)
     say(
         f"{shape.num_layers} layers of {shape.hidden_size} channels, {shape.num_attention_heads} heads in "

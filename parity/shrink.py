@@ -153,7 +153,7 @@ def _shrink_run(old: Values, new: Values, ranks: int, ratio: float) -> None:
 
 def _with_heads(asked: CommonConfig, old: Values, new: Values, ranks: int) -> CommonConfig:
     """Return the run with the fewest heads that it accepts, as many to a key head, and shared by ranks, as before."""
-    shape, tp, refused = asked.shape, old[TP], list[UserError]()
+    shape, tp, refused = asked.model, old[TP], list[UserError]()
     ratio, groups = min(shape.num_attention_heads // shape.query_groups, 8), shape.query_groups
     for found in (1, 2, 3, 4, 6, 8, 12, 16):
         if (found == 1) != (groups == 1 or groups < tp) or (found < new[TP]) != (groups < tp):

@@ -4,12 +4,10 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from shutil import which
+from typing import Any
 
 from checkpoint.api import CheckpointConfig
-from data.latents.dataset import LatentDataConfig
-from data.text.config import DataConfig, split_shares
-from model.config import ModelConfig
-from model.dit_config import DiTConfig
+from data.text.config import split_shares
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
@@ -99,13 +97,15 @@ class DryRunConfig:
 class CommonConfig(ABC):
     """The sections of every entry's configuration; an entry defines its model, data and training."""
 
-    model: ModelConfig | DiTConfig
+    model: Any
+    """A ``ModelConfig`` or ``DiTConfig``."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    data: DataConfig | LatentDataConfig
+    data: Any
+    """A ``DataConfig`` or ``LatentDataConfig``."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     float8: Float8Config = field(default_factory=Float8Config)

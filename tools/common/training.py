@@ -32,11 +32,11 @@ class Records(RunLog):
     """Keep a run's records in memory only, unchanged: a NaN loss stays NaN."""
 
     def __init__(self) -> None:
-        self._records: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
 
     def write(self, record: dict[str, Any]) -> None:
         """Keep a record."""
-        self._records.append(record)
+        self.records.append(record)
 
     def sync(self, draw: bool = True) -> None:
         """Do nothing: there is no file."""

@@ -38,7 +38,7 @@ def test_a_run_on_drawn_tokens_learns() -> None:
     log = Records()
     with trainer_of(pretrain_gpt, [*TINY, "--vocab-size", "64", *FLAGS], log) as trainer:
         trainer.train()
-    losses = [record["lm_loss"] for record in log._records if "lm_loss" in record]
+    losses = [record["lm_loss"] for record in log.records if "lm_loss" in record]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
 

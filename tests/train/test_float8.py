@@ -26,20 +26,17 @@ CHOICES = {
     "rows": Float8Config(fp8_format="e4m3", fp8_recipe="rowwise"),
 }
 MODEL = model_config(hidden_size=32, ffn_hidden_size=48)
-
-
-CP = ("--context-parallel-size", "2", "--context-parallel-method", "striped")
+CP = "--context-parallel-size 2 --context-parallel-method striped"
 RUNS = {
     "zero3": CP,
     "zero1, all recomputed, chunks": (
-        *(*CP, "--data-parallel-sharding-strategy", "zero1", "--recompute-granularity", "full"),
-        *("--ffn-chunk-size", "50"),
+        f"{CP} --data-parallel-sharding-strategy zero1 --recompute-granularity full --ffn-chunk-size 50"
     ),
     "ddp, attention recomputed, compiled": (
-        *(*CP, "--data-parallel-sharding-strategy", "ddp", "--recompute-granularity", "selective", "--compile"),
+        f"{CP} --data-parallel-sharding-strategy ddp --recompute-granularity selective --compile"
     ),
-    "pipeline": ("--pipeline-model-parallel-size", "2"),
-    "lasp": (*CP[:3], "lasp", "--model-type", "transnormer", "--num-query-groups", "4"),
+    "pipeline": "--pipeline-model-parallel-size 2",
+    "lasp": f"{CP.replace('striped', 'lasp')} --model-type transnormer --num-query-groups 4",
 }
 
 
@@ -86,7 +83,7 @@ def test_runs_learn_as_those_in_bfloat16(name: str, default_data: Path, tmp_path
     metrics = []
     for more in ((), ("--fp8-format", "hybrid")):
         save = tmp_path / f"run{len(more)}"
-        run_ranks(on_path(emulated), 2, [*TINY, *data, "--bf16", *RUNS[name], "--save", str(save), *more])
+        run_ranks(on_path(emulated), 2, [*TINY, *data, "--bf16", *RUNS[name].split(), "--save", str(save), *more])
         metrics.append(read_metrics(save / METRICS))
     losses = [[record["lm_loss"] for record in of] for of in metrics]
     assert losses[1] != losses[0]

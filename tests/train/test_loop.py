@@ -160,7 +160,7 @@ def test_batch_size_follows_the_ranks_where_none_is_given(tmp_path: Path) -> Non
     assert records[0]["consumed_samples"] == 6
 
 
-def infinite_in(trainer: Trainer, iterations: range) -> None:
+def infinite_in(trainer: Trainer, iterations: Sequence[int]) -> None:
     """A weight of the last rank's shard is infinite during these iterations, and back after."""
     weight = trainer.runner.parts[0].layers[0].mlp.down.weight  # type: ignore[union-attr, index]
     assert isinstance(weight, DTensor)
@@ -183,12 +183,9 @@ def infinite_in(trainer: Trainer, iterations: range) -> None:
     trainer.runner.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
-def infinite_at_2_and_3(trainer: Trainer) -> None:
-    infinite_in(trainer, range(2, 4))
-
-
 def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(tmp_path: Path) -> None:
-    ends = run_ranks(run_with, 2, settings(train_iters=5), tmp_path / "run", infinite_at_2_and_3)
+    prepare = partial(infinite_in, iterations=(2, 3))
+    ends = run_ranks(run_with, 2, settings(train_iters=5), tmp_path / "run", prepare)
     assert ends == [(Progress(5, 20, 5 * 4 * LENGTH, 2, 0), "")] * 2
     records = read_metrics(tmp_path / "run" / METRICS)
     assert [r["skipped_iterations"] for r in records] == [0, 1, 2, 2, 2]
@@ -196,21 +193,14 @@ def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(tmp_p
     assert all(math.isfinite(r["lm_loss"]) for r in records[3:])
 
 
-def infinite_9_then_10_times(trainer: Trainer) -> None:
-    infinite_in(trainer, [*range(2, 11), *range(12, 22)])  # type: ignore[arg-type]
-
-
 def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not() -> None:
-    for progress, error in run_ranks(run_with, 2, settings(train_iters=50), None, infinite_9_then_10_times):
+    prepare = partial(infinite_in, iterations=[*range(2, 11), *range(12, 22)])
+    for progress, error in run_ranks(run_with, 2, settings(train_iters=50), None, prepare):
         assert (progress.iteration, progress.skipped_iterations) == (21, 19)
         assert error.startswith(
             "TrainingError: 10 steps in a row were bad, the last one iteration 21: the loss was not"
         )
         assert "not finite; the last good one was 11; lower lr, lengthen lr_warmup_iters, or look at the data" in error
-
-
-def infinite_from_3_on(trainer: Trainer) -> None:
-    infinite_in(trainer, range(3, 100))
 
 
 def infinite_after_a_resume(trainer: Trainer) -> None:
@@ -221,16 +211,12 @@ def infinite_after_a_resume(trainer: Trainer) -> None:
 def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> None:
     config = settings(train_iters=50, exit_interval=6)
     config = replace(config, checkpoint=CheckpointConfig(save="set below", save_interval=1))
-    ((progress, error),) = run_ranks(run_with, 1, config, tmp_path / "run", infinite_from_3_on)
+    prepare = partial(infinite_in, iterations=range(3, 100))
+    ((progress, error),) = run_ranks(run_with, 1, config, tmp_path / "run", prepare)
     assert (progress.skipped_in_a_row, error) == (4, "")
     assert read_manifest(tmp_path / "run" / "iter_0000006").extra["progress"]["skipped_in_a_row"] == 4
-    ((progress, error),) = run_ranks(
-        run_with,
-        1,
-        replace(config, train=replace(config.train, exit_interval=None)),
-        tmp_path / "run",
-        infinite_after_a_resume,
-    )
+    config = replace(config, train=replace(config.train, exit_interval=None))
+    ((progress, error),) = run_ranks(run_with, 1, config, tmp_path / "run", infinite_after_a_resume)
     assert progress.iteration == 12
     assert "10 steps in a row were bad, the last one iteration 12: " in error
     assert "the last good one was 2; lower lr" in error
@@ -265,19 +251,15 @@ def test_one_step_enters_few_files() -> None:
     assert run_ranks(run_with, 1, settings(), None, traced)[0][1] == ""
 
 
-def idle_weight(trainer: Trainer) -> None:
-    trainer.runner.parts[0].register_parameter("idle", nn.Parameter(torch.ones(2)))
-
-
-def idle_but_frozen(trainer: Trainer) -> None:
-    trainer.runner.parts[0].register_parameter("idle", nn.Parameter(torch.ones(2), requires_grad=False))
+def idle_weight(trainer: Trainer, frozen: bool = False) -> None:
+    trainer.runner.parts[0].register_parameter("idle", nn.Parameter(torch.ones(2), requires_grad=not frozen))
 
 
 def test_a_weight_without_a_gradient_is_named() -> None:
     assert run_ranks(run_with, 1, settings(), None, idle_weight) == [
         (Progress(iteration=1), "RuntimeError: no gradient reached idle: part of the model is not trained")
     ]
-    assert run_ranks(run_with, 1, settings(), None, idle_but_frozen)[0][1] == ""
+    assert run_ranks(run_with, 1, settings(), None, partial(idle_weight, frozen=True))[0][1] == ""
 
 
 @pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.slow)])

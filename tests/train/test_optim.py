@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,15 +80,20 @@ def exact_norm() -> float:
     return math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients()))
 
 
+def laid_out(mesh: DeviceMesh, *placements: Placement) -> list[nn.Parameter]:
+    """Return parameters with the gradients on a mesh."""
+    parameters = []
+    for gradient in gradients():
+        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
+        parameter.grad = distribute_tensor(gradient, mesh, placements)
+        parameters.append(parameter)
+    return parameters
+
+
 def norms_of_shards(rank: int, world_size: int) -> tuple[float, float, float]:
     """The norm, the same with float32 sums, and the norm once it is clipped."""
     mesh = init_device_mesh("cpu", (world_size,))
-    parameters = []
-    for gradient in gradients():
-        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0)]))
-        parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
-        parameters.append(parameter)
-    parameters.append(nn.Parameter(torch.zeros(3)))  # without a gradient
+    parameters = [*laid_out(mesh, Shard(0)), nn.Parameter(torch.zeros(3))]  # the last without a gradient
     norm = gradient_norm(parameters, mesh.get_group()).item()
     squares = torch.stack([torch.linalg.vector_norm(p.grad.to_local()) for p in parameters[:-1]]).square().sum()
     torch.distributed.all_reduce(squares)
@@ -108,13 +113,7 @@ def test_norm_over_shards_is_the_whole_gradients() -> None:
 
 def norm_over_two_dimensions(rank: int, world_size: int) -> float:
     """Two shards, each on two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    parameters = []
-    for gradient in gradients():
-        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0), Replicate()]))
-        parameter.grad = distribute_tensor(gradient, mesh, [Shard(0), Replicate()])
-        parameters.append(parameter)
-    return gradient_norm(parameters).item()
+    return gradient_norm(laid_out(init_device_mesh("cpu", (2, 2)), Shard(0), Replicate())).item()
 
 
 def test_what_several_ranks_hold_counts_once() -> None:

@@ -38,9 +38,9 @@ def saved(before: Config | DiTRunConfig, contents: dict[str, str] | None = None)
     return json.loads(json.dumps(checkpoint_extra(before, contents or {})))
 
 
-def continued(now: Config, path: Path, extra: dict[str, Any], iteration: int) -> tuple[Config, str | None]:
+def continued(now: Config, path: Path, extra: dict[str, Any], iteration: int) -> tuple[Config, str]:
     optimizer, note = schedule.continued(now.optimizer, now.train.train_iters, path, extra, iteration)
-    return replace(now, optimizer=optimizer), note
+    return replace(now, optimizer=optimizer), note or ""
 
 
 def rate(goes_on: Config, iteration: int) -> float:
@@ -63,7 +63,7 @@ def test_a_longer_run_stays_on_the_schedule_that_it_began_with() -> None:
 def test_a_shorter_run_stays_on_it_too() -> None:
     goes_on, note = continued(config(90), PATH, saved(config(120)), 60)
     assert rate(goes_on, 80) == rate(config(120), 80)
-    assert note is not None
+    assert note
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,6 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
     now = config(240, **change)
     goes_on, note = continued(now, PATH, saved(config(120)), 60)
     assert goes_on == now
-    assert note is not None
     assert f"is {rate(config(120), 61):.6E} by the checkpoint's schedule (2.000000E-04 after iteration 120)" in note
     assert f" and {rate(now, 61):.6E} by this" in note
     for name, value in change.items():
@@ -84,7 +83,6 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
         config(240, **change, use_checkpoint_opt_param_scheduler=True), PATH, saved(config(120)), 60
     )
     assert [rate(goes_on, n) for n in (61, 200)] == [rate(config(120), 61), 2e-4]
-    assert note is not None
     assert "goes on with the checkpoint's" in note
 
 
@@ -92,10 +90,9 @@ def test_overridden_it_is_this_configurations() -> None:
     now = config(240, override_opt_param_scheduler=True)
     goes_on, note = continued(now, PATH, saved(config(120)), 120)
     assert goes_on == now
-    assert note is not None
     assert "goes on with this configuration's" in note
     # Once taken it is the run's own.
-    assert continued(config(240), PATH, saved(now), 130) == (config(240), None)
+    assert continued(config(240), PATH, saved(now), 130) == (config(240), "")
 
 
 @pytest.mark.parametrize("iteration", [60, 119, 120])
@@ -121,12 +118,12 @@ def test_a_shorter_run_whose_schedule_would_come_to_0_later_keeps_it() -> None:
 
 @pytest.mark.parametrize("style", ["constant", "inverse-square-root"])
 def test_a_style_without_an_end_goes_on_in_silence(style: str) -> None:
-    assert continued(config(240, lr_decay_style=style), PATH, saved(config(120, lr_decay_style=style)), 120)[1] is None
+    assert continued(config(240, lr_decay_style=style), PATH, saved(config(120, lr_decay_style=style)), 120)[1] == ""
 
 
 def test_nothing_is_said_where_nothing_changes_or_nothing_is_left_to_train() -> None:
     for before, now, iteration in ((120, 120, 60), (120, 120, 120), (120, 60, 60), (240, 120, 120), (240, 120, 180)):
-        assert continued(config(now), PATH, saved(config(before)), iteration) == (config(now), None)
+        assert continued(config(now), PATH, saved(config(before)), iteration) == (config(now), "")
     same = config()
     assert changes(same, saved(same, {"data_path a": "1"}), {"data_path a": "1"}) == {}
 
@@ -138,15 +135,13 @@ def test_schedules_that_differ_and_give_the_same_rates_are_one() -> None:
         (config(240, lr_decay_style="constant", lr_warmup_iters=5), config(240, lr_decay_style="constant"), 20),
     ):
         assert schedule_of(now.optimizer, 300) != schedule_of(before.optimizer, 300)
-        assert continued(now, PATH, saved(before), iteration) == (now, None)
+        assert continued(now, PATH, saved(before), iteration) == (now, "")
 
 
 def test_rates_that_differ_later_or_in_a_late_digit_are_told_apart() -> None:
     _, note = continued(config(240, lr_decay_iters=200), PATH, saved(config(240, lr_decay_iters=240)), 3)
-    assert note is not None
     assert note.startswith("note: lr at iteration 11 is ")
     _, note = continued(config(240, lr=0.0020000000001), PATH, saved(config(240)), 120)
-    assert note is not None
     there, here = note.partition(" is ")[2].split()[0], note.partition(" and ")[2].split()[0]
     assert there != here
 
@@ -158,7 +153,7 @@ def test_a_run_cut_short_with_its_warm_up_keeps_the_shorter_one() -> None:
 
 def test_a_checkpoint_that_keeps_no_schedule_is_gone_on_with_in_silence() -> None:
     early = {"sample_order": config().sample_order(), "trained_for": {}}
-    assert continued(config(240), PATH, early, 120) == (config(240), None)
+    assert continued(config(240), PATH, early, 120) == (config(240), "")
     assert changes(config(240), early, {"data_path a": "1"}) == {}
     asked = config(240, use_checkpoint_opt_param_scheduler=True)
     assert continued(asked, PATH, early, 120) == (

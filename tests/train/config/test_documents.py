@@ -19,34 +19,6 @@ APART, JOINED = "--reset-attention-mask", "--balance-over dp_cp --reset-attentio
 
 
 @pytest.mark.parametrize(
-    ("processes", "flags", "message"),
-    [
-        (
-            1,
-            f"{APART} {GPT}",
-            "reset_attention_mask is set with learned_absolute .* --reset-position-ids, or --position-embedding-type",
-        ),
-        (
-            1,
-            f"{APART} --context-parallel-method none",
-            "reset_attention_mask is set and context_parallel_method is none, .* choose a method",
-        ),
-        (4, "--balance-over dp_cp", r"balance_over is dp_cp, .* give pretrain_gpt\.py --reset-attention-mask"),
-        (
-            8,
-            f"{JOINED} --context-parallel-size 2 --context-parallel-method ulysses --num-attention-heads 4",
-            "ulysses_degree is 8 with 4 query .* degrees that fit 8 ranks: 1, 2, 4",
-        ),
-        (6, f"{JOINED} --context-parallel-size 4", "context_parallel_size is 4, which does not divide the 6 processes"),
-        (4, f"{JOINED} --global-batch-size 6", "global_batch_size is 6, not a multiple of micro_batch_size 4"),
-    ],
-)
-def test_contradictions_are_refused_with_the_fix(processes: int, flags: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        validate(parse_args([*DATA, *flags.split()]), processes)
-
-
-@pytest.mark.parametrize(
     ("processes", "flags"),
     [
         (1, f"{APART} --reset-position-ids {GPT}"),

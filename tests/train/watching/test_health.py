@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from train.loop import Trainer
 from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
 from train.watching.metrics import METRICS, read_metrics
 
-CPU = torch.device("cpu")
+ALWAYS = partial(infinite_in, iterations=range(4, 100))
 
 
 def health(policy: str = "skip", save_interval: int | None = None, **more: Any) -> Config:
@@ -86,19 +87,15 @@ def test_rolled_back_it_goes_on_with_other_samples(tmp_path: Path) -> None:
     }
 
 
-def always_infinite(trainer: Trainer) -> None:
-    infinite_in(trainer, range(4, 100))
-
-
 def test_rolled_back_three_times_it_ends(tmp_path: Path) -> None:
-    ((progress, error),) = run_ranks(run_with, 1, health("rollback", 2), tmp_path / "run", always_infinite)
+    ((progress, error),) = run_ranks(run_with, 1, health("rollback", 2), tmp_path / "run", ALWAYS)
     assert error.startswith("TrainingError: the run failed 3 times after iteration 2, the last time as a step was bad")
     assert progress.iteration == 4
     assert checkpoints(tmp_path / "run") == [2]
 
 
 def four_starts(rank: int, world_size: int, config: Config, folder: Path) -> list[tuple[Progress, str]]:
-    return [run_with(rank, world_size, config, folder, always_infinite) for _ in range(4)]
+    return [run_with(rank, world_size, config, folder, ALWAYS) for _ in range(4)]
 
 
 def test_after_three_starts_that_failed_the_next_one_does_not_train(tmp_path: Path) -> None:
@@ -145,12 +142,10 @@ def test_weights_that_an_update_broke_are_never_saved(policy: str, tmp_path: Pat
     assert find_checkpoint(tmp_path / "run") is not None
 
 
-def infinite_at_2(trainer: Trainer) -> None:
-    infinite_in(trainer, range(2, 4))
-
-
 def test_a_save_waits_for_a_good_step(tmp_path: Path) -> None:
-    ((_, error),) = run_ranks(run_with, 1, health("skip", save_interval=2), tmp_path / "run", infinite_at_2)
+    ((_, error),) = run_ranks(
+        run_with, 1, health("skip", save_interval=2), tmp_path / "run", partial(infinite_in, iterations=(2, 3))
+    )
     assert error == ""
     assert checkpoints(tmp_path / "run") == [4, 6]
 

@@ -3,8 +3,9 @@
 import gzip
 import json
 import random
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,34 +16,13 @@ from tests.starts import PATIENCE
 from train.watching.profile import DATA, SAVING, ProfileConfig, covered, spent, table
 
 
-@dataclass
-class Event:
-    """An event of torch's profiler, as far as it is read."""
-
-    of: str
-    start: int
-    length: int
-    where: str = "DeviceType.CPU"
-    size: int = 0
-    annotation: bool = False
-
-    def is_user_annotation(self) -> bool:
-        return self.annotation
-
-    def name(self) -> str:
-        return self.of
-
-    def start_ns(self) -> int:
-        return self.start
-
-    def duration_ns(self) -> int:
-        return self.length
-
-    def nbytes(self) -> int:
-        return self.size
-
-    def device_type(self) -> str:
-        return self.where
+def event(
+    name: str, start: int, length: int, where: str = "DeviceType.CPU", size: int = 0, annotation: bool = False
+) -> SimpleNamespace:
+    """Return an event of torch's profiler, as far as it is read."""
+    values = {"name": name, "start_ns": start, "duration_ns": length, "device_type": where, "nbytes": size}
+    values |= {"is_user_annotation": annotation}
+    return SimpleNamespace(**{key: partial(lambda value: value, value) for key, value in values.items()})
 
 
 def test_intervals_as_sets_of_points() -> None:
@@ -59,11 +39,11 @@ def test_intervals_as_sets_of_points() -> None:
 def test_time_by_hand() -> None:
     second = 10**9
     events = [
-        Event(DATA, 0, 1 * second),
-        Event("aten::index", 0, 1 * second),  # of the data
-        Event("aten::mm", 1 * second, 4 * second),
-        Event("gloo:all_reduce", 4 * second, 3 * second),  # a second of it behind mm
-        Event(SAVING, 8 * second, 2 * second),
+        event(DATA, 0, 1 * second),
+        event("aten::index", 0, 1 * second),  # of the data
+        event("aten::mm", 1 * second, 4 * second),
+        event("gloo:all_reduce", 4 * second, 3 * second),  # a second of it behind mm
+        event(SAVING, 8 * second, 2 * second),
     ]
     found = spent(events, 0, 2)
     assert (found.data, found.compute, found.communication, found.exposed, found.saving) == (0.5, 2.0, 1.5, 1.0, 1.0)
@@ -72,32 +52,32 @@ def test_time_by_hand() -> None:
 
 def test_on_a_gpu_kernels_count_and_not_what_launched_them() -> None:
     events = [
-        Event("aten::mm", 0, 9),
-        Event("sm90_gemm", 2, 4, "DeviceType.CUDA"),
-        Event("ncclDevKernel_SendRecv", 4, 5, "DeviceType.CUDA"),
-        Event("FSDP::pre_forward", 0, 9, "DeviceType.CUDA", annotation=True),  # spans what it waits for too
-        Event("Memcpy HtoD (Pinned -> Device)", 0, 9, "DeviceType.CUDA"),  # as offload's, beside what computes or not
-        Event("Memcpy DtoH (Device -> Pinned)", 0, 9, "DeviceType.CUDA"),
+        event("aten::mm", 0, 9),
+        event("sm90_gemm", 2, 4, "DeviceType.CUDA"),
+        event("ncclDevKernel_SendRecv", 4, 5, "DeviceType.CUDA"),
+        event("FSDP::pre_forward", 0, 9, "DeviceType.CUDA", annotation=True),  # spans what it waits for too
+        event("Memcpy HtoD (Pinned -> Device)", 0, 9, "DeviceType.CUDA"),  # as offload's, beside what computes or not
+        event("Memcpy DtoH (Device -> Pinned)", 0, 9, "DeviceType.CUDA"),
     ]
     found = spent(events, 0, 1)
     assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [4, 5, 3]
 
 
 def test_memory_is_the_most_at_once_of_the_device_that_computes() -> None:
-    def memory(where: str, *sizes: int) -> list[Event]:
-        return [Event("[memory]", start, 0, where, size) for start, size in enumerate(sizes)]
+    def memory(where: str, *sizes: int) -> list[SimpleNamespace]:
+        return [event("[memory]", start, 0, where, size) for start, size in enumerate(sizes)]
 
-    late, early = memory("DeviceType.CPU", 3, 4, -3, 2, -6)[::-1], [Event("aten::mm", 0, 9)]
+    late, early = memory("DeviceType.CPU", 3, 4, -3, 2, -6)[::-1], [event("aten::mm", 0, 9)]
     assert spent([*late, *early], 0, 1).memory == 7  # whatever the order in which they are told
-    on_gpu = [*memory("DeviceType.CUDA", 50, -50, 20), Event("gemm", 0, 9, "DeviceType.CUDA")]
+    on_gpu = [*memory("DeviceType.CUDA", 50, -50, 20), event("gemm", 0, 9, "DeviceType.CUDA")]
     found = spent([*late, *early, *on_gpu], 0, 1)
     assert found.memory == 50
     assert "| MB |" in table([found])
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
-    def rank(number: int, exposed: int) -> list[Event]:
-        return [Event("aten::mm", 0, 100 - exposed), Event("gloo:send", 100 - exposed, exposed)]
+    def rank(number: int, exposed: int) -> list[SimpleNamespace]:
+        return [event("aten::mm", 0, 100 - exposed), event("gloo:send", 100 - exposed, exposed)]
 
     shown = table([spent(rank(number, exposed), number, 1) for number, exposed in enumerate((40, 10, 40))])
     assert "Slowest: rank 1 on " in shown

@@ -56,8 +56,7 @@ from runtime.progress import amount, counted, duration
 from tools.common.arguments import parser_for
 from tools.common.report import aligned, markdown
 from tools.fit import parsed
-from train.config.common import with_joined_ranks
-from train.config.derive import with_vocabulary
+from train.config.derive import with_joined_ranks, with_vocabulary
 from train.config.entries import Config
 from train.config.flags import ConfigError, write_toml
 from train.config.language import validate

@@ -113,7 +113,7 @@ def test_a_profile_runs_the_best_and_takes_the_fastest(default_data, tmp_path):
     out = (tmp_path / "out").read_text()
     assert "profiling 2 of 2: " in out
     rows = rows_of(out)
-    measured = [float(row[5].split()[0]) for row in rows[:2]]
+    measured = [float(row[5].split()[0]) * {"ms": 1e-3, "s": 1.0}[row[5].split()[1]] for row in rows[:2]]
     assert len(measured) == 2
     assert measured == sorted(measured)
     best = parse_args(["--config", str(path)])

@@ -64,7 +64,7 @@ BUDGET = {
     "parallel": 6330,
     "checkpoint": 1620,
     "data": 3530,
-    "train": 5790,
+    "train": 5590,
     "planner": 2830,
     "runtime": 2370,
     "slurm": 350,
@@ -72,7 +72,7 @@ BUDGET = {
     "parity": 1030,
     "papers": 1850,
     "bench": 2930,
-    "tests": 40190,
+    "tests": 40000,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

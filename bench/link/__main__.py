@@ -18,12 +18,11 @@ from typing import Any
 
 from bench.harness import add_results, heading
 from bench.link.cases import CASES, CORPUS, LINEAR_CASES, MODELS, cases_of, command_line, reference_of
-from bench.link.crossing import attention_crossing, medians
 from bench.link.network import LINKS, Network, prepare_machine
-from bench.link.ranks import train
+from bench.link.ranks import attention_crossing, began, medians, train
 from data.text.prepare import prepare
 from runtime.errors import UserError
-from runtime.machine import describe, device_name, results_file, usable_cores
+from runtime.machine import device_name, results_file, usable_cores
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import Column, Table, read_records, write_tables
 from train.config.language import parse_args
@@ -92,7 +91,7 @@ def measure(args: argparse.Namespace, data: Path) -> Row:
     rate.
     """
     found: dict[str, list[Row]] = {"settings": [], "cases": []}
-    machine = describe("cpu")
+    about = began(args, "training steps between two emulated nodes")
     for link in args.links:
         with Network(rails=link == "rails") as network:
             network.limit(args.rate)  # fails before training if tc does not know the rate
@@ -101,16 +100,7 @@ def measure(args: argparse.Namespace, data: Path) -> Row:
                     batch = args.batch_size or args.tokens // length
                     found["settings"].append({"model": model, "link": link, "seq_length": length, "batch": batch})
                     found["cases"] += _setting(network, found["settings"][-1], data, args)
-    return {
-        "benchmark": "training steps between two emulated nodes",
-        "machine": machine,
-        "note": args.note,
-        "load_average": list(os.getloadavg()),
-        "rate": args.rate,
-        "ranks_per_node": network.ranks_per_node,
-        "repeats": args.repeats,
-        **found,
-    }
+    return {**about, "load_average": list(os.getloadavg()), "ranks_per_node": network.ranks_per_node, **found}
 
 
 def _setting(network: Network, setting: Row, data: Path, args: argparse.Namespace) -> list[Row]:

@@ -23,13 +23,12 @@ import torch.distributed as dist
 
 from bench.harness import add_results, add_sizes, check_same, fingerprint, forward_backward, heading
 from bench.link.__main__ import SHARED
-from bench.link.crossing import WARM_UP_LIMITED, medians, plan_crossing
 from bench.link.network import LINKS, Network, prepare_machine
-from bench.link.ranks import iterate, report
+from bench.link.ranks import WARM_UP_LIMITED, began, iterate, medians, plan_crossing, report
 from bench.shapes import AttentionShape
 from parallel.context import ContextParallel, Plan
 from runtime.errors import UserError
-from runtime.machine import describe, results_file
+from runtime.machine import results_file
 from runtime.processes import process_group
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import Column, Table, write_tables
@@ -139,7 +138,7 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
     Raises MeasureError: a rank failed, or computes something else than one process; NetworkError: the machine does not
     allow the namespaces.
     """
-    rows, machine = list[dict[str, Any]](), describe("cpu")
+    rows, about = list[dict[str, Any]](), began(args, "attention alone between two emulated nodes, forward + backward")
     shape = {"seq_length": args.seq_length, "num_heads": args.num_heads, "head_dim": args.head_dim}
     works = {case: work_of(case, **shape) for case in args.cases}
     with Network(rails=args.link == "rails") as network:
@@ -150,14 +149,10 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
                 rows.append({"case": case, "name": contestant.name, "all_rows": contestant.all_rows, **row})
                 print(f"{case} {Table(COLUMNS).line(rows[-1])}", flush=True)
     return {
-        "benchmark": "attention alone between two emulated nodes, forward + backward",
-        "machine": machine,
-        "note": args.note,
+        **about,
         "load_average": list(os.getloadavg()),
         "link": args.link,
-        "rate": args.rate,
         "ranks_per_node": network.ranks_per_node,
-        "repeats": args.repeats,
         "workload": shape,
         "masks": {case: {"said": work.masked, "kv_heads": work.kv_heads} for case, work in works.items()},
         "attentions": rows,

@@ -1,12 +1,14 @@
-"""Train on real ranks inside the namespaces, and time every iteration.
+"""Train on real ranks inside the namespaces: the time of every iteration, and the bytes that cross the link.
 
 Ranks are forked from a server that has already imported torch and the entry, then enter their node.
 """
 
+import argparse
 import os
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +16,26 @@ import torch
 from bench.harness import failures_told
 from bench.link.network import Network, enter
 from bench.shapes import AttentionShape
+from parallel.context import Plan, make_plan
 from parallel.mesh import MeshConfig, distributed_mesh
+from runtime.machine import describe
 from runtime.ranks import messages, receive, send, started
 from tools.calibrate import Figures
 from tools.calibrate import measure as calibrate
 from tools.common.training import Records, measure, trainer_of
+from train.config.entries import Config
 from train.config.language import parse_args
 
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
+WARM_UP_LIMITED = 1
+"""Steps within the limit that do not count: TCP finds its window."""
+
+
+def began(args: argparse.Namespace, benchmark: str) -> dict[str, Any]:
+    """Return the head of a result: the machine at the start, and what was asked for."""
+    head = {"benchmark": benchmark, "machine": describe("cpu"), "note": args.note}
+    return head | {"rate": args.rate, "repeats": args.repeats}
 
 
 class Iteration(NamedTuple):
@@ -76,6 +89,67 @@ def iterate(
             start = network.crossed()
             send(ranks[rank].pipe, "go on")
     return found
+
+
+def medians(
+    network: Network, rate: str, run: Callable[[Callable[[int], None]], list[Iteration]], warm_up: int, free: int
+) -> dict[str, Any]:
+    """Return the medians of the iterations of ``run(before)``: ``warm_up`` and ``free`` without the limit, then within.
+
+    The first within the limit does not count.
+    """
+    begin = warm_up + free
+
+    def limit(iteration: int) -> None:
+        if iteration in (0, begin):
+            network.limit(rate if iteration else None)
+
+    steps = run(limit)
+    limited = steps[begin + WARM_UP_LIMITED :]
+    return {
+        "seconds": [step.seconds for step in limited],
+        "median": median(step.seconds for step in limited),
+        "unlimited": median(step.seconds for step in steps[warm_up:begin]),
+        "crossed": max(median(step.there for step in limited), median(step.back for step in limited)),
+    }
+
+
+def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
+    """Return the bytes that a step's attentions send from the first node to the second, and back, by the plan.
+
+    Zero with tensor parallelism, whose layers send their tokens outside of the plan.
+    """
+    model, sent = config.model, [0, 0]
+    plan = make_plan(
+        config.context.context_parallel_method,
+        seq_len=config.train.seq_length,
+        size=config.mesh.context_parallel_size,
+        **config.context.plan_arguments(ranks_per_node),
+    )
+    for layer in range(model.num_layers):
+        turned = model.model_type == "transnormer" and layer == 0  # LRPE doubles queries and keys
+        crossing = plan_crossing(
+            plan,
+            ranks_per_node,
+            batch=config.train.micro_batch_size,
+            heads=model.num_attention_heads,
+            kv_heads=model.query_groups,
+            head_dim=model.head_dim * (2 if turned else 1),
+            value_dim=model.head_dim,
+            element_size=4,
+        )
+        sent = [before + more for before, more in zip(sent, crossing, strict=True)]
+    return sent[0], sent[1]
+
+
+def plan_crossing(plan: Plan, ranks_per_node: int, **sizes: Any) -> tuple[int, int]:
+    """Return the bytes that one attention sends from the first node to the second, and back; as ``plan.cost``."""
+    sent = [0, 0]
+    for rank in range(plan.size):
+        cost = plan.cost(rank, **sizes)
+        for traffic in (cost.forward, cost.backward):
+            sent[rank // ranks_per_node] += traffic.between_nodes(rank, ranks_per_node)
+    return sent[0], sent[1]
 
 
 def profile(network: Network, candidates: list[list[str]], iterations: int) -> list[float]:

@@ -7,8 +7,8 @@ import pytest
 from bench.harness import MeasureError
 from bench.link import attention
 from bench.link.attention import contestants, verdict, work_of
-from bench.link.crossing import plan_crossing
 from bench.link.network import Network
+from bench.link.ranks import plan_crossing
 from tests.bench.link.test_link import permitted
 from tools.common.report import read_records
 

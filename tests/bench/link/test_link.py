@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from bench.link import __main__ as entry
-from bench.link import crossing
+from bench.link import ranks as link_ranks
 from bench.link.cases import CASES, MODELS, VOCAB_SIZE, case_for, cases_of, command_line
 from bench.link.choices import CLUSTERS
-from bench.link.crossing import attention_crossing
 from bench.link.network import LINKS, Network, NetworkError, check_permission, enter
+from bench.link.ranks import attention_crossing
 from model.registry import num_parameters
 from planner.cluster import load_cluster
 from planner.search import rank
@@ -133,7 +133,7 @@ def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails: bool) ->
 def test_what_crosses_is_what_the_plan_says(default_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry, "WARM_UP", 1)
     monkeypatch.setattr(entry, "FREE", 1)
-    monkeypatch.setattr(crossing, "WARM_UP_LIMITED", 0)
+    monkeypatch.setattr(link_ranks, "WARM_UP_LIMITED", 0)
     args = entry.build_parser().parse_args(["--repeats", "1", "--rate", "200mbit", "--cases", "ring"])
     setting = {"model": "llama", "link": "shared", "seq_length": 1024, "batch": 2}
     with Network(rails=False) as network:

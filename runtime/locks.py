@@ -74,7 +74,9 @@ class Lock:
             OSError: the file cannot be created.
         """
         self._path = path
-        self._record = _own_record()
+        job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+        own = f"process {os.getpid()} on {socket.gethostname()}{job}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S UTC}"
+        self._record = f"{own}\n{uuid.uuid4().hex}\n"
         self._handle = _taken(path, wait, self._record)
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name=f"beat of {path.name}", daemon=True)
@@ -180,12 +182,6 @@ def _taken(path: Path, wait: bool, record: str) -> int:
         time.sleep(0.2)
 
 
-def _own_record() -> str:
-    job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    return f"process {os.getpid()} on {socket.gethostname()}{job}, since {since}\n{uuid.uuid4().hex}\n"
-
-
 def _job(holder: _Seen) -> str:
     """Return the holder's Slurm job; empty if it has none."""
     found = re.search(r", Slurm job (\S+),", holder.holder)
@@ -219,10 +215,8 @@ def _holder(path: Path, handle: int, fresh: bool) -> _Seen | None:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
     return True
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from bench.harness import MeasureError, format_targets
 from runtime.errors import UserError
 from runtime.machine import ROOT, describe, device_name, slug
+from tests.starts import torchrun
 from tools.common.report import write_records
 
 RESULTS = ROOT / "bench" / "results"
@@ -139,10 +140,8 @@ def launched(processes: int, *command: str) -> tuple[int, str]:
 
     That is when all are gone that may print.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    with subprocess.Popen(
-        [*torchrun, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
+    started: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([*torchrun(processes), *command], cwd=ROOT, **started) as process:
         lines = []
         for line in process.stdout or ():
             print(line, end="", flush=True)

@@ -68,13 +68,8 @@ class Hung(UserError):
 def start(save: Path, plan: Row, ranks: int = RANKS) -> tuple[subprocess.Popen[Any], IO[str]]:
     """Start a run or go on with it, one of several ranks under torchrun, with a plan for ``victim``."""
     data, own = save.parent / "data", ["--save", str(save), "--load", str(save)]
-    own += [
-        "--data-path",
-        f"{data}",
-        "--tokenizer-model",
-        f"{data}.model",
-        *["--async-save"] * plan.get("async", False),
-    ]
+    own += ["--data-path", f"{data}", "--tokenizer-model", f"{data}.model"]
+    own += ["--async-save"] * plan.get("async", False)
     command = [sys.executable, *(LAUNCH if ranks > 1 else ["pretrain_gpt.py"]), *FLAGS, *own]
     environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: mark(plan)}
     out = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe would be open as long as any of its processes)

@@ -223,18 +223,14 @@ def picture(result: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.linear", __doc__)
+    add, folder, plot = parser.add_argument, Path("bench/results"), Path("docs/images/linear_throughput.png")
     add_sizes(parser, num_heads=4, head_dim=32, batch=1)
-    for name, default, what in (
-        ("--min-length", 256, "shortest sequence"),
-        ("--max-length", 16384, "longest; they double"),
-    ):
-        parser.add_argument(name, type=positive, default=default, help=f"{what} (default: %(default)s)")
+    add("--min-length", type=positive, default=256, help="shortest sequence (default: %(default)s)")
+    add("--max-length", type=positive, default=16384, help="longest; they double (default: %(default)s)")
     add_rounds(parser, 5, 15.0)
-    for name, kind, place, what in (
-        ("--results", "FOLDER", "bench/results", "where linear-MACHINE.jsonl goes"),
-        ("--picture", "FILE", "docs/images/linear_throughput.png", "where the plot goes"),
-    ):
-        parser.add_argument(name, type=Path, default=Path(place), metavar=kind, help=f"{what} (default: %(default)s)")
+    where = "where linear-MACHINE.jsonl goes (default: %(default)s)"
+    add("--results", type=Path, default=folder, metavar="FOLDER", help=where)
+    add("--picture", type=Path, default=plot, metavar="FILE", help="where the plot goes (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.max_length < args.min_length:
         raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")

@@ -113,10 +113,7 @@ def _apart(name: str, places: Tensor, values: Tensor, share: tuple[int, int], wh
     if values.shape[1] != places.shape[1]:
         places = places.chunk(ranks, 1)[rank]
     values, places = values.reshape(places.numel(), -1).double(), places.flatten()
-    shards, there = (
-        whole.shape[1] // values.shape[1],
-        places >= 0,
-    )  # fewer shards than ranks where these share key heads
+    shards, there = whole.shape[1] // values.shape[1], places >= 0  # fewer than ranks where these share key heads
     if not there.any() or (shards < ranks and name.startswith(GRADIENT) and name.endswith((".wk", ".wv", ".k_norm"))):
         return 0.0
     apart = values[there] - whole[places[there]].chunk(shards, 1)[rank * shards // ranks]

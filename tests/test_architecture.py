@@ -66,7 +66,7 @@ BUDGET = {
     "data": 3530,
     "train": 5590,
     "planner": 2830,
-    "runtime": 2355,
+    "runtime": 2365,
     "slurm": 350,
     "tools": 4300,
     "parity": 1030,

@@ -66,12 +66,12 @@ BUDGET = {
     "data": 3530,
     "train": 5590,
     "planner": 2830,
-    "runtime": 2365,
+    "runtime": 2370,
     "slurm": 350,
     "tools": 4300,
     "parity": 1030,
     "papers": 1850,
-    "bench": 2930,
+    "bench": 2920,
     "tests": 40000,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the

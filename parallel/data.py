@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from runtime.errors import UserError
+from runtime.errors import UserError, at_least
 from runtime.tensors import Part
 
 Strategy = Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3"]
@@ -34,9 +34,8 @@ class DataParallelConfig:
     such as those of one node, and gradients are summed over the copies."""
 
     def __post_init__(self) -> None:
+        at_least(self, 1, "num_distributed_optimizer_instances")
         copies, name = self.num_distributed_optimizer_instances, self.data_parallel_sharding_strategy
-        if copies < 1:
-            raise UserError(f"num_distributed_optimizer_instances is {copies}; it must be 1 or more")
         if copies > 1 and name in ("ddp", "legacy_ddp"):
             raise UserError(
                 f"num_distributed_optimizer_instances is {copies} with data_parallel_sharding_strategy {name}, which "

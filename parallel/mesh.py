@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from runtime.errors import UserError
+from runtime.errors import UserError, at_least, require
 from runtime.processes import launched_world_size, process_group, set_timeout
 from runtime.together import gather_results
 
@@ -69,14 +69,10 @@ class MeshConfig:
     """Time that a collective may wait for its peers before the run fails."""
 
     def __post_init__(self) -> None:
-        for name in (*SIZES, "full_world_size"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise UserError(f"{name} is {size}; it must be 1 or more")
-        if not SHORTEST_TIMEOUT <= self.distributed_timeout_minutes <= LONGEST_TIMEOUT:
-            raise UserError(
-                f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be from "
-                f"{SHORTEST_TIMEOUT} (a second or so) to {LONGEST_TIMEOUT:,} (a week)"
-            )
+        at_least(self, 1, *SIZES, "full_world_size")
+        fits = SHORTEST_TIMEOUT <= self.distributed_timeout_minutes <= LONGEST_TIMEOUT
+        must = f"it must be from {SHORTEST_TIMEOUT} (a second or so) to {LONGEST_TIMEOUT:,} (a week)"
+        require(self, fits, "distributed_timeout_minutes", must)
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise UserError("distributed_backend is nccl and device is cpu; use gloo or auto")
 

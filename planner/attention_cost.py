@@ -71,7 +71,7 @@ class AttentionCost:
         """Time a backward that moves KV or queries, or (None) a forward."""
         if self.plan.geometry.method.capabilities().states:
             return self._state_seconds(scan, reverse=moves is not None)
-        return (self._needed_seconds if self.plan.sparse else self._whole_seconds)(moves, operations)
+        return self._rounds_seconds(moves, operations)
 
     def links(self) -> Links:
         """Return the bytes on each kind of link, forward and backward, as the plan counts them."""
@@ -88,26 +88,37 @@ class AttentionCost:
     def _per_node(self) -> int:
         return max(1, self.cluster.gpus_per_node // self.tp)
 
-    def _whole_seconds(self, moves: Moves | None, operations: int) -> float:
-        geometry, of = self.plan.geometry, self.of
-        busy = self._busy(moves, operations)
-        slots: list[list[tuple[int, float, float]]] = [[] for _ in range(len(geometry.hops) + 1)]
+    def _rounds_seconds(self, moves: Moves | None, operations: int) -> float:
+        """Time the rounds of a softmax attention, each beside what is in transit meanwhile, and its collectives.
+
+        Ranks of a method that keeps own KV in place need not keep step: the busiest rank or link decides.
+        """
+        plan, busy = self.plan, self._busy(moves, operations)
+        joint = collectives(plan.geometry, self.of, moves, holders_join=not plan.sparse)
+        waited = sum(self._transfer(_joint(collective)) for collective in joint)
+        if plan.geometry.method.capabilities().needed_only:
+            sent = slots(plan, self.of, moves or "kv", gradients=moves is not None)
+            return self._overlapped([(float(busy.sum(axis=0).max()), self._transfer(*sent))], waited)
+        computing = [*busy.max(axis=1).tolist(), 0.0]
+        return self._overlapped([*zip(computing, self._in_transit(moves), strict=True)], waited)
+
+    def _in_transit(self, moves: Moves | None) -> list[float]:
+        """Return the seconds of what is in transit in every round, and after the last."""
+        if self.plan.sparse:
+            return list(map(self._transfer, slots(self.plan, self.of, moves or "kv", gradients=moves is not None)))
+        found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(self.plan.geometry.hops) + 1)]
         targets = {}
         for message in self._messages(moves):
             targets[id(message.to)] = message.to
             under_way = range(message.first, message.last + 1)
             for index in under_way:
-                slots[index].append((id(message.to), message.size / len(under_way), 1 / len(under_way)))
-        ranks = np.arange(geometry.size)
+                found[index].append((id(message.to), message.size / len(under_way), 1 / len(under_way)))
+        ranks = np.arange(self.plan.size)
         seconds = {
             slot: self._transfer(*(Sent(ranks, targets[to], *rest) for to, *rest in slot))
-            for slot in set(map(tuple, slots))  # a ring's rounds are all alike
+            for slot in set(map(tuple, found))  # a ring's rounds are all alike
         }
-        computing = [*busy.max(axis=1).tolist(), 0.0]
-        rounds = [(longest, seconds[tuple(slot)]) for longest, slot in zip(computing, slots, strict=True)]
-        return self._overlapped(
-            rounds, sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, moves))
-        )
+        return [seconds[tuple(slot)] for slot in found]
 
     def _overlapped(self, rounds: Sequence[tuple[float, float]], waited: float) -> float:
         """Return the seconds of rounds, each of computing and transfers beside it, and of those that are waited for."""
@@ -123,21 +134,6 @@ class AttentionCost:
         launches = work.tiles * of.stages
         computed = work.pairs + self.cluster.masked_share * work.hidden
         return computed * per_pair / self._rate + launches * self.cluster.launch_us * MICRO
-
-    def _needed_seconds(self, moves: Moves | None, operations: int) -> float:
-        """Time an attention of which only rows needed travel.
-
-        Ranks of a method that keeps own KV in place need not keep step: the busiest rank or link decides.
-        """
-        geometry, busy = self.plan.geometry, self._busy(moves, operations)
-        sent = slots(self.plan, self.of, moves or "kv", gradients=moves is not None)
-        joint = collectives(geometry, self.of, moves, holders_join=False)
-        extra = sum(self._transfer(_joint(collective)) for collective in joint)
-        if geometry.method.capabilities().needed_only:
-            return self._overlapped([(float(busy.sum(axis=0).max()), self._transfer(*sent))], extra)
-        computing = [*busy.max(axis=1).tolist(), 0.0]
-        rounds = [(longest, self._transfer(slot)) for longest, slot in zip(computing, sent, strict=True)]
-        return self._overlapped(rounds, extra)
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:
         """Time linear attention: passed between neighbours, states wait in turn; gathers overlap the scan."""

@@ -5,7 +5,7 @@ from itertools import count, pairwise
 from typing import Literal
 
 from parallel.data import Strategy
-from runtime.errors import UserError
+from runtime.errors import UserError, at_least, require
 
 Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]
 SINGLE: tuple[Schedule, ...] = ("1F1B", "GPipe")
@@ -26,16 +26,14 @@ class PipelineConfig:
     """Layers of each stage, such as 7 8 8 7; by default equal, the first and the last stages the fewer."""
 
     def __post_init__(self) -> None:
+        at_least(self, 1, "num_virtual_stages_per_pipeline_rank")
         virtual, schedule = self.num_virtual_stages_per_pipeline_rank, self.pipeline_schedule
-        if virtual < 1:
-            raise UserError(f"num_virtual_stages_per_pipeline_rank is {virtual}; it must be 1 or more")
         if self.single and virtual > 1:
             raise UserError(
                 f"num_virtual_stages_per_pipeline_rank is {virtual} with pipeline_schedule {schedule}, which has one "
                 "stage per process; use Interleaved1F1B, or 1 virtual stage"
             )
-        if min(self.pipeline_layers, default=1) < 1:
-            raise UserError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
+        require(self, min(self.pipeline_layers, default=1) >= 1, "pipeline_layers", "each stage needs a layer")
 
     @property
     def single(self) -> bool:

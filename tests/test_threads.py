@@ -83,7 +83,7 @@ def test_every_method_equals_one_process(size: int) -> None:
     for method, options, masked in CASES:
         mask = {"documents": masked.documents, "window": masked.window}
         plan = make_plan(method, seq_len=masked.length, size=size, **mask, **options)
-        found = threads.attend(plan, inputs(torch.float64))
+        found = threads.attend(plan, inputs(masked, torch.float64))
         assert max(error(found, truth(masked, torch.float64))) < 1e-12, (method, options, masked)
 
 
@@ -94,7 +94,7 @@ def test_a_message_that_is_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         "_send",
         lambda self, tensors, *rest: plain(self, [x.roll(1, 1) for x in tensors] if self.rank == 2 else tensors, *rest),
     )
-    found = threads.attend(make_plan("zigzag", seq_len=123, size=4), inputs(torch.float64))
+    found = threads.attend(make_plan("zigzag", seq_len=123, size=4), inputs(Masked(), torch.float64))
     assert min(error(found, truth(Masked(), torch.float64))) > 1e-3
 
 
@@ -108,8 +108,8 @@ def test_a_rank_that_fails_or_says_nothing_ends_all(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(threads.ThreadTransport, "_send", failing)
     with pytest.raises(ValueError, match="no link"):
-        threads.attend(plan, inputs(torch.float64))
+        threads.attend(plan, inputs(Masked(), torch.float64))
     monkeypatch.setattr(threads, "PATIENCE", 0.3)
     monkeypatch.setattr(threads.ThreadTransport, "_send", lambda *given: None)
     with pytest.raises(TimeoutError, match=r"rank \d (waited for message 0 of rank|stops)"):
-        threads.attend(plan, inputs(torch.float64))
+        threads.attend(plan, inputs(Masked(), torch.float64))

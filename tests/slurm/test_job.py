@@ -132,28 +132,23 @@ def test_a_start_from_a_later_local_checkpoint_is_progress(tmp_path):
     assert started(tmp_path / "other", status=138, from_="0")[0] == 1
 
 
-@pytest.mark.parametrize(
-    ("said", "again"),
-    [("", True), ("75 rank 0 ends because a peer of it did", True), ("1 error: loss is not finite", False)],
-)
-def test_ranks_that_are_killed_beside_an_error_are_not_what_ended_the_run(said, again, tmp_path):
-    for status in (137, 143):
-        code, words = started(tmp_path / f"run-{status}", status=status, new="4", said=said)
-        assert (code, "queued again" in words) == ((status, True) if again else (1, False))
-        assert ("1 error: loss is not finite\n" in words) != again
+LOST = "75 rank 0 ends because a peer of it did (Connection reset by peer)"
 
 
 @pytest.mark.parametrize(
-    ("said", "again"),
+    ("status", "said", "code"),
     [
-        ("75 rank 0 ends because a peer of it did (Connection reset by peer)", True),
-        ("75 rank 0 ends because a peer of it did\n1 ValueError: what all of them did not answer", False),
-        ("", False),
+        *((status, said, status) for status in (137, 143) for said in ("", LOST)),
+        *((status, "1 error: loss is not finite", 1) for status in (137, 143)),
+        (1, LOST, 75),
+        (1, f"{LOST}\n1 ValueError: what all of them did not answer", 1),
+        (1, "", 1),
     ],
 )
-def test_ranks_that_leave_a_lost_peer_alone_are_queued_again(said, again, tmp_path):
-    code, words = started(tmp_path / "run", status=1, new="4", said=said)
-    assert (code, "queued again" in words) == ((75, True) if again else (1, False))
+def test_an_error_ends_the_run_and_ranks_that_are_killed_or_lose_a_peer_do_not(status, said, code, tmp_path):
+    found, words = started(tmp_path / "run", status=status, new="4", said=said)
+    assert (found, "queued again" in words) == (code, code != 1)
+    assert code != 1 or all(f"1 {error}\n" in words for error in re.findall("^1 (.*)", said, re.M))
     assert "queued again" not in started(tmp_path / "run", status=1)[1], "what the last start left counts no more"
 
 

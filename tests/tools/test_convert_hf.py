@@ -96,15 +96,6 @@ def test_an_import_that_is_ended_says_nothing_of_the_disk(error, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_a_folder_without_a_name_is_refused(tmp_path, monkeypatch, capsys):
-    source = published(tmp_path / "theirs", "mistral")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    capsys.readouterr()
-    assert main(["import", str(source), "."]) == 1
-    assert capsys.readouterr().err == "error: . has no name; give the name of a new folder\n"
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_export_is_the_import_to_the_bit(tmp_path, name, capsys):
     source = published(tmp_path / "theirs", name, torch.bfloat16 if "yarn" in name else torch.float32)
@@ -250,7 +241,7 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(tmp_path, capsys
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_nothing_is_written_over(tmp_path, capsys):
+def test_nothing_is_written_over_and_a_folder_without_a_name_is_refused(tmp_path, monkeypatch, capsys):
     source, run = published(tmp_path / "theirs", "llama"), tmp_path / "run"
     assert main(["import", str(source), str(run)]) == 0
     for arguments in (["import", str(source), str(run)], ["export", str(run), str(source)]):
@@ -259,6 +250,10 @@ def test_nothing_is_written_over(tmp_path, capsys):
     assert main(["export", str(source), str(tmp_path / "out")]) == 1
     assert "holds no config.toml" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["import", str(source), "."]) == 1
+    assert capsys.readouterr().err == "error: . has no name; give the name of a new folder\n"
 
 
 def test_a_cache_of_the_hub_has_links_to_its_blobs(tmp_path):

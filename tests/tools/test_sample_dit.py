@@ -12,10 +12,9 @@ import torch
 from checkpoint.manifest import CheckpointError
 from data.latents.vae import Vae
 from pretrain_dit import main as pretrain
-from runtime.errors import DataError
+from runtime.errors import DataError, UserError
 from runtime.ranks import run_ranks
 from tests.parallel.tiny import rewrite_manifest
-from tools.common.arguments import UsageError
 from tools.common.training import PEAK
 from tools.sample_dit import config_of, fitted, main
 from train.config.flags import ConfigError
@@ -100,12 +99,13 @@ def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
         (["--classes", "3", "1", "3"], "classes names 3 twice, whose pictures are one file"),
         (["--method", "ddim"], "sample_method is ddim, and objective rectified_flow has euler"),
         (["--ckpt-step", "7"], "ckpt_step is 7"),
+        (["--steps", "abc"], "'abc' is not an integer of 1 or more"),
+        (["--load", "configs"], "name the folder that a run saved to"),
     ],
 )
 def test_bad_input_is_named(run, flags, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message):
         main(["--load", str(run), *flags])
-    assert isinstance(error.value, ConfigError) or "ckpt" in message
 
 
 def test_a_later_drawing_leaves_no_old_pictures(run, tmp_path, capsys):
@@ -138,13 +138,6 @@ def test_an_output_that_can_be_no_folder_is_refused_before_drawing(run, tmp_path
     with pytest.raises(ConfigError, match=re.escape(f"output is {folder}, and {tmp_path / 'file'} is a file; give a")):
         main(["--load", str(run), *DRAWN, "--output", str(folder)])
     assert (tmp_path / "file").read_text() == "kept"
-
-
-def test_a_folder_that_is_no_run_and_words_that_are_no_numbers(run):
-    with pytest.raises(ConfigError, match="name the folder that a run saved to"):
-        main(["--load", str(run / "iter_0000002")])
-    with pytest.raises(UsageError, match="'abc' is not an integer of 1 or more"):
-        main(["--load", str(run), "--steps", "abc"])
 
 
 def test_a_checkpoint_without_averages_says_what_to_give(run, tmp_path):
@@ -201,11 +194,16 @@ def test_latents_that_the_vae_cannot_decode_are_refused_before_drawing(run, vae,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_vae_takes_images_of_its_channels_alone(vae):
+def test_a_vae_takes_images_of_its_channels_and_names_itself_where_its_pictures_are_not_finite(vae):
     loaded = Vae(vae, torch.device("cpu"))
     loaded.check((4, 8, 8))
     with pytest.raises(DataError, match="which decodes images, and latent_shape 4 3 8 8 has frames; leave out --vae"):
         loaded.check((4, 3, 8, 8))
+    latents = torch.zeros(3, 4, 8, 8)
+    assert loaded.decode(latents).isfinite().all()
+    latents[1] = 3e38
+    with pytest.raises(DataError, match=r"vae .* decodes 1 of 3 samples to values that are not finite"):
+        loaded.decode(latents)
 
 
 def test_copies_of_shards_do_not_bind_the_number_of_processes(run):
@@ -213,12 +211,3 @@ def test_copies_of_shards_do_not_bind_the_number_of_processes(run):
     copies = replace(config.data_parallel, num_distributed_optimizer_instances=2)
     found = fitted(replace(config, data_parallel=copies), 3)
     assert found.data_parallel.num_distributed_optimizer_instances == 1
-
-
-def test_a_vae_whose_pictures_are_not_finite_is_named(vae):
-    loaded = Vae(vae, torch.device("cpu"))
-    latents = torch.zeros(3, 4, 8, 8)
-    assert loaded.decode(latents).isfinite().all()
-    latents[1] = 3e38
-    with pytest.raises(DataError, match=r"vae .* decodes 1 of 3 samples to values that are not finite"):
-        loaded.decode(latents)

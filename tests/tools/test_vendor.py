@@ -55,11 +55,8 @@ x = torch.randn(1, 8, 2, 4)
 cp.attend(x, x, x)
 """
 
-EMPTY_DIGEST = hashlib.sha256().hexdigest()
-EMPTY = {
-    "__init__.py": b"",
-    vendor.ORIGIN: json.dumps({"files": {"__init__.py": EMPTY_DIGEST}}).encode(),
-}
+NESTED = {"__init__.py": b"", "part/a.py": b""}
+NESTED[vendor.ORIGIN] = json.dumps({"files": dict.fromkeys(NESTED, hashlib.sha256().hexdigest())}).encode()
 
 
 def started(script: str, folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -133,55 +130,48 @@ def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path):
     assert vendor.commit_of(plain).startswith("unknown")
 
 
-def test_only_what_it_wrote_is_written_over(tmp_path, capsys):
-    target = vendor.write(tmp_path, EMPTY)
+def link(target: Path, name: str = "") -> None:
+    """Put a link in the place of what is moved out of the package, or of all of it."""
+    (target / name).rename(target.parent / "kept")
+    (target / name).symlink_to(target.parent / "kept")
+
+
+def contents(folder: Path) -> dict[Path, object]:
+    return {path: path.is_symlink() or path.is_dir() or path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda target: (target / "own.py").write_text("mine = 1"), r"own\.py was added since; move it away"),
+        (lambda target: (target / "part/own").mkdir(), "part/own was added since"),
+        (lambda target: (target / "part/own").symlink_to("nowhere"), "part/own was added since"),
+        (lambda target: (target / "part/own").symlink_to(target / "part"), "part/own was added since"),
+        (lambda target: (target / "__init__.py").write_text("mine = 1"), r"__init__\.py was changed since"),
+        (lambda target: (target / "part/a.py").unlink(), r"part/a\.py was removed since"),
+        (lambda target: link(target, "part"), "part was changed since"),
+        (lambda target: link(target, "__init__.py"), r"__init__\.py was changed since"),
+        (lambda target: link(target, vendor.ORIGIN), r"ORIGIN\.json was changed since"),
+        (link, "longmesh_attention is a symlink, .*; move it away"),
+        (lambda target: (target / vendor.ORIGIN).unlink(), "was not written by this command"),
+        *(
+            (lambda target, text=text: (target / vendor.ORIGIN).write_text(text), "was not written by this command")
+            for text in ("", "[]", '{"files": 5}', '{"files": ["__init__.py"]}')
+        ),
+    ],
+)
+def test_only_what_it_wrote_is_written_over(spoil, said, tmp_path):
+    target = vendor.write(tmp_path, NESTED)
     (target / "__pycache__").mkdir()
     (target / "__pycache__" / "a.pyc").write_bytes(b"")
-    assert vendor.write(tmp_path, EMPTY) == target
-    assert sorted(path.name for path in tmp_path.iterdir()) == [vendor.PACKAGE]
-    (target / "own.py").write_text("mine = 1\n")
-    with pytest.raises(vendor.VendorError, match=r"own\.py was added since; move it away"):
-        vendor.write(tmp_path, EMPTY)
-    (target / "own.py").unlink()
-    (target / "__init__.py").write_text("mine = 1\n")
-    with pytest.raises(vendor.VendorError, match=r"__init__\.py was changed since"):
-        vendor.write(tmp_path, EMPTY)
-    for origin in ("", "[]", '{"files": 5}', '{"files": ["__init__.py"]}', None):
-        (target / vendor.ORIGIN).write_text(origin) if origin is not None else (target / vendor.ORIGIN).unlink()
-        assert vendor.main([str(tmp_path)]) == 1
-        assert "was not written by this command" in capsys.readouterr().err
-    assert (target / "__init__.py").read_text() == "mine = 1\n"
-
-
-def test_links_and_folders_of_the_users_are_kept(tmp_path):
-    nested = {**EMPTY, "part/a.py": b""}
-    nested[vendor.ORIGIN] = json.dumps({"files": dict.fromkeys(("__init__.py", "part/a.py"), EMPTY_DIGEST)}).encode()
-    target = vendor.write(tmp_path, nested)
-    assert vendor.write(tmp_path, nested) == target
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "a.py").write_bytes(b"")
-    added = target / "part" / "own"
-    for make in (added.mkdir, lambda: added.symlink_to("nowhere"), lambda: added.symlink_to(tmp_path / "other")):
-        make()
-        with pytest.raises(vendor.VendorError, match=r"part/own was added since"):
-            vendor.write(tmp_path, nested)
-        added.unlink() if added.is_symlink() else added.rmdir()
-    for name, like in (("part", "other"), ("__init__.py", "other/a.py"), (vendor.ORIGIN, "ORIGIN.json")):
-        (target / name).rename(tmp_path / "kept")
-        if name == vendor.ORIGIN:
-            (tmp_path / like).write_bytes(nested[name])
-        (target / name).symlink_to(tmp_path / like)
-        with pytest.raises(vendor.VendorError, match=rf"{name}.* was (changed|removed) since"):
-            vendor.write(tmp_path, nested)
-        (target / name).unlink()
-        (tmp_path / "kept").rename(target / name)
-    assert vendor.write(tmp_path, nested) == target
-    target.rename(tmp_path / "elsewhere")
-    target.symlink_to("elsewhere")
-    with pytest.raises(vendor.VendorError, match=r"longmesh_attention is a symlink, .*; move it away"):
-        vendor.write(tmp_path, nested)
-    assert target.is_symlink()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert vendor.write(tmp_path, NESTED) == target
+    assert [path.name for path in tmp_path.iterdir()] == [vendor.PACKAGE]
+    assert sorted(path.name for path in target.iterdir()) == ["ORIGIN.json", "__init__.py", "part"]
+    spoil(target)
+    before = contents(tmp_path)
+    with pytest.raises(vendor.VendorError, match=said):
+        vendor.write(tmp_path, NESTED)
+    assert contents(tmp_path) == before
 
 
 def test_a_destination_that_takes_no_files_is_named(tmp_path):
@@ -197,12 +187,12 @@ def test_a_destination_that_takes_no_files_is_named(tmp_path):
     }
     for destination, message in told.items():
         with pytest.raises(vendor.VendorError, match=rf"^DEST is {destination}, .*{message}$"):
-            vendor.write(destination, EMPTY)
+            vendor.write(destination, NESTED)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "lost"]
 
 
 def test_nothing_stays_of_a_package_that_cannot_be_written(tmp_path):
-    before = vendor.write(tmp_path, EMPTY)
+    before = vendor.write(tmp_path, NESTED)
     with pytest.raises(OSError, match=r"Is a directory|Not a directory|File exists"):
         vendor.write(tmp_path, {"a": b"", "a/b.py": b""})
     assert sorted(path.name for path in tmp_path.iterdir()) == [vendor.PACKAGE]

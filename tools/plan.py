@@ -50,6 +50,7 @@ from planner.ranking import (
 )
 from planner.recorder import CAUSES
 from planner.search import arrangements, rank, validated
+from runtime.errors import at_least
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.progress import amount, counted, duration
@@ -99,28 +100,23 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     """
     args, rest = build_parser().parse_known_args(argv)
     config: Any = parsed(rest)
-    named = config.context.cluster
-    cluster = default_cluster(config.mesh.device_type) if named is None else load_cluster(named)
-    started = "WORLD_SIZE" in os.environ
-    product = math.prod(getattr(config.mesh, name) for name in SIZES)
-    world_size = args.world_size or (launched_world_size() if started else product)
-    for name in ("world_size", "top", "profile_top", "profile_iters"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be 1 or more")
+    file = config.context.cluster
+    cluster = default_cluster(config.mesh.device_type) if file is None else load_cluster(file)
+    started = launched_world_size() if "WORLD_SIZE" in os.environ else None
+    world_size = args.world_size or started or math.prod(getattr(config.mesh, name) for name in SIZES)
+    at_least(args, 1, "world_size", "top", "profile_top", "profile_iters")
     if args.fewest and (args.world_size or args.profile):
-        raise ConfigError(
-            f"fewest finds the number of processes, and {'world_size' if args.world_size else 'profile'} names it; "
-            "leave one of them out"
-        )
+        named = "world_size" if args.world_size else "profile"
+        raise ConfigError(f"fewest finds the number of processes, and {named} names it; leave one of them out")
     for name in ("write", "profile", "markdown", "top"):
         if args.fits and getattr(args, name):
             raise ConfigError(f"--{name} is given, and --fits is of one configuration and ranks none; leave it out")
     args.top = args.top or DEFAULT_TOP
-    if args.profile and launched_world_size() != world_size:
+    if args.profile and (found := launched_world_size()) != world_size:
+        needed = counted(world_size, "process")
         raise ConfigError(
-            f"profile needs {counted(world_size, 'process')}, as planned for, and finds {launched_world_size()}; "
-            f"use torchrun with {counted(world_size, 'process')} in all, or leave --profile out to predict alone"
+            f"profile needs {needed}, as planned for, and finds {found}; use torchrun with {needed} in all, or leave "
+            "--profile out to predict alone"
         )
     if not isinstance(config, Config):
         for name in ("longest", "profile"):

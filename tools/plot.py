@@ -33,28 +33,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser = parser_for("python -m tools.plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
+    add, mask = layout.add_argument, layout.add_mutually_exclusive_group().add_argument
     methods = "default: ring striped zigzag allgather; with documents or a window exchange, not allgather"
-    layout.add_argument("--methods", nargs="+", metavar="METHOD", help=methods)
-    layout.add_argument("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
-    layout.add_argument("--size", type=int, default=4, help="ranks (default: %(default)s)")
-    layout.add_argument("--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents")
+    add("--methods", nargs="+", metavar="METHOD", help=methods)
+    add("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
+    add("--size", type=int, default=4, help="ranks (default: %(default)s)")
+    add("--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents")
     window = "tokens that each sees before itself, in full attention behind itself too; default: all"
-    layout.add_argument("--window", type=positive, metavar="TOKENS", help=window)
-    mask = layout.add_mutually_exclusive_group()
-    mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
-    mask.add_argument("--full", dest="causal", action="store_false", help="full attention")
-    layout.add_argument("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
-    loss = commands.add_parser(
-        "losses", help="training and validation loss of runs, or other fields of metrics.jsonl", allow_abbrev=False
-    )
-    loss.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    loss.add_argument(
-        "--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl, losses in one panel (default: these)"
-    )
-    loss.add_argument("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
+    add("--window", type=positive, metavar="TOKENS", help=window)
+    mask("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
+    mask("--full", dest="causal", action="store_false", help="full attention")
+    add("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
+    losses = "training and validation loss of runs, or other fields of metrics.jsonl"
+    add = commands.add_parser("losses", help=losses, allow_abbrev=False).add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    add("--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl, losses in one panel (default: these)")
+    add("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
     smooth = "share that a point keeps of the mean before it, 0 to below 1 (default: 0); validation is not smoothed"
-    loss.add_argument("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
-    loss.add_argument("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
+    add("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
+    add("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
     return parser
 
 
@@ -152,15 +149,12 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     args = build_parser().parse_args(argv)
-    if args.command == "layout":
-        figure = layout_figure(args)
-    else:
-        figure = losses_figure(args.runs, args.metric, args.by, args.smooth)
+    layout = args.command == "layout"
+    figure = layout_figure(args) if layout else losses_figure(args.runs, args.metric, args.by, args.smooth)
     known = figure.canvas.get_supported_filetypes()
     if args.output.suffix.lstrip(".").lower() not in known:
-        raise UserError(
-            f"--output is {args.output}, which names no picture format; end it in one of {', '.join(known)}"
-        )
+        fix = f"end it in one of {', '.join(known)}"
+        raise UserError(f"--output is {args.output}, which names no picture format; {fix}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output, dpi=120)
     print(f"written: {args.output}")

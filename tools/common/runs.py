@@ -28,15 +28,13 @@ class Run:
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint, and how processes share it."""
-    group = parser.add_argument_group("checkpoint and mesh")
-    group.add_argument("--ckpt-step", type=int, metavar="N", help="iteration (default: the newest whole checkpoint)")
+    add = parser.add_argument_group("checkpoint and mesh").add_argument
+    add("--ckpt-step", type=int, metavar="N", help="iteration (default: the newest whole checkpoint)")
     for name, what in (("tensor", "each layer's matrices"), ("pipeline", "the layers")):
         help = f"processes that share {what} (default: %(default)s)"
-        group.add_argument(f"--{name}-model-parallel-size", type=positive, default=1, metavar="N", help=help)
-    group.add_argument(
-        "--context-parallel-size", type=positive, metavar="N", help="that share each sequence (default: all others)"
-    )
-    group.add_argument("--context-parallel-method", metavar="METHOD", help="how they do, or auto (default: the run's)")
+        add(f"--{name}-model-parallel-size", type=positive, default=1, metavar="N", help=help)
+    add("--context-parallel-size", type=positive, metavar="N", help="that share each sequence (default: all others)")
+    add("--context-parallel-method", metavar="METHOD", help="how they do, or auto (default: the run's)")
 
 
 def open_run(folder: Path, step: int | None = None) -> Run:

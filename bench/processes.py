@@ -19,7 +19,7 @@ from bench.harness import failures_told, fingerprint, forward_backward
 from bench.shapes import DTYPES, AttentionShape
 from parallel.context import ContextParallel
 from runtime.ranks import Rank, join_here, one_of_each, receive, send, started
-from tools.calibrate import matmul_rate
+from tools.common.ceilings import matmul_rate
 
 ONE_PROCESS = "one_process"
 ANSWER_WITHIN = 600.0

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from bench.emulate import LoopbackTransport, step_of
 from bench.harness import MeasureError, add_json, add_sizes, sizes_of, write_json
 from bench.shapes import DTYPES, AttentionShape
-from kernels.products import linear
 from parallel.context import make_plan
 from parallel.context.executor import Executor
 from parallel.mesh import MeshConfig, distributed_mesh
@@ -42,6 +41,7 @@ from runtime.machine import describe, in_words, time_steps, usable_cores
 from runtime.progress import counted
 from runtime.together import from_first, gather_results, is_first
 from tools.common.arguments import parser_for, positive
+from tools.common.ceilings import ceilings, copy_bandwidth, product_times
 from train.run import run_entry
 from train.watching.progress import peak_flops
 
@@ -63,40 +63,7 @@ timeout, 0.2 s, behind what its sender has posted is sent again for nothing."""
 HOST_BYTES = 1 << 28
 PROBES, FIRST_PROBES = 5, 50
 """Exchanges that count, after two; of what is short, more."""
-# Large enough to leave the caches and to fill every multiprocessor; a second or so of work in all.
-COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
-MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}
-OF_CEILINGS = {"cpu": 5, "cuda": 20}
-"""Times that a copy or a product is repeated."""
 ABOUT_LINKS = [entry.name for entry in fields(Cluster) if entry.name.startswith(("inside_", "between_"))]
-
-
-def copy_bandwidth(device: str) -> float:
-    """Measure a copy inside the device's memory in GB/s (10^9 bytes), counting bytes read and written."""
-    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median(time_steps(lambda: target.copy_(source), device, OF_CEILINGS[device])) / 1e9
-
-
-def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """Measure the product of two square matrices in TFLOP/s, at the fastest size."""
-    times = {n: product_times(device, dtype, n, n, n, OF_CEILINGS[device]) for n in MATMUL_SIZES[device]}
-    return max(2 * n**3 / median(seconds) / 1e12 for n, seconds in times.items())
-
-
-def product_times(device: str, dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int) -> list[float]:
-    """Time products of matrices ``[rows, inner]`` and ``[inner, columns]``, as a layer's forward does them."""
-    a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(columns, inner, device=device).to(dtype)
-    return time_steps(lambda: linear(a, b), device, repeats)
-
-
-def ceilings(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
-    """Measure a device's ceilings: ``copy_gb_per_s``, ``matmul_tflops`` by dtype and, on a CPU, ``threads``."""
-    found: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth(device)}
-    found["matmul_tflops"] = {name: matmul_rate(device, DTYPES[name]) for name in dtypes}
-    if device == "cpu":
-        found["threads"] = torch.get_num_threads()
-    return found
 
 
 def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...], say: Say) -> Figures:
@@ -369,22 +336,17 @@ def text_of(name: str, device: str, figures: Figures, links: Cluster | None, abo
     return "\n".join(lines) + "\n"
 
 
-def show_ceilings(args: argparse.Namespace) -> None:
-    """Measure the rates of one device, on all cores of a CPU, and print them."""
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(len(usable_cores()))
-    found = {"machine": describe(device), "ceilings": ceilings(device, ("bfloat16", "float32"))}
-    print(f"{found['machine']['device']}\n  copy {found['ceilings']['copy_gb_per_s']:22.1f} GB/s")
-    for name, rate in found["ceilings"]["matmul_tflops"].items():
-        print(f"  matmul {name:12}{rate:8.3f} TFLOP/s")
-    write_json(args, found)
-
-
 def calibrate(argv: list[str]) -> None:
     """Measure and write. Raises UserError: bad flags, or what cannot be measured."""
     args = build_parser().parse_args(argv)
     if args.ceilings:
-        show_ceilings(args)
+        device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        torch.set_num_threads(len(usable_cores()))
+        found = {"machine": describe(device), "ceilings": ceilings(device, ("bfloat16", "float32"))}
+        print(f"{found['machine']['device']}\n  copy {found['ceilings']['copy_gb_per_s']:22.1f} GB/s")
+        for name, rate in found["ceilings"]["matmul_tflops"].items():
+            print(f"  matmul {name:12}{rate:8.3f} TFLOP/s")
+        write_json(args, found)
         return
     torch.set_num_threads(1)
     with distributed_mesh(MeshConfig(device=args.device)) as mesh:

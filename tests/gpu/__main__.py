@@ -24,8 +24,8 @@ from kernels.attention import select_backend
 from runtime.errors import UserError
 from tests.gpu import rates
 from tests.steps import Step, asked, check, launched, tests
-from tools.calibrate import ceilings
 from tools.common.arguments import one_line_errors, parser_for, run_command
+from tools.common.ceilings import ceilings
 
 RUN = {
     "cuda": "--bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --vocab-size 32000",

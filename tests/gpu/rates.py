@@ -25,7 +25,7 @@ from model.transnormer import alibi_slopes
 from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
-from tools.calibrate import ceilings
+from tools.common.ceilings import ceilings
 from tools.common.report import Column, Table
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)

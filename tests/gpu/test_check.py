@@ -13,7 +13,7 @@ import tests.gpu.__main__ as gpu_check
 from tests import steps
 from tests.runtime.test_signals import runs
 from tests.starts import wait_until
-from tools import calibrate
+from tools.common import ceilings
 from tools.common.report import read_records
 from train.objectives.language import NextToken
 from train.watching.progress import machine_line, progress_line
@@ -23,8 +23,8 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what h
 
 @pytest.fixture(autouse=True)
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(calibrate.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(calibrate.MATMUL_SIZES, "cpu", (64,))
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(ceilings.MATMUL_SIZES, "cpu", (64,))
 
 
 @without_gpu

@@ -8,7 +8,7 @@ import torch
 from bench.shapes import AttentionShape
 from runtime import machine
 from tests.gpu import rates
-from tools import calibrate
+from tools.common import ceilings
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
 WORK = AttentionShape(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
@@ -16,8 +16,8 @@ WORK = AttentionShape(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
 
 @pytest.fixture(autouse=True)
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(calibrate.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(calibrate.MATMUL_SIZES, "cpu", (64,))
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(ceilings.MATMUL_SIZES, "cpu", (64,))
 
 
 def test_kernels_and_simulated_steps_are_measured() -> None:

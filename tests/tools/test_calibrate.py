@@ -12,6 +12,7 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tools import calibrate as calibration
 from tools.calibrate import ABOUT_LINKS, calibrate
+from tools.common import ceilings
 from tools.common.report import read_records
 
 SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths", "64")
@@ -20,7 +21,7 @@ SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths",
 def _calibrated(rank: int, size: int, local: int, argv: tuple[str, ...]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
     calibration.peak_flops = lambda device, dtype: 1e9  # type: ignore[assignment]
-    calibration.MOST_BYTES, calibration.COPY_BYTES["cpu"] = 1 << 18, 1 << 16
+    calibration.MOST_BYTES, ceilings.COPY_BYTES["cpu"] = 1 << 18, 1 << 16
     calibrate([*SMALL, *argv])
 
 
@@ -109,8 +110,8 @@ def test_attention_without_a_kernel_says_why(monkeypatch):
 
 
 def test_ceilings_are_printed_and_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(calibration.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(calibration.MATMUL_SIZES, "cpu", (64,))
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(ceilings.MATMUL_SIZES, "cpu", (64,))
     path, threads = tmp_path / "ceilings.jsonl", torch.get_num_threads()
     try:
         calibrate(["--ceilings", "--device", "cpu", "--json", str(path)])

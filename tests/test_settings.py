@@ -256,7 +256,8 @@ TOOLS = {
         --load none --top-k 0 | --load none --top-k x | --load none --seed -1 | --load none --ckpt-step x
         --load none --top-p 0 | --load none --top-p 1.5 | --load none --top-p nan | --load none --by-line
         --load none --prompt x --prompt-file y | --load none --context-parallel-size 0 | --load none --stop
-        --load none --ckpt-step -1 | --load none --num-samples 0 | --num-tokens 5 | --load | --nope | --load a b""",
+        --load none --ckpt-step -1 | --load none --num-samples 0 | --num-tokens 5 | --load | --nope | --load a b
+        --load none --seed 1000000000000000000000000000000""",
     convert_hf.main: """
         import | import none | import none x | export | export none x | export none x --dtype int8 | import none x y
         export none x --max-shard-size 0 | export none x --max-shard-size 5XB | export none x --ckpt-step y | nope

@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -182,55 +182,56 @@ def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path):
         assert json.loads((tmp_path / f"{folder.name} out" / "config.json").read_text())["eos_token_id"] != [9, 11]
 
 
-def broken(folder: Path) -> dict[str, tuple[Any, str]]:
-    """What can be wrong with a folder: how to make it so, and what is said."""
-    shard = min(folder.glob("model-*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-
-    def change(rewrite: Any) -> None:
-        held = load_file(shard)
-        rewrite(held)
-        save_file(held, shard)
-
-    def leave(path: Path) -> None:
-        path.rename(folder.parent / path.name)
-        path.symlink_to(folder.parent / path.name)
-
-    def only_pickles() -> None:
-        for path in (index, *folder.glob("*.safetensors")):
-            path.unlink()
-        (folder / "pytorch_model.bin").write_bytes(b"\x80\x02")
-
-    def spoil(held: dict[str, torch.Tensor]) -> None:
-        next(iter(held.values())).view(-1)[0] = torch.nan
-
-    def unknown_code() -> None:
-        (folder / "config.json").write_text(json.dumps({"model_type": "mystery", "auto_map": {"AutoModel": "x.X"}}))
-
-    return {
-        "pickle": (only_pickles, "pytorch_model.bin is a pickle, which can run code"),
-        "link of weights": (lambda: leave(shard), "is a link that leaves its folder"),
-        "link of a tokenizer": (lambda: leave(folder / "tokenizer.json"), "is a link that leaves its folder"),
-        "link of the configuration": (lambda: leave(folder / "config.json"), "is a link that leaves its folder"),
-        "cut": (lambda: os.truncate(shard, shard.stat().st_size - 9), "is not a whole safetensors file"),
-        "not finite": (lambda: change(spoil), "values that are not finite"),
-        "too few": (lambda: change(lambda held: held.pop(next(iter(held)))), "lacks model."),
-        "remote code": (unknown_code, 'model_type = "mystery" is not supported'),
-        "tokenizer too large": (lambda: write_tokenizer(folder, 70), "vocab_size is 61 and the tokenizer has 70"),
-    }
+def shard_of(folder: Path) -> Path:
+    return min(folder.glob("model-*.safetensors"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("pickle", "link of weights", "link of a tokenizer", "link of the configuration", "cut", "not finite"),
-        *("too few", "remote code", "tokenizer too large"),
-    ],
-)
+def rewrite(shard: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    held = load_file(shard)
+    change(held)
+    save_file(held, shard)
+
+
+def leave(path: Path) -> None:
+    """Move a file out of its folder, and put a link in its place."""
+    path.rename(path.parent.parent / path.name)
+    path.symlink_to(path.parent.parent / path.name)
+
+
+def only_pickles(folder: Path) -> None:
+    for path in (folder / "model.safetensors.index.json", *folder.glob("*.safetensors")):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02")
+
+
+MYSTERY = json.dumps({"model_type": "mystery", "auto_map": {"AutoModel": "x.X"}})
+BROKEN = {
+    "pickle": (only_pickles, "pytorch_model.bin is a pickle, which can run code"),
+    "link of weights": (lambda folder: leave(shard_of(folder)), "is a link that leaves its folder"),
+    "link of a tokenizer": (lambda folder: leave(folder / "tokenizer.json"), "is a link that leaves its folder"),
+    "link of the configuration": (lambda folder: leave(folder / "config.json"), "is a link that leaves its folder"),
+    "cut": (
+        lambda folder: os.truncate(shard_of(folder), shard_of(folder).stat().st_size - 9),
+        "is not a whole safetensors file",
+    ),
+    "not finite": (
+        lambda folder: rewrite(shard_of(folder), lambda held: next(iter(held.values())).view(-1)[:1].fill_(torch.nan)),
+        "values that are not finite",
+    ),
+    "too few": (lambda folder: rewrite(shard_of(folder), lambda held: held.pop(next(iter(held)))), "lacks model."),
+    "remote code": (
+        lambda folder: (folder / "config.json").write_text(MYSTERY),
+        'model_type = "mystery" is not supported',
+    ),
+    "tokenizer too large": (lambda folder: write_tokenizer(folder, 70), "vocab_size is 61 and the tokenizer has 70"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(tmp_path, capsys, name):
     source = published(tmp_path / "theirs", "llama, tied")
-    spoil, words = broken(source)[name]
-    spoil()
+    spoil, words = BROKEN[name]
+    spoil(source)
     before = sorted(tmp_path.iterdir())
     capsys.readouterr()  # transformers' own lines
     assert main(["import", str(source), str(tmp_path / "run")]) == 1

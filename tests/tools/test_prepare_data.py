@@ -50,25 +50,17 @@ def test_bad_input_is_one_line(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--input", "x"],
-        ["--stdlib", "--input", "x"],
-        ["--tokenizer-model", "t.model", "--vocab-size", "300"],
-        ["--max-bytes", "0"],
-        ["--vocab-size", "-3"],
-        ["--workers", "0"],
-        ["--inspect", "2"],
-        ["--check", "x", "--stdlib"],
-        ["--check", "x", "--whole"],
-        ["--chat", "--input", "x", "--output-prefix", "y", "--seq-length", "8"],
-        ["--chat", "--input", "x", "--output-prefix", "y", "--seq-length", "8", "--chat-template", "mine.jinja"],
-        ["--input", "x", "--output-prefix", "y", "--too-long", "split"],
-    ],
-)
+CONTRADICTING = """
+    --input x | --stdlib --input x | --tokenizer-model t.model --vocab-size 300 | --max-bytes 0 | --vocab-size -3
+    --workers 0 | --inspect 2 | --check x --stdlib | --check x --whole
+    --chat --input x --output-prefix y --seq-length 8 | --input x --output-prefix y --too-long split
+    --chat --input x --output-prefix y --seq-length 8 --chat-template mine.jinja
+"""
+
+
+@pytest.mark.parametrize("flags", CONTRADICTING.replace("|", "\n").strip().splitlines())
 def test_contradicting_flags(flags):
-    assert main(flags) == 2
+    assert main(flags.split()) == 2
 
 
 def test_conversations_are_prepared_checked_and_shown(tmp_path, capsys):

@@ -20,7 +20,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from runtime.files import fsync, owned, sha256, unwritable
+from runtime.files import owned, replacing, sha256, unwritable
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
 
@@ -148,20 +148,18 @@ def write(destination: Path, files: dict[str, bytes]) -> Path:
         raise VendorError(f"DEST is {destination}, {why}")
     with owned(destination, PACKAGE):
         _check_target(target)
-        draft, old = (destination / f".{PACKAGE}.{uuid.uuid4().hex}" for _ in range(2))
+        old = destination / f".{PACKAGE}.{uuid.uuid4().hex}"
         try:
-            for name, content in files.items():
-                (draft / name).parent.mkdir(parents=True, exist_ok=True)
-                (draft / name).write_bytes(content)
-            if target.exists():
-                target.rename(old)
-            draft.rename(target)
-            fsync(destination)
+            with replacing(target) as (draft,):
+                for name, content in files.items():
+                    (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                    (draft / name).write_bytes(content)
+                if target.exists():
+                    target.rename(old)
         finally:
             if old.exists() and not target.exists():
                 old.rename(target)
-            for left in (draft, old):
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
     return target
 
 

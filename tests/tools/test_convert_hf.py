@@ -63,20 +63,20 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     run, out, events = tmp_path / "run", tmp_path / "out", []
     assert main(["import", str(published(tmp_path / "theirs", "mistral")), str(run)]) == 0
-    fsync, rename = os.fsync, Path.rename
+    fsync, replace = os.fsync, Path.replace
 
     def synced(handle: int) -> None:
         events.append(Path(f"/proc/self/fd/{handle}").resolve().name)
         fsync(handle)
 
     def renamed(path: Path, to: Path) -> Path:
-        events.append("rename")
-        return rename(path, to)
+        events.append(f"rename to {to.name}")
+        return replace(path, to)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(Path, "replace", renamed)
     assert main(["export", str(run), str(out)]) == 0
-    before = events[: events.index("rename")]
+    before = events[: events.index("rename to out")]
     assert {path.name for path in out.iterdir()} < set(before)
     assert before[-1].startswith(".out.")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from data.chat.conversations import turns_of
 from data.text.corpus import Row
-from data.tokenizer import to_train_on
 from runtime.errors import DataError
 from runtime.files import write_text
 
@@ -57,6 +56,8 @@ def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, 
             the 256 bytes and the special tokens, or that the conversations cannot fill.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from data.tokenizer import to_train_on  # imports numpy, and a program's --help names the templates alone
 
     template, alphabet = NAMED[name], pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + len(template.special)

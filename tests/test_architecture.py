@@ -68,11 +68,11 @@ BUDGET = {
     "planner": 2830,
     "runtime": 2370,
     "slurm": 350,
-    "tools": 4300,
+    "tools": 4290,
     "parity": 1030,
     "papers": 1850,
     "bench": 2920,
-    "tests": 40000,
+    "tests": 39940,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

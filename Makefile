@@ -114,8 +114,8 @@ dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then p
 	@fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit pretrain_dit.py --config "$(CONFIG)" $(ARGS)) && set -x && \
 	  $(RANKS) $${fit%% *} -m tools.sample_dit --load "$(RUN)" --guidance 2
 
-test: $(DEV) ## The tests, but for the slow ones, on up to 4 cores; ARGS="tests/train -k config" chooses
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+test: $(DEV) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
 test-slow: $(DEV) ## The slow tests: training for 20 and 40 iterations where make test has 4 and 12
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(ARGS)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.text.prepare import Request, prepare
+from data.text.workers import usable_cores
 from runtime.files import owned
 from runtime.ranks import preload
 from tests import programs
@@ -20,6 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="longmesh-programs-"))
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     programs.hide_others(folder)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one more than there are cores, at most 4: tests that start ranks wait for much of their time."""
+    return min(usable_cores() + 1, 4)
 
 
 @pytest.hookimpl(wrapper=True)

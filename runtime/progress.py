@@ -61,5 +61,17 @@ def duration(seconds: float) -> str:
     return f"{_four_digits(1e3 * seconds)} ms"
 
 
+def clock_time(seconds: float) -> str:
+    """Return what a clock that counts down shows, such as 1:05, 2:01:05 or 3d 2:01."""
+    if not seconds < 1e9:
+        return "over 30 years"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
 def _four_digits(number: float) -> str:
     return f"{number:#.4g}".rstrip(".") if number < 9999.5 else f"{number:,.0f}"

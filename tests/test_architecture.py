@@ -66,7 +66,7 @@ BUDGET = {
     "data": 3530,
     "train": 5590,
     "planner": 2830,
-    "runtime": 2370,
+    "runtime": 2380,
     "slurm": 350,
     "tools": 4290,
     "parity": 1030,

@@ -24,6 +24,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 from runtime.errors import UserError
 from runtime.files import LOCK, read_own
 from runtime.locks import alive, not_a_file
+from runtime.progress import clock_time
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -134,12 +135,10 @@ def _setting(run: Path, table: str, name: str, kind: type) -> Any:
 
 def _progress(run: Path, records: Sequence[dict[str, Any]], trains: bool) -> str:
     """Draw how much is done, and say how long the rest takes at the pace of the last iterations."""
-    from train.watching.progress import duration
-
     done = records[-1]["iteration"]
     goal = _setting(run, "train", "train_iters", int) or done or 1
     pace = _mean(records, "iteration_time_ms") / 1e3
-    left = f"{duration((goal - done) * pace)} left" if trains and pace else "stopped"
+    left = f"{clock_time((goal - done) * pace)} left" if trains and pace else "stopped"
     left = left if done < goal else "done"
     share = min(1.0, done / goal)
     return f"  {'█' * int(30 * share):░<30} {share:4.0%}  iteration {done}/{goal}, {left}"
@@ -163,11 +162,10 @@ def _kept(run: Path, now: float) -> list[str]:
     from checkpoint.local import fingerprint
     from checkpoint.manifest import checkpoint_folder
     from checkpoint.search import saved_iterations
-    from train.watching.progress import duration
 
     def newest(folder: Path) -> str:
         found = saved_iterations(folder)
-        age = duration(now - checkpoint_folder(folder, found[0]).stat().st_mtime) if found else ""
+        age = clock_time(now - checkpoint_folder(folder, found[0]).stat().st_mtime) if found else ""
         return f"iteration {found[0]}, {age} ago ({len(found)} kept)" if found else ""
 
     shared = newest(run)

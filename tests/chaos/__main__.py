@@ -29,10 +29,10 @@ from data.text.record import Request
 from runtime.errors import UserError
 from runtime.files import LOCK, write_text
 from runtime.machine import describe, in_words
+from runtime.progress import clock_time
 from tests.chaos.victim import HOOKS, PLAN, marked
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from train.watching.metrics import METRICS, STARTS, read_metrics
-from train.watching.progress import duration
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
             file.write(json.dumps(row) + "\n")
         left = (Counter(wanted) - Counter(row["what"] for row in rows)).total()
         each = (time.monotonic() - begun) / (len(rows) - before)
-        print(f"{json.dumps(row)}: {left} left, {duration(left * each)}", flush=True)
+        print(f"{json.dumps(row)}: {left} left, {clock_time(left * each)}", flush=True)
 
     while behind := Counter(wanted) - Counter(row["what"] for row in rows):
         what = max(behind, key=lambda what: behind[what] / wanted[what])  # all kinds grow alike

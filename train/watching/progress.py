@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernels.products import linear
+from runtime.progress import clock_time
 from train.config.common import LoopConfig
 from train.objectives.base import Objective
 from train.watching.metrics import RunLog
@@ -94,7 +95,7 @@ def progress_line(
         "time": f"{_mean(records, 'iteration_time_ms'):.0f} ms",
         "rate": f"{_short(_mean(records, f'{unit}_per_second', 'iteration_time_ms'))} {unit}/s",
         "skipped": f"{skipped} skipped" if skipped else "",
-        "left": f"{duration(seconds_left)} left" if last["iteration"] < train_iters else "",
+        "left": f"{clock_time(seconds_left)} left" if last["iteration"] < train_iters else "",
     }
     for name in ("", "lr", "rate"):
         fields.pop(name, None)
@@ -127,18 +128,6 @@ def _short(value: float) -> str:
         if value >= max(size, 1e4):
             return f"{value / size:.3g}{unit}"
     return f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Format as 1:05, 2:01:05 or 3d 2:01."""
-    if not seconds < 1e9:
-        return "over 30 years"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour}:{minute:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

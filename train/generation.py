@@ -31,7 +31,7 @@ from model.config import architecture_of
 from model.generate import DivergedError, Draw, Read, at_ends, check_lengths, write
 from model.registry import build_model
 from parallel.context import ContextParallel
-from parallel.mesh import Mesh, distributed_mesh
+from parallel.mesh import SIZES, Mesh, distributed_mesh
 from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
@@ -48,13 +48,11 @@ def opened(
     run: Path,
     ckpt_step: int | None = None,
     *,
-    context_parallel_size: int = 1,
     context_parallel_method: str | None = None,
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
     replicas: bool = False,
     choices: Choices | None = None,
     dtype: torch.dtype | None = None,
+    **sizes: int,
 ) -> Iterator["Writer"]:
     """Join the launched processes and yield what writes with the weights of a run's folder; collective.
 
@@ -64,12 +62,14 @@ def opened(
         replicas: let several times as many processes write, each replica of the model its own texts.
         choices: choose the method auto.
         dtype: of the weights; by default float32, and bfloat16 on cuda for a run in it or an imported model.
+        sizes: those of the mesh, named as in ``parallel.mesh.SIZES``; by default 1.
 
     Raises:
         UserError: the folder holds no run or checkpoint, or the processes or the model do not fit the mesh.
     """
     config, processes = load_config(config_file(run)), launched_world_size()
-    cp, tp, pp = context_parallel_size, tensor_model_parallel_size, pipeline_model_parallel_size
+    sizes = dict.fromkeys(SIZES, 1) | sizes
+    pp, cp, tp = (sizes[name] for name in SIZES)
     if config.model.linear_attention and max(cp, tp, pp) > 1:
         raise ConfigError(
             f"model_type is {config.model.model_type}, whose states of linear attention one process keeps; "
@@ -81,14 +81,7 @@ def opened(
             f"context_parallel_size {cp} x tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} is not "
             f"the {processes} processes started; {fix}: start {cp * tp * pp}"
         )
-    config = fitted(
-        config,
-        processes,
-        context_parallel_method,
-        context_parallel_size=cp,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-    )
+    config = fitted(config, processes, context_parallel_method, **sizes)
     with distributed_mesh(config.mesh) as joined:
         yield Writer(config, joined, checkpoint_of(run, ckpt_step), dtype, choices)
 

@@ -161,7 +161,7 @@ class CommonConfig(ABC):
 
 
 def validate_run(config: CommonConfig) -> None:
-    """Check the schedule, and that each setting has the others that it needs.
+    """Check the schedule and the attention's kernel, and that each setting has the others that it needs.
 
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -201,6 +201,7 @@ def validate_run(config: CommonConfig) -> None:
         if (value := value_of(config, name)) and not value_of(config, other):
             flag = other.replace("_", "-")
             raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
+    _check_backend(config)
 
 
 def _check_compile(config: CommonConfig) -> None:
@@ -218,10 +219,21 @@ def _check_compile(config: CommonConfig) -> None:
         )
 
 
-def validate_backend(config: CommonConfig) -> None:
-    """Check that the softmax attention kernel is used and supports the run. Raises ConfigError."""
+def _check_backend(config: CommonConfig) -> None:
+    """Check that the attention kernel is used, fits the model's kind of attention and supports the run."""
     backend, method = config.context.attention_backend, config.context.context_parallel_method
-    if method == "none" and backend != "auto":
+    linear, kind = getattr(config.model, "linear_attention", False), getattr(config.model, "model_type", None)
+    if linear and backend in ("aten", "cudnn", "flash_attn", "flash_attn_3"):
+        raise ConfigError(
+            f"attention_backend is {backend}, which is softmax attention, and model_type {kind} has linear attention; "
+            "use auto, chunked, triton or reference"
+        )
+    if kind and not linear and backend == "chunked":
+        raise ConfigError(
+            f"attention_backend is {backend}, which is linear attention, and model_type {kind} has softmax attention; "
+            "use auto, aten, cudnn, flash_attn, flash_attn_3, triton or reference"
+        )
+    if not linear and method == "none" and backend != "auto":
         raise ConfigError(
             f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
             "choose a method, or leave the backend out"

@@ -12,6 +12,7 @@ from data.text.megatron import MockTokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
+from parallel.mesh import SIZES
 from parallel.pipeline.stages import PipelineConfig
 from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
@@ -150,10 +151,7 @@ def fitted(
     processes: int,
     method: str | None,
     length: int | None = None,
-    *,
-    context_parallel_size: int,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
+    **sizes: int,
 ) -> Config:
     """Return a run's configuration without training, on another mesh of ``processes``.
 
@@ -162,19 +160,14 @@ def fitted(
     Args:
         method: of context parallelism, which may be auto; by default the run's own on as many ranks, else striped, or
             lasp of a model with linear attention.
+        sizes: those of the mesh, all that ``parallel.mesh.SIZES`` names.
 
     Raises:
         UserError: sizes that do not fit the processes or the model.
     """
-    cp, tp, pp = context_parallel_size, tensor_model_parallel_size, pipeline_model_parallel_size
-    mesh = replace(
-        config.mesh,
-        context_parallel_size=cp,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        balance_over="cp",
-        device=config.mesh.device if torch.cuda.is_available() else "auto",
-    )
+    pp, cp, tp = (sizes[name] for name in SIZES)
+    device = config.mesh.device if torch.cuda.is_available() else "auto"
+    mesh = replace(config.mesh, **sizes, balance_over="cp", device=device)  # type: ignore[arg-type]
     context, own = config.context, config.context.context_parallel_method
     if cp == 1 and method in (None, "auto"):
         context = ContextConfig(context_parallel_method="none")

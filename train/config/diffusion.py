@@ -4,7 +4,7 @@ from functools import partial
 
 from model.diffusion import Diffusion
 from train.config import flags
-from train.config.common import validate_backend, validate_run
+from train.config.common import validate_run
 from train.config.derive import with_joined_ranks
 from train.config.entries import ENTRIES, DiTRunConfig
 from train.config.flags import ConfigError
@@ -65,7 +65,6 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
             "fewer than these processes; lower the sizes or patch_size, or join more samples by pack_samples"
         )
     validate_run(config)
-    validate_backend(config)
     if config.recompute.loss_chunk_size:
         raise ConfigError(
             f"loss_chunk_size is {config.recompute.loss_chunk_size}, which is for the logits of a vocabulary, and a "

@@ -3,7 +3,7 @@
 from functools import partial
 
 from train.config import flags
-from train.config.common import validate_backend, validate_run
+from train.config.common import validate_run
 from train.config.derive import with_joined_ranks
 from train.config.entries import ENTRIES, Config
 from train.config.flags import ConfigError
@@ -51,7 +51,6 @@ def validate(config: Config, world_size: int) -> None:
     validate_sizes(config, world_size)
     validate_run(config)
     data = config.data
-    _validate_backend(config)
     if data.mock_data:
         if config.model.vocab_size is None:
             raise ConfigError("mock_data is set and vocab_size is not; give --vocab-size N, as no tokenizer tells it")
@@ -91,21 +90,3 @@ def _validate_documents(config: Config) -> None:
             "reset_attention_mask is set and context_parallel_method is none, which is torch's own SDPA and knows no "
             "documents; choose a method, which one process can run too"
         )
-
-
-def _validate_backend(config: Config) -> None:
-    """Check that the attention kernel is used and fits the model's kind of attention."""
-    backend = config.context.attention_backend
-    linear, kind = config.model.linear_attention, config.model.model_type
-    if linear and backend in ("aten", "cudnn", "flash_attn", "flash_attn_3"):
-        raise ConfigError(
-            f"attention_backend is {backend}, which is softmax attention, and model_type {kind} has linear attention; "
-            "use auto, chunked, triton or reference"
-        )
-    if not linear and backend == "chunked":
-        raise ConfigError(
-            f"attention_backend is {backend}, which is linear attention, and model_type {kind} has softmax attention; "
-            "use auto, aten, cudnn, flash_attn, flash_attn_3, triton or reference"
-        )
-    if not linear:
-        validate_backend(config)

@@ -34,28 +34,38 @@ from train.watching.metrics import METRICS, STARTS, LoggingConfig
 ROOT = Path(__file__).parents[2]
 
 
+def fail_with(error: Exception) -> Callable[[list[str]], None]:
+    def main(arguments: list[str]) -> None:
+        raise error
+
+    return main
+
+
 @pytest.mark.parametrize(
-    ("error", "status", "left"),
+    ("error", "left", "line"),
     [
-        (LaunchError("RANK is odd"), 1, "1 error: RANK is odd\n"),
-        (AbsentError("nobody came"), 1, f"{AGAIN} error: nobody came\n"),
-        (EndingError("in use"), 1, f"{AGAIN} error: in use\n"),
-        (ConfigError("lr is x\ny"), 1, "1 error: lr is x\\ny\n"),
-        (OSError(28, "No space", "f"), 1, "1 error: f: No space; free space there\n"),
-        (None, 0, None),
+        (LaunchError("RANK is odd"), 1, "RANK is odd"),
+        (AbsentError("nobody came"), AGAIN, "nobody came"),
+        (EndingError("in use"), AGAIN, "in use"),
+        (ConfigError("lr is x\ny"), 1, "lr is x\\ny"),
+        (MeshError("too many"), 1, "too many"),
+        (OSError(28, "No space", "f"), 1, "f: No space; free space there"),
+        (PermissionError(13, "No access", "f"), 1, "f: No access; check that it is there and that you may use it"),
     ],
 )
-def test_a_rank_leaves_its_end_to_the_script_of_its_job(
-    error: Exception | None, status: int, left: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_user_can_cause_is_one_line_and_the_end_that_a_rank_leaves_to_its_job(
+    error: Exception,
+    left: int,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def main(_: list[str]) -> None:
-        if error is not None:
-            raise error
-
     monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
     monkeypatch.setenv("SLURM_PROCID", "3")
-    assert exit_status(main, []) == status
-    assert [path.read_text() for path in tmp_path.glob("endings/rank-3")] == ([left] if left else [])
+    assert exit_status(fail_with(error), []) == 1
+    assert capsys.readouterr() == ("", f"error: {line}\n")
+    assert (tmp_path / "endings" / "rank-3").read_text() == f"{left} error: {line}\n"
 
 
 def with_checkpoint(**settings: object) -> Config:
@@ -176,30 +186,6 @@ def test_a_missing_service_is_told_on_all_ranks_before_any_work() -> None:
     assert "wandb_project" in messages[0]
 
 
-def fail_with(error: Exception) -> Callable[[list[str]], None]:
-    def main(arguments: list[str]) -> None:
-        raise error
-
-    return main
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ConfigError("lr is -1; it must be above 0"), "error: lr is -1; it must be above 0\n"),
-        (MeshError("too many"), "error: too many\n"),
-        (
-            PermissionError(13, "Permission denied", "/data/x.bin"),
-            "error: /data/x.bin: Permission denied; check that it is there and that you may use it\n",
-        ),
-    ],
-)
-def test_what_a_user_can_cause_is_one_line(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_status(fail_with(error), []) == 1
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", line)
-
-
 @pytest.mark.parametrize("error", [KeyError("x"), ValueError("x"), RuntimeError("x"), OSError("a socket's")])
 def test_a_defect_keeps_its_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(type(error)) as caught:
@@ -217,11 +203,13 @@ def test_a_rank_that_lost_its_peer_is_brief(capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_success_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_success_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(ENDINGS, str(tmp_path))
     seen: list[str] = []
     assert exit_status(seen.extend, ["--lr", "1"]) == 0
     assert seen == ["--lr", "1"]
     assert capsys.readouterr() == ("", "")
+    assert not list(tmp_path.iterdir())
 
 
 def voices(rank: int, world_size: int, failing: tuple[int, ...], seconds: float) -> str | None:

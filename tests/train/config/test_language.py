@@ -105,13 +105,6 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
     assert all(word in message for word in [str(path), *words]), message
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
-    assert "No such file" in refusal("--config", str(tmp_path / "absent.toml"))
-    assert "it is a folder; name an existing TOML file" in refusal("--config", str(tmp_path))
-    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    assert "not valid TOML" in refusal("--config", str(tmp_path / "bytes.toml"))
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -131,6 +124,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("--eval-iters -1", ["eval_iters is -1"]),
         ("--split 95;5", ["split is", "95;5"]),
         ("--loss-chunk-size -1", ["loss_chunk_size is -1"]),
+        ("--log-interval 0", ["log_interval is 0"]),
         ("--recompute-offload", ["recompute_offload is set", "use full or attention_boundary"]),
         ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
         ("--model-type bert", ["--model-type", "'bert'", "llama", "gpt"]),

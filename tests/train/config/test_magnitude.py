@@ -90,6 +90,8 @@ def test_a_folder_and_an_endless_device_are_one_line(tmp_path: Path) -> None:
     for path, kind in ((tmp_path, "a folder"), ("/dev/zero", "a socket or device")):
         with pytest.raises(UserError, match=f"^{path}: it is {kind}; name an existing TOML file$"):
             load_config(path)
+    with pytest.raises(UserError, match="No such file"):
+        load_config(tmp_path / "absent.toml")
 
 
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbf[train]\nseed = 7\n", b"[train]\r\nseed = 7\r\n"])

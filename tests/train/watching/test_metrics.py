@@ -216,11 +216,6 @@ def test_a_missing_service_is_told_only_where_it_is_asked_for(
         check_services(LoggingConfig(**{field: "x"}))  # type: ignore[arg-type]
 
 
-def test_an_interval_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="log_interval is 0"):
-        LoggingConfig(log_interval=0)
-
-
 def test_a_diffusion_run_has_its_own_loss(tmp_path: Path) -> None:
     lines = [record(i, diffusion_loss=0.5 * i, samples_per_second=8.0 * i) for i in (1, 2)]
     for line in lines:

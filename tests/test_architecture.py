@@ -64,7 +64,7 @@ BUDGET = {
     "parallel": 6330,
     "checkpoint": 1620,
     "data": 3530,
-    "train": 5590,
+    "train": 5560,
     "planner": 2830,
     "runtime": 2380,
     "slurm": 350,
@@ -72,7 +72,7 @@ BUDGET = {
     "parity": 1030,
     "papers": 1850,
     "bench": 2920,
-    "tests": 39940,
+    "tests": 39920,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from runtime.errors import UserError
+from runtime.errors import UserError, require
 
 Method = Literal["ddim", "ddpm", "euler"]
 
@@ -33,12 +33,10 @@ class DiffusionConfig:
     """Standard deviation of that logit."""
 
     def __post_init__(self) -> None:
-        if self.num_timesteps < 2:
-            raise UserError(f"num_timesteps is {self.num_timesteps}; it must be 2 or more, and 1000 is usual")
-        if not math.isfinite(self.logit_normal_mean):
-            raise UserError(f"logit_normal_mean is {self.logit_normal_mean}; it must be a finite number, such as 0")
-        if not 0 < self.logit_normal_std < math.inf:
-            raise UserError(f"logit_normal_std is {self.logit_normal_std}; it must be a number above 0, such as 1")
+        mean, std = self.logit_normal_mean, self.logit_normal_std
+        require(self, self.num_timesteps >= 2, "num_timesteps", "it must be 2 or more, and 1000 is usual")
+        require(self, math.isfinite(mean), "logit_normal_mean", "it must be a finite number, such as 0")
+        require(self, 0 < std < math.inf, "logit_normal_std", "it must be a number above 0, such as 1")
         flow = self.objective == "rectified_flow"
         for name in ("logit_normal_mean", "logit_normal_std"):
             if not flow and getattr(self, name) != getattr(type(self), name):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.cache import States
 from model.base import LanguageModel, RecurrentModel
-from runtime.errors import UserError
+from runtime.errors import UserError, require
 
 
 class DivergedError(UserError):
@@ -32,12 +32,10 @@ class Draw:
     """On the logits' device."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}; it must be 0 (the likeliest token) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}; it must be 1 or more, or left out to draw from all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1, or left out")
+        heat, k, p = self.temperature, self.top_k, self.top_p
+        require(self, 0 <= heat < float("inf"), "temperature", "it must be 0 (the likeliest token) or more")
+        require(self, k is None or k >= 1, "top_k", "it must be 1 or more, or left out to draw from all tokens")
+        require(self, p is None or 0 < p <= 1, "top_p", "it must be above 0 and at most 1, or left out")
 
     def __call__(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """Draw a token [B] for each last hidden state [B, C] and its logits [B, V]. Raises DivergedError."""

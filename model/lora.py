@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runtime.errors import UserError
+from runtime.errors import UserError, require
 from runtime.tensors import Part, initial_weight_slice
 
 THEIRS = {
@@ -52,16 +52,13 @@ class LoraConfig:
         """
         rank, alpha = self.lora_rank, self.lora_alpha
         if rank is None:
-            if alpha is not None or self.lora_target:
-                name, value = (
-                    ("lora_alpha", alpha) if alpha is not None else ("lora_target", " ".join(self.lora_target))
-                )
-                raise UserError(f"{name} is {value} and lora_rank is not set; give --lora-rank, or leave {name} out")
+            for name, value in (("lora_alpha", alpha), ("lora_target", " ".join(self.lora_target) or None)):
+                if value is not None:
+                    only = f"give --lora-rank, or leave {name} out"
+                    raise UserError(f"{name} is {value} and lora_rank is not set; {only}")
             return ()
-        if not 1 <= rank <= width:
-            raise UserError(f"lora_rank is {rank}; it must be from 1 to hidden_size {width}, such as 16")
-        if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
-            raise UserError(f"lora_alpha is {alpha}; it must be a number above 0, or left out")
+        require(self, 1 <= rank <= width, "lora_rank", f"it must be from 1 to hidden_size {width}, such as 16")
+        require(self, alpha is None or 0 < alpha < math.inf, "lora_alpha", "it must be a number above 0, or left out")
         chosen = {THEIRS.get(name, name): name for name in self.lora_target}
         if strange := [name for ours, name in chosen.items() if ours not in linears]:
             raise UserError(f"lora_target has {strange[0]}, and a layer of this model has {' '.join(linears)}")

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from runtime.errors import UserError
+from runtime.errors import UserError, require
 
 PREFIX = "rope_scaling_"
 _FACTOR, _TRAINED = f"{PREFIX}factor", f"{PREFIX}original_max_position_embeddings"
@@ -78,8 +78,8 @@ class RopeConfig:
                 only = f"{', '.join(takers)} alone {'has' if len(takers) == 1 else 'have'} it"
                 raise UserError(f"{PREFIX}{key} is {value} and rope_scaling_type {kind or 'not set'}; {only}")
             least = 1 if isinstance(value, int) or key == "factor" else 1 / LARGEST
-            if value is not None and type(value) is not bool and not least <= value <= LARGEST:
-                raise UserError(f"{PREFIX}{key} is {value}; it must be from {least:g} to {LARGEST:g}")
+            inside = value is None or type(value) is bool or least <= value <= LARGEST
+            require(self, inside, PREFIX + key, f"it must be from {least:g} to {LARGEST:g}")
         if kind is None:
             return
         for name in (_FACTOR, _TRAINED)[: len(SETTINGS[kind])]:

@@ -60,7 +60,8 @@ class Weights(Mapping[str, Tensor]):
             )
         for file in files:
             path = inside(folder, file)
-            held = set(_names(path))
+            with _opened(path) as opened:
+                held = set(opened.keys())
             if lacking := [name for name, where in index.items() if where == file and name not in held]:
                 raise UserError(f"{path}: lacks {lacking[0]}, which {INDEX} places there; download it again")
             if twice := sorted(held & self.files.keys()):
@@ -116,11 +117,6 @@ def carry(source: Path, target: Path, *more: str) -> None:
             shutil.copyfile(inside(source, name), target / name)
 
 
-def _names(path: Path) -> list[str]:
-    with _opened(path) as file:
-        return list(file.keys())
-
-
 def _opened(path: Path) -> Any:
     """Open a safetensors file. Raises UserError naming it and what is wrong."""
     from safetensors import SafetensorError, safe_open
@@ -151,9 +147,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
             draft.mkdir()
             yield draft
     except OSError as error:
-        raise UserError(
-            f"cannot write to {folder} ({error.strerror or error}); free space or choose another"
-        ) from error
+        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error  # of a parent
+        raise UserError(f"cannot write to {folder} ({why}); free space or choose another") from error
 
 
 def write_model(

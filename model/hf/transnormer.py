@@ -18,28 +18,23 @@ THETA = "layers.0.attention.lrpe.theta"
 """Ours is [H * D], theirs [H, 1, D]."""
 
 
-def _widths_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
+def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     ffn, heads, inside = entry(hf, "glu_dim", int), settings["num_attention_heads"], entry(hf, "hidden_dim", int)
     if heads < 1 or inside % heads:
         raise UserError(f"{CONFIG}: hidden_dim is {inside}; it must be a multiple of decoder_attention_heads {heads}")
-    return {"ffn_hidden_size": settings["hidden_size"] if ffn == -1 else ffn, "kv_channels": inside // heads}
-
-
-def _widths_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {"hidden_dim": config.num_attention_heads * config.head_dim, "glu_dim": config.ffn_size}
-
-
-def _lrpe_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     layers, lrpe = settings["num_layers"], entry(hf, "linear_use_lrpe_list", list)
     if len(lrpe) != layers or [bool(one) for one in lrpe] != [number == 0 for number in range(len(lrpe))]:
         raise UserError(
             f"{CONFIG}: linear_use_lrpe_list = {shown(lrpe)} is not supported; only the first layer has LRPE"
         )
-    return {"norm_epsilon": EPSILON}
+    width = settings["hidden_size"] if ffn == -1 else ffn
+    return {"ffn_hidden_size": width, "kv_channels": inside // heads, "norm_epsilon": EPSILON}
 
 
-def _lrpe_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {"linear_use_lrpe_list": [int(layer == 0) for layer in range(config.num_layers)]}
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
+    lrpe = [int(layer == 0) for layer in range(config.num_layers)]
+    inside = config.num_attention_heads * config.head_dim
+    return {"hidden_dim": inside, "glu_dim": config.ffn_size, "linear_use_lrpe_list": lrpe}
 
 
 def _theta_to_theirs(config: ModelConfig, name: str, weight: Tensor) -> Tensor:
@@ -60,10 +55,7 @@ TRANSNORMER = Family(
         "no_scale_embedding": Field("no_scale_embedding", bool, False),
     },
     tied=True,
-    parts=(
-        Part(("hidden_dim", "glu_dim"), _widths_from_hf, _widths_to_hf),
-        Part(("linear_use_lrpe_list",), _lrpe_from_hf, _lrpe_to_hf),
-    ),
+    parts=(Part(("hidden_dim", "glu_dim", "linear_use_lrpe_list"), _from_hf, _to_hf),),
     only={"norm_type": ("simplermsnorm",), "linear_act_fun": ("silu",), "bias": (False,)},
     ignored=frozenset({"add_bos_token"}),
     needs=(

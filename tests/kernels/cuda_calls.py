@@ -174,19 +174,9 @@ def flash_attn_3_forward(q: Tensor, k: Tensor, v: Tensor, *, num_splits: int, **
     return out, lse, q.new_empty(0), q.new_empty(0)
 
 
-def flash_attn_3_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    **given: Any,
-) -> None:
+def flash_attn_3_backward(*tensors: Tensor, **given: Any) -> None:
     """The backward's, which writes into dq, dk and dv."""
+    dout, q, k, v, out, softmax_lse, dq, dk, dv = tensors
     layout, named, heads = _of_3(given)
     named.setdefault("max_q", q.shape[1])
     named.setdefault("max_k", k.shape[1])

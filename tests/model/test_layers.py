@@ -28,15 +28,20 @@ def test_rms_norm_and_its_gradients(dtype, bound, width):
         assert (got.double() - want).norm() <= bound * want.norm()
 
 
-def test_rms_norm_rounds_bf16_once():
+@pytest.mark.parametrize("norm_of", [RMSNorm, LayerNorm])
+def test_norms_round_bf16_once(norm_of):
     torch.manual_seed(0)
-    norm = RMSNorm(250, eps=1e-5).bfloat16()
+    norm = norm_of(250, eps=1e-5).bfloat16()
     norm.weight.data.uniform_(0.5, 1.5)
     x = torch.randn(2, 50, 250).bfloat16()
-    exact = (x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5) * norm.weight).bfloat16()
+    centred, shift, unit_of = x.double(), 0.0, nn.functional.rms_norm
+    if norm_of is LayerNorm:
+        shift, unit_of = norm.bias.data.uniform_(-0.5, 0.5), nn.functional.layer_norm
+        centred = centred - centred.mean(-1, keepdim=True)
+    exact = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * norm.weight + shift).bfloat16()
     assert (norm(x) == exact).float().mean() > 0.999
-    unit = nn.functional.rms_norm(x, (250,), eps=1e-5)  # negative control: rounded before the weight too
-    assert (unit * norm.weight == exact).float().mean() < 0.9
+    unit = unit_of(x, (250,), eps=1e-5)  # negative control: rounded before weight and bias too
+    assert (unit * norm.weight + shift == exact).float().mean() < 0.9
 
 
 def angle_error(rotary, positions, base, dim):
@@ -135,16 +140,3 @@ def test_mlp():
     torch.testing.assert_close(mlp(x), gelu @ mlp.down.weight.T + mlp.down.bias, rtol=0, atol=1e-14)
     exact = nn.functional.gelu(up) @ mlp.down.weight.T + mlp.down.bias  # negative control: GELU by erf
     assert (mlp(x) - exact).abs().max() > 1e-6
-
-
-def test_layer_norm_rounds_bf16_once():
-    torch.manual_seed(0)
-    norm = LayerNorm(250, eps=1e-5).bfloat16()
-    norm.weight.data.uniform_(0.5, 1.5)
-    norm.bias.data.uniform_(-0.5, 0.5)
-    x = torch.randn(2, 50, 250).bfloat16()
-    centred = x.double() - x.double().mean(-1, keepdim=True)
-    exact = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * norm.weight + norm.bias
-    assert (norm(x) == exact.bfloat16()).float().mean() > 0.999
-    unit = nn.functional.layer_norm(x, (250,), eps=1e-5)  # negative control: rounded before weight and bias too
-    assert (unit * norm.weight + norm.bias == exact.bfloat16()).float().mean() < 0.9

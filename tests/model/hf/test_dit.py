@@ -124,20 +124,7 @@ def test_what_does_not_fit_is_named(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"pos_embed \(1, 16, 24\) is not the sines"):
         dit_from_original(state | {"pos_embed": state["pos_embed"].flip(1)}, IMAGE)
     save_dit(tmp_path, IMAGE, random_dit(IMAGE).state_dict())
-    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
-    text = config.read_text()
-    for change, words in (('"dropout": 0.1', "dropout is no field"), ('"patch_size": 3', "patch_size is 3; it must")):
-        config.write_text(
-            text.replace('"num_layers": 2', f'"num_layers": 2, {change}', 1).replace(
-                '"patch_size": 2,', "" if "patch_size" in change else '"patch_size": 2,'
-            )
-        )
-        with pytest.raises(ValueError, match=words):
-            load_dit(tmp_path)
-    config.write_text(text.replace('"dit"', '"gpt2"'))
-    with pytest.raises(ValueError, match='model_type = "gpt2" is not supported'):
-        load_dit(tmp_path)
-    config.write_text(text)
+    weights = tmp_path / "model.safetensors"
     save_file({name: w for name, w in load_file(weights).items() if name != "pos_embed"}, weights)
     load_dit(tmp_path)  # positions are fixed, and may be left out
     weights.write_bytes(b"\x80\x02}q\x00.")

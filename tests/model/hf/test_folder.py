@@ -229,6 +229,9 @@ def test_a_folder_that_cannot_be_written_is_named_and_stays_as_it_is(tmp_path, m
         ({"latent_shape": 3}, "latent_shape is 3; it must be a list"),
         ({"latent_shape": [3, 80000, 80000]}, "pos_embed (1, 16, 24) is not"),
         ({"learn_sigma": 1}, "learn_sigma is 1; it must be true or false"),
+        ({"dropout": 0.1}, "dropout is no field of a DiT's configuration"),
+        ({"patch_size": 3}, "patch_size is 3; it must"),
+        ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported'),
         ({"ffn_hidden_size": None}, None),
     ],
 )

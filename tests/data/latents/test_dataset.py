@@ -4,6 +4,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save
 
 from data.latents.dataset import LatentDataConfig, build_latent_datasets, digits
 from data.latents.folder import LatentFolder, write_latents
@@ -143,89 +144,60 @@ def test_a_nan_is_named_with_file_and_row(tmp_path, kind, row, value):
         train[bad]
 
 
-def changed(path, **changes):
-    index = json.loads((path / "index.json").read_text())
-    (path / "index.json").write_text(json.dumps(index | changes))
+def spoil(path, content):
+    """A number cuts a file, a text or an array takes its place, a table changes entries, and None removes it."""
+    if content is None:
+        path.unlink()
+    elif isinstance(content, int):
+        os.truncate(path, content)
+    elif isinstance(content, dict):
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    elif isinstance(content, str):
+        path.write_text(content)
+    else:
+        np.save(path, content, allow_pickle=True)
 
 
-def remove(path):
-    for file in path.iterdir():
-        file.unlink()
+INDEX, LATENTS, LABELS = "index.json", "latents-00001.npy", "labels-00001.npy"
+OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
 
 
-def array(name, values, **how):
-    """A way to spoil a folder: another array in the place of one of its files."""
-    return lambda path: np.save(path / name, np.asarray(values), **how)
-
-
-def labels(*values):
-    return array("labels-00001.npy", values)
-
-
-def latents(values, **how):
-    return array("latents-00001.npy", values, **how)
-
-
-def outside(path):
-    shard = json.loads((path / "index.json").read_text())["shards"][0]
-    changed(path, shards=[{**shard, "latents": "../x.npy"}])
-
-
-BROKEN = {
-    "empty": (remove, "latents is empty; name a folder of latents"),
-    "no index": (lambda path: (path / "index.json").unlink(), "latents holds no index.json"),
-    "no shards": (lambda path: changed(path, shards=[]), "index.json names no shards, so the folder is empty"),
-    "no json": (lambda path: (path / "index.json").write_text("{"), "index.json cannot be read"),
-    "version": (lambda path: changed(path, version=2), "index.json is not an index of version 1"),
-    "index shape": (lambda path: changed(path, shape=[4, 4]), r"index.json: shape is \[4, 4\]"),
-    "index dtype": (
-        lambda path: changed(path, dtype="int8"),
-        "index.json: dtype is int8; it must be float32 or float16",
-    ),
-    "index dtypes": (
-        lambda path: changed(path, dtype=["float32"]),
-        r"index.json: dtype is \['float32'\]; it must be float32 or float16",
-    ),
-    "outside": (outside, "it must name files of the folder"),
-    "missing": (lambda path: (path / "latents-00001.npy").unlink(), "latents-00001.npy is missing"),
-    "truncated": (lambda path: os.truncate(path / "latents-00001.npy", 150), "latents-00001.npy cannot be read"),
-    "pickle": (latents([{}] * 4, allow_pickle=True), "latents-00001.npy cannot be read"),
-    "text": (
-        lambda path: (path / "latents-00001.npy").write_text("nothing"),
-        r"latents-00001.npy cannot be read \(not a numpy array\)",
-    ),
-    "shape": (
-        latents(np.zeros((4, 2, 4, 5), np.float32)),
-        r"latents-00001.npy holds float32 \[4, 2, 4, 5\], and its index says float32 \[4, 2, 4, 4\]",
-    ),
-    "dtype": (
-        latents(np.zeros((4, *SHAPE))),
-        r"latents-00001.npy holds float64 \[4, 2, 4, 4\], and its index says float32",
-    ),
-    "rows": (latents(np.zeros((3, *SHAPE), np.float32)), r"latents-00001.npy holds float32 \[3"),
-    "label dtype": (labels(*np.zeros(4)), r"labels-00001.npy holds labels float64 \[4\]; they must be integers \[4\]"),
-    "label rows": (labels(0, 0, 0), r"labels-00001.npy holds labels int64 \[3\]"),
-    "label": (
-        labels(0, 1, 3, 0),
-        r"labels-00001.npy: row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4",
-    ),
-    "negative": (
-        labels(3, -1, 0, 0),
-        r"labels-00001.npy: row 1 has label -1, and num_classes 3 allows 0 to 2; number the classes from 0",
-    ),
-    "unsigned": (
-        labels(*np.array([0, 0, 2**63 + 5, 3], np.uint64)),
-        r"labels-00001.npy: row 2 has label 9223372036854775813, which is no int64",
-    ),
-}
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_broken_folders_are_named(tmp_path, how):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (INDEX, {"shards": []}, " names no shards, so the folder is empty"),
+        (INDEX, "{", " cannot be read"),
+        (INDEX, {"version": 2}, " is not an index of version 1"),
+        (INDEX, {"shape": [4, 4]}, r": shape is \[4, 4\]"),
+        (INDEX, {"dtype": "int8"}, ": dtype is int8; it must be float32 or float16"),
+        (INDEX, {"dtype": ["float32"]}, r": dtype is \['float32'\]; it must be float32 or float16"),
+        (INDEX, {"shards": [OUTSIDE]}, ": a shard is .* it must name files of the folder"),
+        (LATENTS, None, " is missing"),
+        (LATENTS, 150, " cannot be read"),
+        (LATENTS, np.array([{}] * 4), " cannot be read"),
+        (LATENTS, "nothing", r" cannot be read \(not a numpy array\)"),
+        (
+            LATENTS,
+            np.zeros((4, 2, 4, 5), np.float32),
+            r" holds float32 \[4, 2, 4, 5\], and its index says float32 \[4, 2, 4, 4\]",
+        ),
+        (LATENTS, np.zeros((4, *SHAPE)), r" holds float64 \[4, 2, 4, 4\], and its index says float32"),
+        (LATENTS, np.zeros((3, *SHAPE), np.float32), r" holds float32 \[3"),
+        (LABELS, np.zeros(4), r" holds labels float64 \[4\]; they must be integers \[4\]"),
+        (LABELS, np.zeros(3, int), r" holds labels int64 \[3\]"),
+        (LABELS, np.array([0, 1, 3, 0]), ": row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
+        (LABELS, np.array([3, -1, 0, 0]), ": row 1 has label -1, and .* allows 0 to 2; number the classes from 0"),
+        (
+            LABELS,
+            np.array([0, 0, 2**63 + 5, 3], np.uint64),
+            ": row 2 has label 9223372036854775813, which is no int64",
+        ),
+    ],
+)
+def test_broken_folders_are_named(tmp_path, name, content, message):
     path = folder(tmp_path / "latents")
-    spoil, message = BROKEN[how]
-    spoil(path)
-    with pytest.raises(DataError, match=message):
+    spoil(path / name, content)
+    with pytest.raises(DataError, match=f"{name}{message}"):
         built(path)
 
 
@@ -238,23 +210,20 @@ def test_unsigned_labels_that_fit_are_taken(tmp_path):
     assert train[3]["labels"] == labels[train.row(3)]
 
 
-def test_broken_safetensors_are_named(tmp_path):
-    from safetensors.numpy import save_file
-
-    path = folder(tmp_path, kind="safetensors")
-    shard = path / "latents-00001.safetensors"
-    save_file({"latents": np.zeros((4, *SHAPE), np.float32)}, shard)
-    with pytest.raises(DataError, match=r"00001\.safetensors cannot be read \(no tensor labels\)"):
-        built(path)
-    save_file({"latents": np.zeros((4, *SHAPE)), "labels": np.zeros(4, np.int64)}, shard)
-    with pytest.raises(DataError, match=r"00001\.safetensors holds F64 \[4, 2, 4, 4\]"):
-        built(path)
-    save_file({"latents": np.zeros((4, *SHAPE), np.float32), "labels": np.array([0, 3, 0, 0])}, shard)
-    with pytest.raises(DataError, match=r"00001\.safetensors: row 1 has label 3"):
-        built(path)
-    shard.write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"00001\.safetensors cannot be read"):
-        built(path)
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"latents": np.zeros((4, *SHAPE), np.float32)}, r" cannot be read \(no tensor labels\)"),
+        ({"latents": np.zeros((4, *SHAPE)), "labels": np.zeros(4, np.int64)}, r" holds F64 \[4, 2, 4, 4\]"),
+        ({"latents": np.zeros((4, *SHAPE), np.float32), "labels": np.array([0, 3, 0, 0])}, ": row 1 has label 3"),
+        (None, " cannot be read"),
+    ],
+)
+def test_broken_safetensors_are_named(tmp_path, tensors, message):
+    shard = folder(tmp_path, kind="safetensors") / "latents-00001.safetensors"
+    shard.write_bytes(b"nothing" if tensors is None else save(tensors))
+    with pytest.raises(DataError, match=rf"00001\.safetensors{message}"):
+        built(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +243,12 @@ def test_settings_that_do_not_fit_are_named(tmp_path, settings, message):
 def test_no_folder_at_all(tmp_path):
     with pytest.raises(DataError, match="none, which is no folder"):
         built(tmp_path / "none")
+    (tmp_path / "new").mkdir()
+    with pytest.raises(DataError, match="new is empty; name a folder of latents"):
+        built(tmp_path / "new")
+    (tmp_path / "new" / "notes").touch()
+    with pytest.raises(DataError, match=r"new holds no index\.json"):
+        built(tmp_path / "new")
     with pytest.raises(DataError, match="data_path is empty"):
         LatentDataConfig(data_path=())
 

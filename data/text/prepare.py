@@ -93,26 +93,25 @@ class Spool:
         """Return the journal's last whole line, if it has this key and the files are as long as it says."""
         try:
             lines = self.paths["journal"].read_text(encoding="utf-8", errors="replace").split("\n")
-            sizes = {name: os.path.getsize(path) for name, path in self.paths.items()}
+            found = {name: os.path.getsize(path) for name, path in self.paths.items()}
         except OSError:
             return None
         for line in filter(None, reversed(lines)):
-            try:
+            with suppress(ValueError, RecursionError):  # cut off as it was written
                 noted: dict[str, Any] = json.loads(line)
-            except (ValueError, RecursionError):
-                continue  # cut off as it was written
-            return noted if self._fits(noted, sizes) else None
+                return noted if self._fits(noted, found) else None
         return None
 
     def _fits(self, noted: Any, found: dict[str, int]) -> bool:
         """Return whether a line of the journal is of this key and of files as long as these."""
-        if not isinstance(noted, dict) or noted.get("key") != self._key:
+        try:
+            key, sizes = noted["key"], noted["sizes"]
+            numbers = [*sizes.values(), *noted["counts"].values()]
+        except (TypeError, KeyError, AttributeError):  # no line of ours
             return False
-        sizes, counts = noted.get("sizes"), noted.get("counts")
-        if not isinstance(sizes, dict) or not isinstance(counts, dict) or sizes.keys() != found.keys():
-            return False
-        numbers = all(type(number) is int and 0 <= number < 1 << 63 for number in (*sizes.values(), *counts.values()))
-        return numbers and all(found[name] >= size for name, size in sizes.items())
+        whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+        known = key == self._key and sizes.keys() == found.keys()
+        return whole and known and all(found[name] >= size for name, size in sizes.items())
 
     def close(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End after a block that raised this error, or None."""

@@ -3,7 +3,6 @@ import re
 import resource
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from tests.parallel.tiny import (
 )
 
 
-def _train_and_save(rank: int, size: int, folder: Path, tied: bool) -> dict[str, torch.Tensor]:
+def _train_and_save(rank, size, folder, tied):
     model, optimizer = build(0, sharded=True, tied=tied)
     train(model, optimizer, range(3))
     with torch.no_grad():
@@ -41,14 +40,14 @@ def _train_and_save(rank: int, size: int, folder: Path, tied: bool) -> dict[str,
     return whole_tensors(model, optimizer)
 
 
-def _load(rank: int, size: int, path: Path, tied: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _load(rank, size, path, tied):
     model, optimizer = build(1, sharded=True, tied=tied)
     extra = load_checkpoint(path, model, optimizer, ARCHITECTURE)
     return whole_tensors(model, optimizer), extra
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_saved_on_4_ranks_and_loaded_on_1_2_3_and_by_a_plain_process(tmp_path: Path, tied: bool) -> None:
+def test_saved_on_4_ranks_and_loaded_on_1_2_3_and_by_a_plain_process(tmp_path, tied):
     saved = run_ranks(_train_and_save, 4, tmp_path, tied)[0]
     assert saved["embedding.weight/step"].item() == 3
     path = find_checkpoint(tmp_path)
@@ -68,18 +67,18 @@ def test_saved_on_4_ranks_and_loaded_on_1_2_3_and_by_a_plain_process(tmp_path: P
     assert torch.equal(only_weights.head.weight, saved["embedding.weight" if tied else "head.weight"].bfloat16())
 
 
-def test_saved_by_a_plain_process_and_loaded_on_3_ranks(tmp_path: Path) -> None:
+def test_saved_by_a_plain_process_and_loaded_on_3_ranks(tmp_path):
     model, optimizer = two_checkpoints(tmp_path)
     for loaded, _ in run_ranks(_load, 3, tmp_path / "iter_0000002", False):
         assert equal(loaded, whole_tensors(model, optimizer))
 
 
-def _interrupted(rank: int, size: int, folder: Path) -> dict[str, list[float]]:
+def _interrupted(rank, size, folder):
     model, optimizer = build(0, sharded=True)
     save(folder, 0, model, optimizer)
     whole = train(model, optimizer, range(9))
 
-    pieces: list[float] = []
+    pieces = []
     for start in (0, 3, 6):
         model, optimizer = build(7 + start, sharded=True)
         loss_of(model, 99).backward()  # what was done before a load must not count
@@ -92,7 +91,7 @@ def _interrupted(rank: int, size: int, folder: Path) -> dict[str, list[float]]:
     return {"whole": whole, "pieces": pieces, "without moments": train(model, optimizer, range(3, 9))}
 
 
-def test_resumed_training_is_bitwise_that_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_resumed_training_is_bitwise_that_of_an_uninterrupted_run(tmp_path):
     for losses in run_ranks(_interrupted, 4, tmp_path):
         assert losses["pieces"] == losses["whole"]
         # Negative control: the weights alone give the first loss and not the later ones.
@@ -100,7 +99,7 @@ def test_resumed_training_is_bitwise_that_of_an_uninterrupted_run(tmp_path: Path
         assert losses["without moments"][1:] != losses["whole"][4:]
 
 
-def _wrapped(rank: int, size: int, folder: Path) -> tuple[dict[str, torch.Tensor], bool]:
+def _wrapped(rank, size, folder):
     model = Tiny()
     for index, layer in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(layer)
@@ -118,7 +117,7 @@ def _wrapped(rank: int, size: int, folder: Path) -> tuple[dict[str, torch.Tensor
     return model.head.weight.full_tensor().detach(), equal(before, whole_tensors(model, optimizer))
 
 
-def test_wrappers_and_a_flattened_mesh_leave_no_trace_in_the_names(tmp_path: Path) -> None:
+def test_wrappers_and_a_flattened_mesh_leave_no_trace_in_the_names(tmp_path):
     answers = run_ranks(_wrapped, 4, tmp_path)
     assert all(exact for _, exact in answers)
     plain = Tiny()
@@ -129,18 +128,18 @@ def test_wrappers_and_a_flattened_mesh_leave_no_trace_in_the_names(tmp_path: Pat
 class Float32Momentum(torch.optim.Optimizer):
     """Keeps a float32 moment for bf16 weights, which torch's own optimizers would cast at load_state_dict."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1e-2})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter, dtype=torch.float32))
             moment.mul_(0.9).add_(parameter.grad)
             parameter.add_(moment.to(parameter.dtype), alpha=-self.param_groups[0]["lr"])
 
 
-def test_float32_moments_of_bf16_weights_are_not_rounded(tmp_path: Path) -> None:
+def test_float32_moments_of_bf16_weights_are_not_rounded(tmp_path):
     model = Tiny().bfloat16()
     optimizer = Float32Momentum(model.parameters())
     train(model, optimizer, range(3))
@@ -155,8 +154,8 @@ def test_float32_moments_of_bf16_weights_are_not_rounded(tmp_path: Path) -> None
     assert not torch.equal(moment, moment.bfloat16().float())
 
 
-def _killed_while_saving(rank: int, size: int, folder: Path, stage: str) -> None:
-    def die(*_: Any, **__: Any) -> None:
+def _killed_while_saving(rank, size, folder, stage):
+    def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
 
     victim = {"shards": 1, "hashes": 1}.get(stage, 0)
@@ -174,11 +173,11 @@ def _killed_while_saving(rank: int, size: int, folder: Path, stage: str) -> None
 
 
 @pytest.mark.parametrize("stage", ["shards", "hashes", "manifest", "pointer"])
-def test_kill_9_in_the_middle_of_a_save(tmp_path: Path, stage: str) -> None:
+def test_kill_9_in_the_middle_of_a_save(tmp_path, stage):
     model, optimizer = two_checkpoints(tmp_path)
     with pytest.raises(RuntimeError, match="rank"):
         run_ranks(_killed_while_saving, 2, tmp_path, stage)
-    notes: list[str] = []
+    notes = []
     newest = find_checkpoint(tmp_path, report=notes.append)
     if stage == "pointer":
         assert newest == tmp_path / "iter_0000005", "after the rename it is there, whole"
@@ -194,7 +193,7 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path: Path, stage: str) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def _out_of_space(rank: int, size: int, folder: Path, failing: int) -> str:
+def _out_of_space(rank, size, folder, failing):
     model, optimizer = build(0, sharded=True)
     train(model, optimizer, range(1))
     save(folder, 1, model, optimizer)
@@ -206,7 +205,7 @@ def _out_of_space(rank: int, size: int, folder: Path, failing: int) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_disk_that_refuses_one_rank_fails_all_and_leaves_nothing(tmp_path: Path, failing: int) -> None:
+def test_a_disk_that_refuses_one_rank_fails_all_and_leaves_nothing(tmp_path, failing):
     answers = run_ranks(_out_of_space, 3, tmp_path, failing)
     message = answers[0]
     assert re.search(r"iter_0000002\.[0-9a-f]{8}\.tmp", message)
@@ -216,13 +215,13 @@ def test_a_disk_that_refuses_one_rank_fails_all_and_leaves_nothing(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 
-def _save_below_a_file(rank: int, size: int, file: Path) -> str:
+def _save_below_a_file(rank, size, file):
     with pytest.raises(CheckpointError) as caught:
         save(file / "run", 1, *build(0, sharded=True))
     return str(caught.value)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made(tmp_path):
     file = tmp_path / "file"
     file.touch()
     first, second = run_ranks(_save_below_a_file, 2, file)
@@ -230,7 +229,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert "Not a directory" in first
 
 
-def test_a_whole_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_whole_checkpoint_is_never_overwritten(tmp_path):
     model, optimizer = two_checkpoints(tmp_path)
     before = {path.name: describe(path) for path in (tmp_path / "iter_0000001").iterdir()}
     with pytest.raises(CheckpointError, match="iter_0000001 exists and is whole"):
@@ -238,9 +237,7 @@ def test_a_whole_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     assert {path.name: describe(path) for path in (tmp_path / "iter_0000001").iterdir()} == before
 
 
-def test_a_broken_one_is_moved_aside_when_its_iteration_comes_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_one_is_moved_aside_when_its_iteration_comes_again(tmp_path, capsys):
     model, optimizer = two_checkpoints(tmp_path)
     flip_a_byte(tmp_path / "iter_0000002")
     broken = describe(tmp_path / "iter_0000002" / "__0_0.distcp")
@@ -250,7 +247,7 @@ def test_a_broken_one_is_moved_aside_when_its_iteration_comes_again(
     assert "__0_0.distcp has another SHA-256" in capsys.readouterr().err
 
 
-def _load_another_architecture(rank: int, size: int, path: Path) -> tuple[str, bool]:
+def _load_another_architecture(rank, size, path):
     model, optimizer = build(5, sharded=True)
     before = whole_tensors(model, optimizer)
     with pytest.raises(CheckpointError) as caught:
@@ -258,7 +255,7 @@ def _load_another_architecture(rank: int, size: int, path: Path) -> tuple[str, b
     return str(caught.value), equal(before, whole_tensors(model, optimizer))
 
 
-def test_another_architecture_is_refused_with_its_fields(tmp_path: Path) -> None:
+def test_another_architecture_is_refused_with_its_fields(tmp_path):
     two_checkpoints(tmp_path)
     path = tmp_path / "iter_0000002"
     for message, unchanged in run_ranks(_load_another_architecture, 2, path):
@@ -279,23 +276,21 @@ def test_another_architecture_is_refused_with_its_fields(tmp_path: Path) -> None
         ({"exit_on_missing_checkpoint": True}, "--load"),
     ],
 )
-def test_contradictions_in_the_configuration(fields: dict[str, Any], message: str) -> None:
+def test_contradictions_in_the_configuration(fields, message):
     CheckpointConfig()
     with pytest.raises(ValueError, match=message):
         CheckpointConfig(**fields)
 
 
-def test_everything_is_on_disk_before_a_checkpoint_bears_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_on_disk_before_a_checkpoint_bears_its_name(tmp_path, monkeypatch):
     """A power cut can lose what was not synced: files first, then the rename, then the parent, then the pointer."""
-    events: list[str] = []
+    events = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
-    def synced_as(stem: str, event: str) -> bool:
+    def synced_as(stem, event):
         return event.startswith((f"fsync {stem}", f"fsync .{stem}."))  # a draft's name is of its own
 
-    def synced(handle: int) -> None:
+    def synced(handle):
         events.append("fsync " + Path(os.readlink(f"/proc/self/fd/{handle}")).name)
         fsync(handle)
 

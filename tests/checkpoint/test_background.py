@@ -5,11 +5,9 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,18 +29,18 @@ from tests.parallel.tiny import ARCHITECTURE, build, equal, train, whole_tensors
 STEPS = 8
 
 
-def begin(background: Background, folder: Path, iteration: int, model: Any, optimizer: Any) -> None:
+def begin(background, folder, iteration, model, optimizer):
     save_checkpoint(folder, iteration, model, optimizer, architecture=ARCHITECTURE, extra={}, beside=background)
 
 
-def all_ready(background: Background) -> bool:
+def all_ready(background):
     """What the training loop finds out by a sum that a step makes anyway."""
     ready = torch.tensor(float(background.ready))
     dist.all_reduce(ready)
     return ready.item() == dist.get_world_size()
 
 
-def train_on(folder: Path, every: int, background: Background) -> list[float]:
+def train_on(folder, every, background):
     """Train to the end from the newest checkpoint, as a run does, with a save in every so many steps and at the end.
 
     Returns the losses by step.
@@ -64,7 +62,7 @@ def train_on(folder: Path, every: int, background: Background) -> list[float]:
     return [0.0] * start + losses
 
 
-def _trained_while_saving(rank: int, size: int, folder: Path) -> tuple[bool, bool, list[int]]:
+def _trained_while_saving(rank, size, folder):
     background = Background(Keeper(last=2, every=None))
     model, optimizer = build(0, sharded=True)
     saved = {}
@@ -87,7 +85,7 @@ def _trained_while_saving(rank: int, size: int, folder: Path) -> tuple[bool, boo
     return equal(loaded, saved), equal(loaded, after), saved_iterations(folder)
 
 
-def test_what_is_written_is_the_state_at_the_save_and_a_lost_process_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_what_is_written_is_the_state_at_the_save_and_a_lost_process_is_an_error_on_all_ranks(tmp_path):
     for exact, trained, left in run_ranks(_trained_while_saving, 2, tmp_path):
         assert exact
         assert not trained, "the comparison can tell states apart"
@@ -96,13 +94,12 @@ def test_what_is_written_is_the_state_at_the_save_and_a_lost_process_is_an_error
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def _sizes(rank: int, size: int, folder: Path) -> list[bool]:
+def _sizes(rank, size, folder):
     background, found = Background(Keeper(last=1, every=None)), []
     for iteration, numbers in enumerate((10, 300_000, 70, 70, 5_000), 1):  # no tensor of these is the second rank's
         state = {"weight": torch.arange(float(numbers))}
         begin(background, folder, iteration, state, None)
         path = background.wait()
-        assert path is not None
         written = sum(entry[0] for name, entry in read_manifest(path).files.items() if name.endswith(".distcp"))
         tensors, read = stored_weights(path, ARCHITECTURE)
         found.append(torch.equal(read("weight"), state["weight"]) and 0 < written - 4 * numbers < 4096)
@@ -110,38 +107,38 @@ def _sizes(rank: int, size: int, folder: Path) -> list[bool]:
     return found
 
 
-def test_saves_that_grow_and_shrink_are_whole_and_a_rank_may_have_nothing_to_write(tmp_path: Path) -> None:
+def test_saves_that_grow_and_shrink_are_whole_and_a_rank_may_have_nothing_to_write(tmp_path):
     assert run_ranks(_sizes, 2, tmp_path) == [[True] * 5] * 2
 
 
-def _table_fails(rank: int, size: int, folder: Path) -> str:
+def _table_fails(rank, size, folder):
     background = Background(Keeper(last=1, every=None))
     if rank == 0:
-        background.memory.rename = fail  # type: ignore[method-assign]
+        background.memory.rename = fail
     with pytest.raises(CheckpointError) as caught:
         begin(background, folder, 1, {"weight": torch.zeros(3)}, None)
     assert not background.under_way
     return str(caught.value)
 
 
-def fail(*_: Any) -> None:
+def fail(*_):
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-def test_a_table_of_tensors_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_a_table_of_tensors_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path):
     first, second = run_ranks(_table_fails, 2, tmp_path)
     assert first == second
     assert "Too many open files" in first
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def _ended_while_saving(rank: int, size: int, folder: Path) -> tuple[list[list[int]], list[str]]:
+def _ended_while_saving(rank, size, folder):
     model, optimizer = build(0, sharded=True)
-    said: list[str] = []
+    said = []
     saves = Saves(config=CheckpointConfig(save=str(folder), async_save=True), say=said.append)
     saves.save("shared", 1, model, optimizer, architecture=ARCHITECTURE, extra={})
 
-    def bad(together: bool) -> None:
+    def bad(together):
         with saves.finished(), raise_together() if together else nullcontext():
             if rank == 1 or not together:  # alike on all ranks, and yet none knows it of the others
                 raise UserError("bad sample")
@@ -155,7 +152,7 @@ def _ended_while_saving(rank: int, size: int, folder: Path) -> tuple[list[list[i
 
 
 @pytest.mark.slow
-def test_an_error_that_all_ranks_raise_waits_for_the_save_under_way_and_that_of_one_does_not(tmp_path: Path) -> None:
+def test_an_error_that_all_ranks_raise_waits_for_the_save_under_way_and_that_of_one_does_not(tmp_path):
     for found, said in run_ranks(_ended_while_saving, 2, tmp_path):
         assert found == [[], [1]]
         assert said == ["the run ends when the save under way is over: bad sample", f"saved {tmp_path}/iter_0000001"]
@@ -165,10 +162,10 @@ HOOKS = {hook: CALLED[hook] for hook in ("fsync", "manifest", "rename", "pointer
 HOOKS["shard"] = CALLED["asynchronous shard"]
 
 
-def dying(hook: str, job: Callable[[], Any]) -> Any:
+def dying(hook, job):
     """Do a job, in the process beside, and kill its rank and itself at a hook."""
 
-    def die(*_: Any, **__: Any) -> None:
+    def die(*_, **__):
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -176,14 +173,14 @@ def dying(hook: str, job: Callable[[], Any]) -> Any:
     return job()
 
 
-def _killed(rank: int, size: int, folder: Path, hook: str, victim: int) -> None:
+def _killed(rank, size, folder, hook, victim):
     background = Background(Keeper(last=1, every=None))
     plain, written = background._beside.begin, torch.save
 
-    def begin_to_die(job: Callable[[], Any]) -> None:
+    def begin_to_die(job):
         plain(partial(dying, hook, job) if saved_iterations(folder) and rank == victim else job)
 
-    def die_while_staging(*args: Any, **more: Any) -> None:
+    def die_while_staging(*args, **more):
         if rank == victim and saved_iterations(folder):
             os.kill(os.getpid(), signal.SIGKILL)
         written(*args, **more)
@@ -191,11 +188,11 @@ def _killed(rank: int, size: int, folder: Path, hook: str, victim: int) -> None:
     if hook == "staging":
         torch.save = die_while_staging
     else:
-        background._beside.begin = begin_to_die  # type: ignore[method-assign]
+        background._beside.begin = begin_to_die
     train_on(folder, 3, background)
 
 
-def _whole(rank: int, size: int, folder: Path) -> list[float]:
+def _whole(rank, size, folder):
     return train_on(folder, 3, Background(Keeper(last=1, every=None)))
 
 
@@ -203,9 +200,7 @@ def _whole(rank: int, size: int, folder: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("hook", "victim"), [(hook, 0) for hook in (*HOOKS, "staging")] + [(hook, 1) for hook in ("shard", "staging")]
 )
-def test_a_kill_leaves_a_whole_checkpoint_and_the_run_goes_on_to_the_bit(
-    tmp_path: Path, hook: str, victim: int
-) -> None:
+def test_a_kill_leaves_a_whole_checkpoint_and_the_run_goes_on_to_the_bit(tmp_path, hook, victim):
     whole = run_ranks(_whole, 2, tmp_path / "whole")[0]
     with pytest.raises(RuntimeError, match="rank"):
         run_ranks(_killed, 2, tmp_path / "run", hook, victim)
@@ -217,12 +212,12 @@ def test_a_kill_leaves_a_whole_checkpoint_and_the_run_goes_on_to_the_bit(
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-def filling(folder: Path, left: int, job: Callable[[], Any]) -> Any:
+def filling(folder, left, job):
     fill(folder, but=left)
     return job()
 
 
-def _on_a_full_disk(rank: int, size: int, folder: Path, left: int, at: str) -> str:
+def _on_a_full_disk(rank, size, folder, left, at):
     background = Background(Keeper(last=1, every=None))
     model, optimizer = build(0, sharded=True)
     train(model, optimizer, range(1))
@@ -230,12 +225,12 @@ def _on_a_full_disk(rank: int, size: int, folder: Path, left: int, at: str) -> s
     background.wait()
     plain, jobs = background._beside.begin, []
 
-    def begin_full(job: Callable[[], Any]) -> None:
+    def begin_full(job):
         jobs.append(job)
         now = len(jobs) == (1 if at == "shards" else 2)
         plain(partial(filling, folder, left, job) if now and rank == 0 else job)
 
-    background._beside.begin = begin_full  # type: ignore[method-assign]
+    background._beside.begin = begin_full
     begin(background, folder, 2, model, optimizer)
     with pytest.raises(CheckpointError) as caught:
         background.wait()
@@ -247,13 +242,7 @@ def _on_a_full_disk(rank: int, size: int, folder: Path, left: int, at: str) -> s
 @pytest.mark.parametrize(
     ("at", "left", "newest"), [("shards", 0, 1), ("shards", 4096, 1), ("manifest", 0, 1), ("pointer", 4096, 2)]
 )
-def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(
-    disk: Path,  # noqa: F811
-    at: str,
-    left: int,
-    newest: int,
-    size: int,
-) -> None:
+def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(disk, at, left, newest, size):  # noqa: F811
     first, *others = run_ranks(_on_a_full_disk, size, disk, left, at)
     assert others == [first] * (size - 1)
     assert "iter_0000002." in first
@@ -265,7 +254,7 @@ def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(
     )
 
 
-def _stalls(rank: int, size: int, folder: Path, saves: int) -> tuple[float, float]:
+def _stalls(rank, size, folder, saves):
     """Return the median seconds that training waits for a save of 192 MB at once, and beside it."""
     state = {f"weight {number}": torch.randn(1 << 20) for number in range(48)}
     background, at_once, beside = Background(Keeper(last=1, every=None)), [], []
@@ -289,19 +278,19 @@ def _stalls(rank: int, size: int, folder: Path, saves: int) -> tuple[float, floa
 
 
 @pytest.mark.slow
-def test_training_waits_for_a_fifth_of_the_time_at_most(tmp_path: Path) -> None:
+def test_training_waits_for_a_fifth_of_the_time_at_most(tmp_path):
     at_once, beside = (max(times) for times in zip(*run_ranks(_stalls, 2, tmp_path, 9), strict=True))
     print(f"\n192 MB on 2 ranks: {at_once:.3f} s at once, {beside:.3f} s beside training, {beside / at_once:.1%}")
     assert beside <= 0.2 * at_once
 
 
-def resident(pid: int) -> float:
+def resident(pid):
     """Megabytes that a process has to itself."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) / 1024
 
 
-def _fifty(rank: int, size: int, folder: Path) -> list[tuple[float, float, float]]:
+def _fifty(rank, size, folder):
     state = {f"weight {number}": torch.randn(1 << 18) for number in range(8)}
     background, seen = Background(Keeper(last=1, every=None)), []
     for iteration in range(1, 51):
@@ -314,7 +303,7 @@ def _fifty(rank: int, size: int, folder: Path) -> list[tuple[float, float, float
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_fifty_saves(tmp_path: Path) -> None:
+def test_memory_is_flat_over_fifty_saves(tmp_path):
     for seen in run_ranks(_fifty, 2, tmp_path):
         early, late = seen[9], seen[49]
         print(f"\nMB of the rank, of the process beside, file descriptors: {early} after 10 saves, {late} after 50")

@@ -2,13 +2,10 @@
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
 from checkpoint import api as checkpoint
-from checkpoint.drafts import Room
 from checkpoint.manifest import CheckpointError
 from checkpoint.search import find_checkpoint
 from data.text.prepare import Request, prepare
@@ -21,7 +18,7 @@ SIZE = 1 << 20
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     """A file system of ``SIZE`` bytes; it needs root, as every mount does."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -35,17 +32,17 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def fill(folder: Path, *, but: int = 0) -> None:
+def fill(folder, *, but=0):
     """Leave ``but`` bytes free."""
     size = os.statvfs(folder)
     (folder / "ballast").write_bytes(bytes(size.f_bavail * size.f_frsize - but))
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     return {path.name for path in folder.iterdir()} - {"ballast"}
 
 
-def test_a_checkpoint_without_room_is_refused_before_it_is_written(disk: Path) -> None:
+def test_a_checkpoint_without_room_is_refused_before_it_is_written(disk):
     model, optimizer = build(0, sharded=False)
     train(model, optimizer, range(1))
     first = save(disk, 1, model, optimizer)
@@ -58,16 +55,14 @@ def test_a_checkpoint_without_room_is_refused_before_it_is_written(disk: Path) -
     assert find_checkpoint(disk) == first
 
 
-def test_a_disk_that_fills_during_a_save_leaves_nothing_half_written(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_during_a_save_leaves_nothing_half_written(disk, monkeypatch):
     model, optimizer = build(0, sharded=False)
     train(model, optimizer, range(1))
     first = save(disk, 1, model, optimizer)
     before = names(disk)
     checked = checkpoint.check_room
 
-    def check_then_fill(rooms: Sequence[Room], needed: int) -> None:
+    def check_then_fill(rooms, needed):
         checked(rooms, needed)
         fill(disk)
 
@@ -78,12 +73,12 @@ def test_a_disk_that_fills_during_a_save_leaves_nothing_half_written(
     assert find_checkpoint(disk) == first
 
 
-def test_a_record_is_written_whole_or_not_at_all(disk: Path) -> None:
+def test_a_record_is_written_whole_or_not_at_all(disk):
     log = RunLog(disk, LoggingConfig(), {}, 0)
     fill(disk, but=4096)
     written = []
 
-    def write_on() -> None:
+    def write_on():
         for iteration in range(1, SIZE):
             log.write({"iteration": iteration, "lm_loss": 1.5})
             written.append(iteration)
@@ -94,7 +89,7 @@ def test_a_record_is_written_whole_or_not_at_all(disk: Path) -> None:
     assert (disk / METRICS).read_text().endswith("}\n")
 
 
-def test_a_preparation_without_room_names_the_folder_and_leaves_nothing(disk: Path, tmp_path: Path) -> None:
+def test_a_preparation_without_room_names_the_folder_and_leaves_nothing(disk, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"A line of text, number {number}.\n" for number in range(20_000)))
     fill(disk, but=8192)

@@ -23,7 +23,7 @@ from runtime.together import from_first
 from tests.parallel.tiny import ARCHITECTURE, build, equal, flip_a_byte, rewrite_manifest, save, train, whole_tensors
 
 
-def config(folder: Path, node: int, beside: bool = False) -> CheckpointConfig:
+def config(folder, node, beside=False):
     """What a rank of a node is given; on machines the path would be one for all nodes."""
     run = folder / "run"
     run.mkdir(exist_ok=True)
@@ -37,21 +37,21 @@ def config(folder: Path, node: int, beside: bool = False) -> CheckpointConfig:
     )
 
 
-def files(folder: Path) -> set[str]:
+def files(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def found(config_: CheckpointConfig) -> tuple[Path | None, str]:
-    notes: list[str] = []
+def found(config_):
+    notes = []
     return newest_checkpoint(config_, notes.append), "\n".join(notes)
 
 
-def _all_that_can_happen(rank: int, size: int, folder: Path, sharded: bool, beside: bool) -> None:
+def _all_that_can_happen(rank, size, folder, sharded, beside):
     settings = config(folder, rank // 2, beside)
     model, optimizer = build(0, sharded=sharded)
     saves = Saves(config=settings, say=lambda line: None)
 
-    def step(iteration: int, tier: Any) -> dict[str, torch.Tensor]:
+    def step(iteration, tier):
         if sharded:
             train(model, optimizer, range(iteration, iteration + 1))
         for parameter in () if sharded else model.parameters():  # alike on all ranks, which write each tensor once
@@ -64,7 +64,6 @@ def _all_that_can_happen(rank: int, size: int, folder: Path, sharded: bool, besi
     step(2, "local")
     state = step(3, "local")
     local = saves._local
-    assert local is not None
     assert local.parent == folder / f"node{rank // 2}"
     assert re.fullmatch(r"run-[0-9a-f]{12}", local.name)
     assert local.stat().st_mode & 0o777 == 0o700
@@ -105,13 +104,11 @@ def _all_that_can_happen(rank: int, size: int, folder: Path, sharded: bool, besi
     ("sharded", "beside"),
     [(False, False), *(pytest.param(True, beside, marks=pytest.mark.slow) for beside in (False, True))],
 )
-def test_each_node_has_its_part_of_the_newest_one_and_all_can_be_read(
-    sharded: bool, beside: bool, tmp_path: Path
-) -> None:
+def test_each_node_has_its_part_of_the_newest_one_and_all_can_be_read(sharded, beside, tmp_path):
     run_ranks(_all_that_can_happen, 4, tmp_path, sharded, beside)
 
 
-def second(node: Path) -> Path:
+def second(node):
     """A node's part of the local checkpoint."""
     return next(node.glob("*/iter_0000002"))
 
@@ -141,7 +138,7 @@ BREAKS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-def _broken(rank: int, size: int, folder: Path) -> None:
+def _broken(rank, size, folder):
     model, optimizer = build(0, sharded=True)
     for broken, (damage, note) in BREAKS.items():
         at = folder / broken
@@ -149,7 +146,7 @@ def _broken(rank: int, size: int, folder: Path) -> None:
         settings = from_first(lambda at=at: config(at, 0)) and config(at, rank // 2)
         saves = Saves(config=settings, say=lambda line: None)
         for iteration, tier in ((1, "shared"), (2, "local")):
-            saves.save(tier, iteration, model, optimizer, architecture=ARCHITECTURE, extra={})  # type: ignore[arg-type]
+            saves.save(tier, iteration, model, optimizer, architecture=ARCHITECTURE, extra={})
         from_first(lambda damage=damage, at=at: damage(at / "node1"))
         path, said = found(settings)
         local = broken == "untouched"
@@ -161,17 +158,16 @@ def _broken(rank: int, size: int, folder: Path) -> None:
             assert not list(saves._local.glob("iter_*")), "what was passed over does not come back"
 
 
-def test_what_is_not_whole_on_all_nodes_is_passed_over_by_name(tmp_path: Path) -> None:
+def test_what_is_not_whole_on_all_nodes_is_passed_over_by_name(tmp_path):
     """The last of them is untouched, and is taken."""
     run_ranks(_broken, 4, tmp_path)
 
 
-def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(tmp_path: Path) -> None:
+def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(tmp_path):
     settings = config(tmp_path, 0)
     run = build(0, sharded=False)
     saves = Saves(config=settings, say=lambda line: None)
     saves.save("local", 1, *run, architecture=ARCHITECTURE, extra={})
-    assert saves._local is not None
     flip_a_byte(saves._local / "iter_0000001")
     path, said = found(settings)
     assert path is None, "there was no shared one yet"
@@ -195,7 +191,7 @@ def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(
         newest_checkpoint(settings)
 
 
-def test_a_local_one_waits_for_no_save_and_a_shared_one_takes_its_place() -> None:
+def test_a_local_one_waits_for_no_save_and_a_shared_one_takes_its_place():
     saves = Saves(config=CheckpointConfig(save="x", save_interval=4, non_persistent_save_interval=2), say=print)
     assert [saves.due(iteration, last=False) for iteration in (1, 2, 3)] == [None, "local", "local"]
     saves.__dict__["_background"] = type("Busy", (), {"under_way": True, "wait": lambda self: None})()
@@ -205,7 +201,7 @@ def test_a_local_one_waits_for_no_save_and_a_shared_one_takes_its_place() -> Non
     assert [saves.due(5, last) for last in (False, True)] == [None, "shared"]
 
 
-def _stalls(rank: int, size: int, shared: Path, local: Path) -> tuple[float, ...]:
+def _stalls(rank, size, shared, local):
     """Median seconds of a save of 192 MB: shared, local, and both beside training."""
     state = {f"weight {number}": torch.randn(1 << 20) for number in range(48)}
     medians = []
@@ -213,7 +209,7 @@ def _stalls(rank: int, size: int, shared: Path, local: Path) -> tuple[float, ...
         settings = CheckpointConfig(save=str(shared), keep_last=1, async_save=beside)
         saves = Saves(config=settings, say=lambda line: None)
         saves.__dict__["_local"] = local / f"run{beside}"
-        times: dict[Any, list[float]] = {"shared": [], "local": []}
+        times = {"shared": [], "local": []}
         for iteration in range(1, 6):
             for tier, found_ in times.items():
                 dist.barrier()
@@ -226,7 +222,7 @@ def _stalls(rank: int, size: int, shared: Path, local: Path) -> tuple[float, ...
 
 
 @pytest.mark.slow
-def test_a_local_save_stalls_training_for_less_time_than_a_shared_one(tmp_path: Path) -> None:
+def test_a_local_save_stalls_training_for_less_time_than_a_shared_one(tmp_path):
     memory = Path("/dev/shm") / f"longmesh-test-{os.getpid()}"
     try:
         ranks = run_ranks(_stalls, 2, tmp_path, memory)
@@ -242,7 +238,7 @@ def test_a_local_save_stalls_training_for_less_time_than_a_shared_one(tmp_path: 
     assert local_beside < 0.3 * shared
 
 
-def test_one_that_the_run_has_left_behind_is_abandoned(tmp_path: Path) -> None:
+def test_one_that_the_run_has_left_behind_is_abandoned(tmp_path):
     lines = ({"time": 10.0, "iteration": 0}, {"time": 30.0, "iteration": 4}, {"time": 50.0, "iteration": 8})
     (tmp_path / "starts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"time": 70')
     assert _abandoned(tmp_path, {7: 20.0, 4: 15.0, 8: 45.0, 9: 60.0, 3: 20.0}) == {7}

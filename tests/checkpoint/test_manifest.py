@@ -23,12 +23,12 @@ from tests.parallel.tiny import (
 )
 
 
-def _alter_extra(folder: Path) -> None:
+def _alter_extra(folder):
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"consumed_samples": 8', '"consumed_samples": 9'))
 
 
-def _newer_format(folder: Path) -> None:
+def _newer_format(folder):
     content = json.loads((folder / "manifest.json").read_text())
     del content["checksum"]
     content["format_version"] = 2
@@ -36,7 +36,7 @@ def _newer_format(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
-def _leave_out_the_shard(folder: Path) -> None:
+def _leave_out_the_shard(folder):
     """A manifest that is true of less than the checkpoint."""
     (folder / "__0_0.distcp").unlink()
     rewrite_manifest(folder, files={".metadata": describe(folder / ".metadata")})
@@ -73,12 +73,12 @@ BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_broken_checkpoint_is_named_and_fallen_back_from(tmp_path: Path, breakage: str) -> None:
+def test_a_broken_checkpoint_is_named_and_fallen_back_from(tmp_path, breakage):
     two_checkpoints(tmp_path)
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002"
     damage, message = BREAKAGES[breakage]
     damage(tmp_path / "iter_0000002")
-    notes: list[str] = []
+    notes = []
     assert find_checkpoint(tmp_path, report=notes.append) == tmp_path / "iter_0000001"
     assert "iter_0000002" in notes[0]
     with pytest.raises(CheckpointError, match=message):
@@ -91,18 +91,18 @@ def test_a_broken_checkpoint_is_named_and_fallen_back_from(tmp_path: Path, break
             find_checkpoint(tmp_path)
 
 
-def _find(rank: int, size: int, folder: Path) -> tuple[str, list[str], str]:
-    notes: list[str] = []
+def _find(rank, size, folder):
+    notes = []
     found = find_checkpoint(folder, report=notes.append)
     with pytest.raises(CheckpointError) as caught:
         find_checkpoint(folder, 2)
-    hashed: list[str] = []
+    hashed = []
     search.describe = lambda path: hashed.append(path.name) or describe(path)
     what_is_broken(found)
     return str(found), notes, str(caught.value), hashed
 
 
-def test_ranks_find_the_same_checkpoint_and_share_the_hashing(tmp_path: Path) -> None:
+def test_ranks_find_the_same_checkpoint_and_share_the_hashing(tmp_path):
     run_ranks(_save_twice, 3, tmp_path)
     flip_a_byte(tmp_path / "iter_0000002")
     answers = run_ranks(_find, 2, tmp_path)
@@ -116,14 +116,14 @@ def test_ranks_find_the_same_checkpoint_and_share_the_hashing(tmp_path: Path) ->
     assert all(len(answer[3]) == 2 for answer in answers)
 
 
-def _save_twice(rank: int, size: int, folder: Path) -> None:
+def _save_twice(rank, size, folder):
     model, optimizer = build(0, sharded=True)
     train(model, optimizer, range(1))
     for iteration in (1, 2):
         save(folder, iteration, model, optimizer)
 
 
-def test_where_there_is_none(tmp_path: Path) -> None:
+def test_where_there_is_none(tmp_path):
     assert find_checkpoint(tmp_path / "not there") is None
     (tmp_path / "iter_0000007.tmp").mkdir()
     (tmp_path / "iter_7").mkdir()
@@ -135,7 +135,7 @@ def test_where_there_is_none(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "file")
 
 
-def test_the_manifest_gives_back_what_was_put_in(tmp_path: Path) -> None:
+def test_the_manifest_gives_back_what_was_put_in(tmp_path):
     model, optimizer = build(0, sharded=False)
     extra = {"loss": 0.1 + 0.2, "nan": float("inf"), "nested": {10: 1, 9: [2, None]}, "name": "Größe"}
     path = save_checkpoint(tmp_path, 12345678, model, optimizer, architecture=ARCHITECTURE, extra=extra)

@@ -12,7 +12,7 @@ from tests.parallel.tiny import build, flip_a_byte, save, train
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """Checkpoints of iterations 1 to 6."""
     folder = tmp_path_factory.mktemp("made")
     model, optimizer = build(0, sharded=False)
@@ -23,7 +23,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
+def run(made, tmp_path):
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
@@ -37,18 +37,18 @@ def run(made: Path, tmp_path: Path) -> Path:
         (9, None, range(6, 0, -1)),
     ],
 )
-def test_the_newest_and_every_so_many_stay(run: Path, last: int | None, every: int | None, left: list[int]) -> None:
+def test_the_newest_and_every_so_many_stay(run, last, every, left):
     Keeper(last=last, every=every).prune(run)
     assert saved_iterations(run) == list(left)
     assert not list(run.glob("*.tmp"))
     assert find_checkpoint(run) == checkpoint_folder(run, 6)
 
 
-def test_broken_ones_do_not_count(run: Path) -> None:
+def test_broken_ones_do_not_count(run):
     flip_a_byte(checkpoint_folder(run, 6))
     (checkpoint_folder(run, 5) / "__0_0.distcp").write_bytes(b"cut")
     flip_a_byte(checkpoint_folder(run, 2))
-    notes: list[str] = []
+    notes = []
     keeper = Keeper(last=2, every=None, report=notes.append, verified={checkpoint_folder(run, 5)})
     keeper.prune(run)
     assert saved_iterations(run) == [6, 5, 4, 3]
@@ -58,31 +58,31 @@ def test_broken_ones_do_not_count(run: Path) -> None:
     assert find_checkpoint(run, report=notes.append) == checkpoint_folder(run, 4)
 
 
-def test_bytes_are_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_read_once(run, monkeypatch):
     keeper = Keeper(last=2, every=None)
     keeper.prune(run)
     monkeypatch.setattr("checkpoint.search.describe", lambda path: pytest.fail(f"{path} is read again"))
     keeper.prune(run)
 
 
-def test_a_folder_that_cannot_be_removed_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_a_folder_that_cannot_be_removed_is_reported(run, monkeypatch):
+    def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    notes: list[str] = []
+    notes = []
     Keeper(last=5, every=None, report=notes.append).prune(run)
     assert notes == [f"cannot remove {run / 'iter_0000001'}, which is older than those to keep: Permission denied"]
     assert saved_iterations(run) == [6, 5, 4, 3, 2, 1]
 
 
-def _killed(rank: int, size: int, run: Path) -> None:
+def _killed(rank, size, run):
     if rank == 0:
-        shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     Keeper(last=2, every=None).prune(run)
 
 
-def test_a_kill_leaves_a_draft_that_the_next_save_removes(run: Path) -> None:
+def test_a_kill_leaves_a_draft_that_the_next_save_removes(run):
     with pytest.raises(RuntimeError, match="rank"):  # it died, or its peer says that it did
         run_ranks(_killed, 2, run)
     assert saved_iterations(run) == [6, 5, 3, 2, 1]

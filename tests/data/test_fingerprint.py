@@ -1,7 +1,6 @@
 """Files are known again by what they hold, at a cost that their size does not change."""
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from data.fingerprint import SAMPLE_BYTES, SAMPLES, fingerprint
 from data.latents.folder import latents_fingerprint
 
 
-def written(folder: Path, *contents: bytes) -> tuple[Path, list[Path]]:
+def written(folder, *contents):
     folder.mkdir()
     index = folder / "x.idx"
     index.write_bytes(b"index")
@@ -20,14 +19,14 @@ def written(folder: Path, *contents: bytes) -> tuple[Path, list[Path]]:
     return index, files
 
 
-def test_the_same_contents_elsewhere_are_the_same(tmp_path: Path) -> None:
+def test_the_same_contents_elsewhere_are_the_same(tmp_path):
     one = fingerprint(*written(tmp_path / "one", b"abc", b"", b"de"))
     assert fingerprint(*written(tmp_path / "two", b"abc", b"", b"de")) == one
     assert fingerprint(*written(tmp_path / "cut elsewhere", b"ab", b"", b"cde")) != one
 
 
 @pytest.mark.parametrize("size", [1, SAMPLE_BYTES, SAMPLE_BYTES + 1, SAMPLES * SAMPLE_BYTES])
-def test_up_to_4_mib_every_byte_counts(size: int, tmp_path: Path) -> None:
+def test_up_to_4_mib_every_byte_counts(size, tmp_path):
     first, second = os.urandom(size), os.urandom(size // 2)
     index, files = written(tmp_path / "x", first[: size - len(second)], second)
     before = fingerprint(index, files)
@@ -45,7 +44,7 @@ def test_up_to_4_mib_every_byte_counts(size: int, tmp_path: Path) -> None:
     assert fingerprint(index, files) != before
 
 
-def test_of_a_terabyte_no_more_is_read_and_both_ends_count(tmp_path: Path) -> None:
+def test_of_a_terabyte_no_more_is_read_and_both_ends_count(tmp_path):
     """A sparse file takes no room; reading all of it would take many minutes."""
     index, (path,) = written(tmp_path / "x", b"")
     os.truncate(path, 1 << 40)
@@ -61,7 +60,7 @@ def test_of_a_terabyte_no_more_is_read_and_both_ends_count(tmp_path: Path) -> No
     assert fingerprint(index, [path]) != before
 
 
-def test_a_folder_of_latents_is_known_by_its_latents_and_its_labels(tmp_path: Path) -> None:
+def test_a_folder_of_latents_is_known_by_its_latents_and_its_labels(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((2, 1, 2, 2), np.float32))
     np.save(tmp_path / "b.npy", np.zeros(2, np.int64))
     shard = '{"latents": "a.npy", "labels": "b.npy", "samples": 2}'

@@ -1,8 +1,5 @@
 """Batches: the global order whatever the ranks, micro-batches and readers, from any number of consumed samples."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,13 +16,13 @@ GLOBAL = 24
 class Numbers:
     """Sample n is filled with n; endless, of `length` samples per epoch."""
 
-    def __init__(self, length: int = 20, bad: int | None = None) -> None:
+    def __init__(self, length=20, bad=None):
         self.length, self.bad = length, bad
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         if index is not None and index == self.bad:
             raise DataError(f"x.bin: sample {index} is bad")
         ids = torch.full((SEQ,), 0 if index is None else index)
@@ -33,7 +30,7 @@ class Numbers:
         return {"tokens": ids, "labels": ids + 1, "loss_mask": mask}
 
 
-def steps(count: int, consumed_samples: int, **batching: Any) -> list[list[list[int]]]:
+def steps(count, consumed_samples, **batching):
     """First tokens of each micro-batch of `count` steps."""
     loader = batches(Numbers(), Batching(global_batch_size=GLOBAL, **batching), consumed_samples)
     return [[batch["tokens"][:, 0].tolist() for batch in next(loader)] for _ in range(count)]
@@ -42,7 +39,7 @@ def steps(count: int, consumed_samples: int, **batching: Any) -> list[list[list[
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 @pytest.mark.parametrize("consumed", [0, 24, 7, 1_000_003])
-def test_ranks_share_the_global_order(dp_size: int, micro_batch_size: int, consumed: int) -> None:
+def test_ranks_share_the_global_order(dp_size, micro_batch_size, consumed):
     ranks = [
         steps(3, consumed_samples=consumed, micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size)
         for rank in range(dp_size)
@@ -57,13 +54,13 @@ def test_ranks_share_the_global_order(dp_size: int, micro_batch_size: int, consu
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_resume_continues_the_order(num_workers: int) -> None:
+def test_resume_continues_the_order(num_workers):
     arguments = {"micro_batch_size": 2, "dp_rank": 1, "dp_size": 2, "num_workers": num_workers}
     whole = steps(6, consumed_samples=0, **arguments)
     assert steps(3, consumed_samples=3 * GLOBAL, **arguments) == whole[3:]
 
 
-def test_reading_leaves_the_random_state_alone() -> None:
+def test_reading_leaves_the_random_state_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     steps(2, consumed_samples=0, micro_batch_size=2, num_workers=1)
@@ -71,13 +68,13 @@ def test_reading_leaves_the_random_state_alone() -> None:
 
 
 @pytest.mark.parametrize(("global_batch", "micro", "dp"), [(12, 5, 1), (12, 2, 4), (0, 1, 1), (12, 0, 1)])
-def test_sizes_that_do_not_divide(global_batch: int, micro: int, dp: int) -> None:
+def test_sizes_that_do_not_divide(global_batch, micro, dp):
     with pytest.raises(DataError, match=f"global_batch_size {global_batch} .*micro_batch_size {micro} .* size {dp}"):
         Batching(global_batch_size=global_batch, micro_batch_size=micro, dp_size=dp)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_bad_sample_raises_one_clear_message(num_workers: int) -> None:
+def test_bad_sample_raises_one_clear_message(num_workers):
     batching = Batching(global_batch_size=GLOBAL, micro_batch_size=3, num_workers=num_workers)
     loader = batches(Numbers(bad=29), batching, 0)
     next(loader)
@@ -88,7 +85,7 @@ def test_bad_sample_raises_one_clear_message(num_workers: int) -> None:
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("asked", [1, 8, 11, 20])
-def test_evaluation_reads_each_sample_once(dp_size: int, asked: int) -> None:
+def test_evaluation_reads_each_sample_once(dp_size, asked):
     ranks = [
         list(
             evaluation_batches(
@@ -112,14 +109,14 @@ def test_evaluation_reads_each_sample_once(dp_size: int, asked: int) -> None:
     assert len(counted) + len(fillers) == len(rows) == -(-asked // 8) * 8
 
 
-def test_evaluation_never_wraps() -> None:
+def test_evaluation_never_wraps():
     read = list(evaluation_batches(Numbers(), Batching(global_batch_size=4, micro_batch_size=4), 50))
     assert [batch["tokens"][:, 0].tolist() for (batch,) in read] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("eod_mask_loss", [False, True])
-def test_real_files_over_an_epochs_boundary(tmp_path: Path, num_workers: int, eod_mask_loss: bool) -> None:
+def test_real_files_over_an_epochs_boundary(tmp_path, num_workers, eod_mask_loss):
     prefix = write_documents(tmp_path / "d", counting_documents(10))
     config = DataConfig(data_path=(prefix,), split="100,0,0", eod_mask_loss=eod_mask_loss)
     train = build_datasets(config, SEQ, 1, NumberTokenizer())[0]
@@ -137,10 +134,9 @@ def test_real_files_over_an_epochs_boundary(tmp_path: Path, num_workers: int, eo
     assert torch.equal(labels[~ignored], torch.stack([sample["labels"] for sample in expected])[~ignored])
 
 
-def test_filler_of_a_real_file_carries_no_loss(tmp_path: Path) -> None:
+def test_filler_of_a_real_file_carries_no_loss(tmp_path):
     prefix = write_documents(tmp_path / "d", counting_documents(10))
     valid = build_datasets(DataConfig(data_path=(prefix,), split="50,50"), SEQ, 1, NumberTokenizer())[1]
-    assert valid is not None
     (step,) = evaluation_batches(valid, Batching(global_batch_size=4, micro_batch_size=4), 3)
     labels = step[0]["labels"]
     assert (labels[:3] != IGNORE_INDEX).all()
@@ -150,14 +146,14 @@ def test_filler_of_a_real_file_carries_no_loss(tmp_path: Path) -> None:
 
 
 class Pictures(Numbers):
-    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         return {
             "latents": torch.full((2, 3), float(index or 0)),
             "sample": torch.tensor(-1 if index is None else index),
         }
 
 
-def test_samples_without_a_loss_mask_come_as_they_are() -> None:
+def test_samples_without_a_loss_mask_come_as_they_are():
     batching = Batching(global_batch_size=4, micro_batch_size=2, dp_rank=1, dp_size=2)
     (batch,) = next(batches(Pictures(), batching, 4))
     assert batch["sample"].tolist() == [6, 7]

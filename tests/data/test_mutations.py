@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ TEXT = "It was the best of tokens, it was the worst of tokens: é漢🙂 ▁\n"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A corpus with its tokenizer and record, a tokenizer.json and a corpus of it."""
     root = tmp_path_factory.mktemp("mutations")
     (root / "a.txt").write_text(TEXT * 100)
@@ -37,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def mutations(whole: bytes, flips: int) -> Iterator[bytes]:
+def mutations(whole, flips):
     """Bits flipped at places all over a file, most of them where formats have their headers; then whatever else."""
     places = [*range(min(40, len(whole))), *(number * len(whole) // flips for number in range(flips))]
     for number, at in enumerate(places):
@@ -48,7 +46,7 @@ def mutations(whole: bytes, flips: int) -> Iterator[bytes]:
     yield from (b"\x00", b"\xff" * 64, b'{"a": 1}', b"[" * 100_000, b"MMIDIDX\x00\x00")
 
 
-def outcomes(path: Path, contents: Iterable[bytes], use: Callable[[], object]) -> Counter[str]:
+def outcomes(path, contents, use):
     """Count the changed files that `use` takes and those that it refuses in one line; any other error fails."""
     whole, read, errors = path.read_bytes(), 0, list[ValueError]()
     try:
@@ -66,11 +64,11 @@ def outcomes(path: Path, contents: Iterable[bytes], use: Callable[[], object]) -
     return Counter(read=read, refused=len(errors))
 
 
-def test_a_tokenizer_is_what_it_was_when_the_corpus_was_written(place: Path) -> None:
+def test_a_tokenizer_is_what_it_was_when_the_corpus_was_written(place):
     """By the digest noted beside the corpus, whether or not the file can be read."""
     model = place / "words.model"
 
-    def use() -> None:
+    def use():
         tokenizer = load_tokenizer(model)
         open_indexed(place / "words").check_tokenizer(tokenizer.path, tokenizer.sha256)
 
@@ -81,10 +79,10 @@ def test_a_tokenizer_is_what_it_was_when_the_corpus_was_written(place: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["words.model", "tokenizer.json"])
-def test_a_damaged_tokenizer_without_a_record(place: Path, name: str) -> None:
+def test_a_damaged_tokenizer_without_a_record(place, name):
     path = place / name
 
-    def use() -> None:
+    def use():
         tokenizer = load_tokenizer(path)
         assert 0 <= tokenizer.eod < tokenizer.vocab_size < 1 << 20
         tokenizer.detokenize(tokenizer.tokenize(TEXT))
@@ -92,7 +90,7 @@ def test_a_damaged_tokenizer_without_a_record(place: Path, name: str) -> None:
     assert outcomes(path, mutations(path.read_bytes(), 60), use)["refused"] > 20
 
 
-def test_tokenizers_of_other_kinds(place: Path) -> None:
+def test_tokenizers_of_other_kinds(place):
     kinds = {name: (place / name).read_bytes() for name in ("words.model", "tokenizer.json", "words.bin", "words.json")}
     for name in ("words.model", "tokenizer.json"):
         others = [content for other, content in kinds.items() if other != name]
@@ -101,10 +99,10 @@ def test_tokenizers_of_other_kinds(place: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [".idx", ".bin"])
-def test_a_damaged_corpus(place: Path, end: str) -> None:
+def test_a_damaged_corpus(place, end):
     prefix, path = place / "letters", place / f"letters{end}"
 
-    def use() -> None:
+    def use():
         indexed = check_indexed(prefix, 257)
         reader, begin = TokenReader(str(prefix)), 0
         for length in indexed.lengths.tolist():
@@ -116,12 +114,12 @@ def test_a_damaged_corpus(place: Path, end: str) -> None:
     assert found["refused"] > (100 if end == ".idx" else 20)
 
 
-def test_a_damaged_record(place: Path) -> None:
+def test_a_damaged_record(place):
     """The record of a preparation: of this request, or refused; numbers of other types or beyond bounds too."""
     path, request = place / "words.json", Request(inputs=(str(place / "a.txt"),), vocab_size=300)
     whole, prefix = json.loads(path.read_text()), place / "words"
 
-    def use() -> None:
+    def use():
         assert prepare(request, prefix, progress=False)[1]
         assert "tokens" in prepare(request, prefix, progress=False)[0].summary
 
@@ -154,7 +152,7 @@ def test_a_damaged_record(place: Path) -> None:
         "[" * 100_000,
     ],
 )  # fmt: skip
-def test_a_journal_of_other_content_begins_anew(line: str, tmp_path: Path) -> None:
+def test_a_journal_of_other_content_begins_anew(line, tmp_path):
     for name, content in (("a", "abc"), ("journal", f"\n{line.replace('KEY', json.dumps('k'))}\n")):
         (tmp_path / f".d.resume.{name}").write_text(content)
     spool = Spool(tmp_path / "d", "k", ["a"])
@@ -177,7 +175,7 @@ SHARD = {"latents": "a.npy", "labels": "b.npy", "samples": 3}
         *(INDEX | {"shards": [SHARD | {"labels": value}]} for value in ("../b.npy", 3, None, "none.npy", "pipe.npy")),
     ],
 )  # fmt: skip
-def test_an_index_of_latents_of_other_content(index: object, tmp_path: Path) -> None:
+def test_an_index_of_latents_of_other_content(index, tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((3, 1, 2, 2), np.float32))
     np.save(tmp_path / "b.npy", np.zeros(3, np.int64))
     os.mkfifo(tmp_path / "pipe.npy")
@@ -189,7 +187,7 @@ def test_an_index_of_latents_of_other_content(index: object, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["index.json", "tokenizer_config.json", "words.json", "chat_template.jinja"])
-def test_a_named_pipe_is_not_waited_for(name: str, place: Path, tmp_path: Path) -> None:
+def test_a_named_pipe_is_not_waited_for(name, place, tmp_path):
     for path in (*place.glob("words.*"), place / "tokenizer.json"):
         shutil.copy(path, tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
@@ -208,14 +206,14 @@ def test_a_named_pipe_is_not_waited_for(name: str, place: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "config", [{}, {"chat_template": 3}, {"chat_template": [3, {"name": ["default"]}, {"name": "default"}]}]
 )
-def test_a_tokenizer_config_without_a_template(config: object, place: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_config_without_a_template(config, place, tmp_path):
     shutil.copy(place / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="has no chat template"):
         load_template(str(tmp_path / "tokenizer.json"))
 
 
-def test_a_damaged_cache(place: Path) -> None:
+def test_a_damaged_cache(place):
     check_digests(place)
     for name in ("shuffle.npy", "digests.json"):
         path = place / name
@@ -225,7 +223,7 @@ def test_a_damaged_cache(place: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["nothing noted", "one not noted", "one lost"])
-def test_a_cache_is_of_the_arrays_noted(tmp_path: Path, change: str) -> None:
+def test_a_cache_is_of_the_arrays_noted(tmp_path, change):
     for name in ("a", "b"):
         np.save(tmp_path / f"{name}.npy", np.arange(3))
     write_digests(tmp_path)
@@ -266,14 +264,14 @@ LINES = {
 
 
 @pytest.mark.parametrize(("line", "words"), LINES.items(), ids=range(len(LINES)))
-def test_lines_without_text(tmp_path: Path, line: str, words: str) -> None:
+def test_lines_without_text(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "good"}}\n\n{line}\n', errors="surrogateescape")  # as the byte E9 alone
     with pytest.raises(ValueError, match=rf"^[^\n]*a\.jsonl, line 3: [^\n]*({words})[^\n]*$"):
         list(Corpus([path]))
 
 
-def test_flipped_bits_of_lines(tmp_path: Path) -> None:
+def test_flipped_bits_of_lines(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good é"}\n' * 3)
     found = outcomes(path, mutations(path.read_bytes(), 40), lambda: list(Corpus([path])))

@@ -1,7 +1,6 @@
 """Five published chat templates, and what each makes of one conversation, by hand."""
 
 import json
-from pathlib import Path
 
 from data.chat.named import NAMED
 from tests.data.test_tokenizer import write_hugging_face
@@ -87,7 +86,7 @@ BY_HAND = {
 """Pieces of the text, and whether they are learned."""
 
 
-def write_tokenizer(folder: Path, template: str | None, merges: tuple[tuple[str, str], ...] = ()) -> str:
+def write_tokenizer(folder, template, merges=()):
     """Write a byte-level tokenizer.json with the special tokens, and a tokenizer_config.json; return its path."""
     folder.mkdir(exist_ok=True)
     config = TOKENS | ({} if template is None else {"chat_template": template})

@@ -5,9 +5,9 @@ import random
 from data.chat.convert import best_fit_decreasing
 
 
-def naive(lengths: list[int], capacity: int) -> list[list[int]]:
+def naive(lengths, capacity):
     """The same rule, by looking at every bin."""
-    bins: list[list[int]] = []
+    bins = []
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
         rooms = [capacity - sum(lengths[i] for i in items) for items in bins]
         fits = [room for room in rooms if room >= lengths[item]]
@@ -18,7 +18,7 @@ def naive(lengths: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def test_bins_are_those_of_the_rule() -> None:
+def test_bins_are_those_of_the_rule():
     draw = random.Random(0)
     for count in (0, 1, 7, 60):
         for capacity in (8, 100):
@@ -31,5 +31,5 @@ def test_bins_are_those_of_the_rule() -> None:
             assert sorted(map(sum, rooms)) == sorted(map(sum, want))
 
 
-def test_a_full_bin_has_no_padding() -> None:
+def test_a_full_bin_has_no_padding():
     assert best_fit_decreasing([3, 6, 7, 4], 10) == [[0, 2], [1, 3]]

@@ -11,28 +11,26 @@ from data.chat.template import load_template
 from data.text.indexed import check_indexed
 from data.text.prepare import prepare
 from data.text.record import Request, tokenizer_of
-from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from tests.data.chat.templates import TURNS
 
 
-def request_for(folder: Path, name: str | None = "chatml", **changes: object) -> Request:
+def request_for(folder, name="chatml", **changes):
     (folder / "in.jsonl").write_text("".join(json.dumps({"messages": TURNS}) + "\n" for _ in range(30)))
     chat = Chat(seq_length=100, chat_template=name)
-    return Request(**({"inputs": (str(folder / "in.jsonl"),), "vocab_size": 264, "chat": chat} | changes))  # type: ignore[arg-type]
+    return Request(**({"inputs": (str(folder / "in.jsonl"),), "vocab_size": 264, "chat": chat} | changes))
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_transformers_renders_equally(name: str, tmp_path: Path) -> None:
+def test_transformers_renders_equally(name, tmp_path):
     from transformers import AutoTokenizer
 
     request, prefix = request_for(tmp_path, name), tmp_path / "d.v1"
     facts, _ = prepare(request, prefix, progress=False)
-    assert facts.conversations is not None
     assert facts.conversations["learned"] > 0
     path = tokenizer_of(request, prefix)
     tokenizer, template = load_tokenizer(path), load_template(path)
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
     assert tokenizer.vocab_size == 264
     theirs = AutoTokenizer.from_pretrained(str(Path(path).parent))
     turns = [*TURNS[:1], {"role": "assistant", "content": "Straße, ▁ 日本\n\n  x\ufdd0"}]
@@ -47,7 +45,7 @@ def test_transformers_renders_equally(name: str, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_is_trained_is_kept_and_written_anew(tmp_path: Path) -> None:
+def test_what_is_trained_is_kept_and_written_anew(tmp_path):
     request, prefix = request_for(tmp_path), tmp_path / "d"
     first = prepare(request, prefix, progress=False)
     assert prepare(request, prefix, progress=False) == (first[0], True)
@@ -70,7 +68,7 @@ def test_what_is_trained_is_kept_and_written_anew(tmp_path: Path) -> None:
         ({"name": "alpaca"}, "chat_template is alpaca, and a tokenizer is trained for one of chatml, llama3; name one"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused(changes, message, tmp_path):
     with pytest.raises(DataError, match=message):
-        prepare(request_for(tmp_path, **changes), tmp_path / "out" / "d", progress=False)  # type: ignore[arg-type]
+        prepare(request_for(tmp_path, **changes), tmp_path / "out" / "d", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

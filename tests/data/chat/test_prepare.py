@@ -1,10 +1,7 @@
 """Conversations become packed samples, each counted and whole, or are refused by file and line."""
 
 import json
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +11,7 @@ from data.chat.convert import Chat
 from data.text.config import DataConfig
 from data.text.indexed import check_indexed
 from data.text.megatron import build_datasets
-from data.text.prepare import Prepared, Request, prepare
+from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from tests.data.chat.templates import MARKED, TEMPLATES, TURNS, write_tokenizer
@@ -30,9 +27,7 @@ SIZE = 57
 """Tokens of TURNS in ChatML, of which 9 are learned."""
 
 
-def prepared(
-    folder: Path, source: Path, template: str = TEMPLATES["chatml"], name: str = "chats", **chat: Any
-) -> Prepared:
+def prepared(folder, source, template=TEMPLATES["chatml"], name="chats", **chat):
     request = Request(
         inputs=(str(source),),
         suffix=".jsonl",
@@ -43,26 +38,26 @@ def prepared(
     return prepare(request, folder / "out" / name, progress=False)[0]
 
 
-def lines(*rows: object) -> str:
+def lines(*rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def write_lines(path: Path, rows: list[Any]) -> Path:
+def write_lines(path, rows):
     path.with_suffix(".jsonl").write_text("\n" + lines(*rows))
     return path.with_suffix(".jsonl")
 
 
-def write_array(path: Path, rows: list[Any]) -> Path:
+def write_array(path, rows):
     path.with_suffix(".json").write_text(json.dumps(rows, indent=1, ensure_ascii=False))
     return path.with_suffix(".json")
 
 
-def write_parquet(path: Path, rows: list[Any]) -> Path:
+def write_parquet(path, rows):
     pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
     return path.with_suffix(".parquet")
 
 
-def write_dataset(path: Path, rows: list[Any]) -> Path:
+def write_dataset(path, rows):
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
@@ -70,14 +65,14 @@ def write_dataset(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def said(*contents: str) -> dict[str, Any]:
+def said(*contents):
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
 
 
 @pytest.mark.parametrize("row", [SHAREGPT, MESSAGES], ids=["sharegpt", "messages"])
 @pytest.mark.parametrize("write", [write_lines, write_array, write_parquet, write_dataset])
-def test_every_format_gives_the_same_bytes(write: Callable[[Path, list[Any]], Path], row: Any, tmp_path: Path) -> None:
+def test_every_format_gives_the_same_bytes(write, row, tmp_path):
     facts = prepared(tmp_path, write(tmp_path / "in", [row] * 5))
     assert facts.conversations == {
         "read": 5, "kept": 5, "split": 0, "truncated": 0, "refused": 0, "left_out": 0, "learned": 45, "samples": 2,
@@ -94,7 +89,7 @@ def test_every_format_gives_the_same_bytes(write: Callable[[Path, list[Any]], Pa
     assert len(check_indexed(tmp_path / "out" / "chats", 300).bounds) == 3
 
 
-def test_samples_are_the_conversations(tmp_path: Path) -> None:
+def test_samples_are_the_conversations(tmp_path):
     """Every label within its conversation, loss where the file says, positions from the lengths, padding without."""
     texts = [("a", "b" * n) for n in (1, 30, 60, 90, 20)]
     prepared(tmp_path, write_lines(tmp_path / "in", [said(*text) for text in texts]), seq_length=160)
@@ -138,7 +133,7 @@ def test_samples_are_the_conversations(tmp_path: Path) -> None:
         ("truncate-right", 31, {"truncated": 1}, "Hello!<|im_end|>"),
     ],
 )
-def test_what_is_too_long(policy: str, length: int, counts: dict[str, int], learned: str, tmp_path: Path) -> None:
+def test_what_is_too_long(policy, length, counts, learned, tmp_path):
     """Of TURNS, the answers' tokens are 21 to 27, and 54 and 55."""
     source = write_lines(tmp_path / "in", [SHAREGPT])
     with pytest.raises(DataError, match=r"in\.jsonl, line 2: has 57 tokens, and seq_length is 20; .*--too-long split"):
@@ -146,7 +141,6 @@ def test_what_is_too_long(policy: str, length: int, counts: dict[str, int], lear
     with pytest.raises(DataError, match="nothing that is left of it carries loss"):
         prepared(tmp_path, source, seq_length=20, too_long="truncate-right")
     facts = prepared(tmp_path, source, seq_length=length, too_long=policy)
-    assert facts.conversations is not None
     assert {name: facts.conversations[name] for name in counts} == counts
     ids, mask = (check_indexed(tmp_path / "out" / name, 300).token_ids() for name in ("chats", "chats_loss_mask"))
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
@@ -180,7 +174,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_refused_is_named(name: str, tmp_path: Path) -> None:
+def test_what_is_refused_is_named(name, tmp_path):
     line, message = BAD[name]
     source = tmp_path / "in.jsonl"
     source.write_text(lines(SHAREGPT) + line.strip() + "\n" + lines(MESSAGES))
@@ -190,11 +184,10 @@ def test_what_is_refused_is_named(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_refused_is_listed_and_counted(tmp_path: Path) -> None:
+def test_what_is_refused_is_listed_and_counted(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text(lines(SHAREGPT) + "".join(line.strip() + "\n" for line, _ in BAD.values()) + lines(MESSAGES))
     facts = prepared(tmp_path, source, skip_refused=True)
-    assert facts.conversations is not None
     assert (facts.conversations["read"], facts.conversations["kept"]) == (len(BAD) + 2, 2)
     assert facts.conversations["refused"] == len(BAD)
     listed = (tmp_path / "out" / "chats.refused.txt").read_text().splitlines()
@@ -217,14 +210,14 @@ def test_what_is_refused_is_listed_and_counted(tmp_path: Path) -> None:
         ("in.txt", b"Hi", r"in\.txt holds no rows"),
     ],
 )
-def test_a_broken_file_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_named(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepared(tmp_path, tmp_path / name, skip_refused=True)
     assert not (tmp_path / "out").exists()
 
 
-def test_nested_rows_reach_no_other_process(tmp_path: Path) -> None:
+def test_nested_rows_reach_no_other_process(tmp_path):
     """Pickling gives up at a tenth of what JSON reads."""
     nested = '{"id": ' + "[" * 900 + "]" * 900 + ", " + lines(SHAREGPT)[1:]
     (tmp_path / "in.jsonl").write_text(nested + BAD["nested"][0] + "\n")
@@ -234,25 +227,24 @@ def test_nested_rows_reach_no_other_process(tmp_path: Path) -> None:
         chat=Chat(seq_length=200, skip_refused=True),
     )  # fmt: skip
     facts, _ = prepare(request, tmp_path / "out" / "d", progress=False, workers=2)
-    assert facts.conversations is not None
     assert (facts.conversations["kept"], facts.conversations["refused"]) == (1, 1)
 
 
-def test_parquet_of_times_that_python_has_none_for(tmp_path: Path) -> None:
+def test_parquet_of_times_that_python_has_none_for(tmp_path):
     times = pa.array([1 << 60], pa.timestamp("ms"))
     pq.write_table(pa.table({"messages": [MESSAGES["messages"]], "at": times}), tmp_path / "in.parquet")
     with pytest.raises(DataError, match=r"in\.parquet: no Parquet, or cut off, after row 0 \("):
         prepared(tmp_path, tmp_path / "in.parquet")
 
 
-def test_where_all_are_refused_the_first_says_why(tmp_path: Path) -> None:
+def test_where_all_are_refused_the_first_says_why(tmp_path):
     with pytest.raises(
         DataError, match=r"all 2 conversations were refused, the first: .*in\.jsonl, line 2: has no turns"
     ):
         prepared(tmp_path, write_lines(tmp_path / "in", [{}, {}]), skip_refused=True)
 
 
-def test_a_request_for_the_same_keeps_and_another_template_does_not(tmp_path: Path) -> None:
+def test_a_request_for_the_same_keeps_and_another_template_does_not(tmp_path):
     source = write_lines(tmp_path / "in", [SHAREGPT])
     first = prepared(tmp_path, source)
     data = tmp_path / "out" / "chats.bin"
@@ -265,11 +257,11 @@ def test_a_request_for_the_same_keeps_and_another_template_does_not(tmp_path: Pa
         prepared(tmp_path, source, template=MARKED)
 
 
-def test_conversations_and_text_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_conversations_and_text_are_not_taken_for_each_other(tmp_path):
     prepared(tmp_path, write_lines(tmp_path / "in", [SHAREGPT] * 3))
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     path = str(tmp_path / "out" / "chats")
-    both: dict[str, Any] = {"split": "100,0,0", "reset_attention_mask": True, "reset_position_ids": True}
+    both = {"split": "100,0,0", "reset_attention_mask": True, "reset_position_ids": True}
     with pytest.raises(DataError, match=r"not all is learned .*give --sft"):
         build_datasets(DataConfig(data_path=(path,), **both), 64, 1, tokenizer)
     with pytest.raises(DataError, match=r"samples of 171 tokens and seq_length is 100; give --seq-length 171"):
@@ -279,7 +271,7 @@ def test_conversations_and_text_are_not_taken_for_each_other(tmp_path: Path) -> 
         build_datasets(DataConfig(data_path=(path,), sft=True, **both), 200, 1, tokenizer)
 
 
-def test_text_in_place_of_conversations_has_no_loss_mask(tmp_path: Path) -> None:
+def test_text_in_place_of_conversations_has_no_loss_mask(tmp_path):
     prepared(tmp_path, write_lines(tmp_path / "in", [SHAREGPT, {}]), skip_refused=True)
     (tmp_path / "text.txt").write_text("no conversation")
     model = str(tmp_path / "tokenizer" / "tokenizer.json")
@@ -288,7 +280,7 @@ def test_text_in_place_of_conversations_has_no_loss_mask(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"chats.bin", "chats.idx", "chats.json"}
 
 
-def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path: Path) -> None:
+def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path):
     source = write_lines(tmp_path / "in", [SHAREGPT | {"system": "Be brief."}])
     assert prepared(tmp_path, source).tokens == SIZE + len("system\nBe brief.\n") + 2
     with pytest.raises(DataError, match=r"turn 1 \(system\) is empty"):

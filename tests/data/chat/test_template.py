@@ -3,28 +3,26 @@
 import json
 import resource
 import signal
-from pathlib import Path
 
 import pytest
 
 from data.chat import template as module
-from data.chat.template import ChatTemplate, UnboundedError, bounded, load_template
-from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from data.chat.template import UnboundedError, bounded, load_template
+from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from tests.data.chat.templates import BY_HAND, MARKED, TEMPLATES, TURNS, write_tokenizer
 
 ALL = TEMPLATES | {"marked": MARKED}
 
 
-def loaded(folder: Path, template: str | None, **options: object) -> tuple[HuggingFaceTokenizer, ChatTemplate]:
-    path = write_tokenizer(folder, template, **options)  # type: ignore[arg-type]
+def loaded(folder, template, **options):
+    path = write_tokenizer(folder, template, **options)
     tokenizer = load_tokenizer(path)
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
     return tokenizer, load_template(path)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_learned_is_as_written_by_hand(name: str, tmp_path: Path) -> None:
+def test_what_is_learned_is_as_written_by_hand(name, tmp_path):
     tokenizer, template = loaded(tmp_path, ALL[name])
     ids, learned = template.tokenize(tokenizer, TURNS)
     pieces = [(tokenizer.tokenize_special(text)[0], mask) for text, mask in BY_HAND.get(name, BY_HAND["chatml"])]
@@ -32,7 +30,7 @@ def test_what_is_learned_is_as_written_by_hand(name: str, tmp_path: Path) -> Non
     assert learned.tolist() == [mask == 1 for piece, mask in pieces for _ in piece]
 
 
-def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
+def test_ids_are_those_of_transformers(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     marks = {"role": "assistant", "content": "\ufdd1 \ufdd0\ufdd2 0 \ufdd3"}  # characters that mark places of a text
@@ -52,7 +50,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
                 assert learned.tolist() == [mask == 1 for mask in want["assistant_masks"]]
 
 
-def test_where_a_template_is_found(tmp_path: Path) -> None:
+def test_where_a_template_is_found(tmp_path):
     path = write_tokenizer(tmp_path, None)
     with pytest.raises(DataError, match=r"has no chat template, .* --chat-template FILE, or chatml or llama3"):
         load_template(path)
@@ -80,7 +78,7 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ pad_token }}", "{{ 'x' ~ pad_token }}", "{% set y = pad_token %}{{ y }}"])
-def test_a_special_token_without_a_text_is_refused(source: str, tmp_path: Path) -> None:
+def test_a_special_token_without_a_text_is_refused(source, tmp_path):
     """It may be named in special_tokens_map.json alone, and would be left out in silence."""
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<pad>"}))
     tokenizer, template = loaded(tmp_path, TEMPLATES["chatml"] + source)
@@ -93,7 +91,7 @@ def test_a_special_token_without_a_text_is_refused(source: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "source", ["{{ unk_token }}", "{% if pad_token %}{{ pad_token }}{% endif %}", "{{ no.thing }}"]
 )
-def test_a_special_token_that_there_is_none_of_may_be_left_out(source: str, tmp_path: Path) -> None:
+def test_a_special_token_that_there_is_none_of_may_be_left_out(source, tmp_path):
     source = source.replace("no.thing", "messages[0].nothing")
     tokenizer, template = loaded(tmp_path, TEMPLATES["chatml"] + source)
     assert template.tokenize(tokenizer, TURNS)[1].any()
@@ -122,7 +120,7 @@ SPACED = (
         (REORDERED, "does not say exactly"),
     ],
 )
-def test_what_is_not_exact_is_refused(source: str, message: str, tmp_path: Path) -> None:
+def test_what_is_not_exact_is_refused(source, message, tmp_path):
     tokenizer, template = loaded(tmp_path, source)
     with pytest.raises(DataError, match=message):
         template.tokenize(tokenizer, TURNS)
@@ -151,9 +149,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_a_template_that_does_not_end_or_grows_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_does_not_end_or_grows_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MOST_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
     source, message = UNBOUNDED[name]
     with pytest.raises(UnboundedError if "jinja2" not in message else DataError, match=rf"_config\.json ({message})"):
@@ -161,12 +157,12 @@ def test_a_template_that_does_not_end_or_grows_is_refused(
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_a_template_that_is_nested_too_deeply_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_template_that_is_nested_too_deeply_is_refused(name, tmp_path):
     with pytest.raises(DataError, match=r"_config\.json (is none of jinja2|fails) \([^\n]*\); repair"):
         loaded(tmp_path, NESTED[name])[1].render(TURNS)
 
 
-def test_bounds_end_with_the_call() -> None:
+def test_bounds_end_with_the_call():
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
     with pytest.raises(ZeroDivisionError):
         bounded("a program", lambda: 1 // 0)
@@ -175,7 +171,7 @@ def test_bounds_end_with_the_call() -> None:
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
-def test_marks_that_the_template_cuts_are_not_taken(tmp_path: Path) -> None:
+def test_marks_that_the_template_cuts_are_not_taken(tmp_path):
     """Without the marks it would write another text, or they would stand alone: the prefixes hold instead."""
     cut = "{% set x %}{% generation %} abc{% endgeneration %}{% endset %}{{ x"
     for end in ("[2:] }}", "[:2] }}", " | trim }}"):
@@ -183,14 +179,14 @@ def test_marks_that_the_template_cuts_are_not_taken(tmp_path: Path) -> None:
         assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
 
 
-def test_text_of_all_characters_that_mark_places_is_refused(tmp_path: Path) -> None:
+def test_text_of_all_characters_that_mark_places_is_refused(tmp_path):
     tokenizer, template = loaded(tmp_path, TEMPLATES["chatml"])
     turns = [TURNS[0], {"role": "assistant", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}]
     with pytest.raises(DataError, match="nearly all noncharacters of Unicode, from U"):
         template.tokenize(tokenizer, turns)
 
 
-def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path: Path) -> None:
+def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path):
     tokenizer, template = loaded(tmp_path / "a", SPACED)
     assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
     tokenizer, template = loaded(tmp_path / "b", SPACED, merges=(("Ġ", "H"),))
@@ -205,7 +201,7 @@ def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path: Path) -> None:
     assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
 
 
-def test_a_turn_that_spells_a_special_token_is_refused(tmp_path: Path) -> None:
+def test_a_turn_that_spells_a_special_token_is_refused(tmp_path):
     tokenizer, template = loaded(tmp_path, TEMPLATES["zephyr"])
     with pytest.raises(DataError, match=r"turn 1 spells the special token '</s>'"):
         template.tokenize(tokenizer, [{"role": "user", "content": "a </s> b"}, *TURNS[1:]])

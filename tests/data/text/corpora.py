@@ -1,6 +1,5 @@
 """Small indexed files with known tokens, for the tests of this folder."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,17 @@ EOD = 0
 class NumberTokenizer(Tokenizer):
     """Text is numbers separated by spaces, and these are the ids."""
 
-    def __init__(self, vocab_size: int = VOCAB_SIZE, eod: int = EOD) -> None:
+    def __init__(self, vocab_size=VOCAB_SIZE, eod=EOD):
         super().__init__("numbers", b"", vocab_size, eod)
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text):
         return [int(word) for word in text.split()]
 
-    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
+    def detokenize(self, ids, special=False):
         return " ".join(map(str, ids))
 
 
-def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: type = np.uint16) -> str:
+def write_documents(prefix, documents, dtype=np.uint16):
     """Writes token ids as they are, with no check, unlike `data.text.prepare`."""
     builder = megatron_core().IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in documents:
@@ -36,14 +35,14 @@ def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: typ
     return str(prefix)
 
 
-def write_texts(texts: Sequence[str], prefix: Path, tokenizer: Tokenizer) -> None:
+def write_texts(texts, prefix, tokenizer):
     """Write documents as `data.text.prepare` does."""
     found = tokenized(tokenizer, texts)
     Path(f"{prefix}.bin").write_bytes(found.ids.tobytes())
     write_index(Path(f"{prefix}.idx"), found.ids.dtype, found.lengths)
 
 
-def counting_documents(count: int, length: int = 25, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+def counting_documents(count, length=25, vocab_size=VOCAB_SIZE):
     """Documents of consecutive ids 1..vocab_size-1, going round, each ended by EOD."""
     ids = iter(range(count * length))
     return [[*(1 + next(ids) % (vocab_size - 1) for _ in range(length - 1)), EOD] for _ in range(count)]

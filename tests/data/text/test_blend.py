@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, wr
 SEQ = 64
 
 
-def megatrons(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def megatrons(tokens):
     """The positions of Megatron, and which keys [S, S] its mask lets each token see."""
     megatron_core()
     from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
@@ -25,7 +24,7 @@ def megatrons(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 1.0])
-def test_documents_are_those_of_megatron(share: float) -> None:
+def test_documents_are_those_of_megatron(share):
     """From no document's end to one at every token."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
@@ -41,7 +40,7 @@ def test_documents_are_those_of_megatron(share: float) -> None:
         assert all(seen[end - 1, start:end].all() for start, end in pairwise(bounds))
 
 
-def test_an_end_belongs_to_the_document_before_it_and_rows_are_apart() -> None:
+def test_an_end_belongs_to_the_document_before_it_and_rows_are_apart():
     tokens = torch.tensor([[5, EOD, 6, 7, EOD], [EOD, EOD, 8, 9, 9]])
     starts = document_starts(tokens, EOD)
     assert starts.dtype == torch.bool
@@ -51,11 +50,11 @@ def test_an_end_belongs_to_the_document_before_it_and_rows_are_apart() -> None:
 
 
 @pytest.mark.parametrize("flag", ["reset_position_ids", "reset_attention_mask"])
-def test_samples_of_a_file_tell_where_its_documents_begin(tmp_path: Path, flag: str) -> None:
+def test_samples_of_a_file_tell_where_its_documents_begin(tmp_path, flag):
     """Documents of 25 tokens, samples of 64 that begin anywhere in them; a filler tells it too."""
     prefix = write_documents(tmp_path / "d", counting_documents(40))
     plain = DataConfig(data_path=(prefix,), split="100,0,0")
-    config = replace(plain, **{flag: True})  # type: ignore[arg-type]
+    config = replace(plain, **{flag: True})
     train = build_datasets(config, SEQ, 1, NumberTokenizer())[0]
     inside = 0
     for number in [*range(len(train)), None]:

@@ -4,7 +4,6 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,11 @@ from tests.data.text.test_megatron import SEQ, build, tokens_of
 
 
 @pytest.fixture
-def prefix(tmp_path: Path) -> str:
+def prefix(tmp_path):
     return write_documents(tmp_path / "d", counting_documents(40))
 
 
-def test_rewritten_corpus_does_not_meet_old_indices(tmp_path: Path) -> None:
+def test_rewritten_corpus_does_not_meet_old_indices(tmp_path):
     prefix = write_documents(tmp_path / "d", counting_documents(40))
     before = len(build(prefix)[0])
     write_documents(tmp_path / "d", counting_documents(10))
@@ -30,7 +29,7 @@ def test_rewritten_corpus_does_not_meet_old_indices(tmp_path: Path) -> None:
     tokens_of(after, range(len(after)))
 
 
-def test_cache_is_written_whole_and_reused(tmp_path: Path, prefix: str) -> None:
+def test_cache_is_written_whole_and_reused(tmp_path, prefix):
     build(prefix)
     cache = tmp_path / "d" / "cache"
     (folder,) = cache.iterdir()
@@ -42,7 +41,7 @@ def test_cache_is_written_whole_and_reused(tmp_path: Path, prefix: str) -> None:
     assert files == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
-def test_a_second_run_waits_for_the_first_ones_cache(tmp_path: Path, prefix: str) -> None:
+def test_a_second_run_waits_for_the_first_ones_cache(tmp_path, prefix):
     build(prefix)
     cache = tmp_path / "d" / "cache"
     (folder,) = cache.iterdir()
@@ -65,7 +64,7 @@ def test_a_second_run_waits_for_the_first_ones_cache(tmp_path: Path, prefix: str
     assert (list(cache.iterdir()), folder.stat().st_ino) == ([folder], inode)
 
 
-def test_a_killed_runs_half_cache_is_removed(tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_runs_half_cache_is_removed(tmp_path, prefix, monkeypatch):
     child = os.fork()
     if child == 0:
         monkeypatch.setattr("data.text.megatron.write_digests", lambda folder: os._exit(9))  # as by SIGKILL
@@ -81,7 +80,7 @@ def test_a_killed_runs_half_cache_is_removed(tmp_path: Path, prefix: str, monkey
     assert not folder.name.startswith(".")
 
 
-def test_damaged_cache_is_named(tmp_path: Path, prefix: str) -> None:
+def test_damaged_cache_is_named(tmp_path, prefix):
     build(prefix)
     (damaged,) = (tmp_path / "d" / "cache").glob("*/*train-shuffle_index.npy")
     damaged.write_bytes(damaged.read_bytes()[:50])
@@ -91,7 +90,7 @@ def test_damaged_cache_is_named(tmp_path: Path, prefix: str) -> None:
         build(prefix)
 
 
-def test_data_folder_that_cannot_be_written(tmp_path: Path, prefix: str) -> None:
+def test_data_folder_that_cannot_be_written(tmp_path, prefix):
     Path(prefix).write_text("a file where the cache's folder would be")
     with pytest.raises(DataError, match=r"cannot be written to .*--data-cache-path"):
         build(prefix)
@@ -100,7 +99,7 @@ def test_data_folder_that_cannot_be_written(tmp_path: Path, prefix: str) -> None
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
-def test_read_only_folder(tmp_path: Path, prefix: str) -> None:
+def test_read_only_folder(tmp_path, prefix):
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     try:
         with pytest.raises(DataError, match="--data-cache-path"):
@@ -110,12 +109,12 @@ def test_read_only_folder(tmp_path: Path, prefix: str) -> None:
 
 
 @pytest.fixture
-def train(prefix: str) -> Any:
+def train(prefix):
     return build(prefix)[0]
 
 
 @pytest.mark.parametrize("end", [".bin", ".idx"])
-def test_a_file_cut_under_a_run_is_named(prefix: str, train: Any, end: str) -> None:
+def test_a_file_cut_under_a_run_is_named(prefix, train, end):
     """A memory map of it would end the process by SIGBUS; a read of what is gone, hand out what was in memory."""
     train[0]
     path = Path(prefix + end)
@@ -128,14 +127,14 @@ def test_a_file_cut_under_a_run_is_named(prefix: str, train: Any, end: str) -> N
     train[0]
 
 
-def test_a_read_that_falls_short_is_named(prefix: str) -> None:
+def test_a_read_that_falls_short_is_named(prefix):
     reader = TokenReader(prefix)
     assert reader.read(np.uint16, 3, 0).tolist() == [1, 2, 3]
     with pytest.raises(DataError, match=r"d\.bin has \d+ bytes, and had"):
         reader.read(np.uint16, 100, os.path.getsize(f"{prefix}.bin") - 10)
 
 
-def test_a_shuffle_index_out_of_range_is_named(train: Any) -> None:
+def test_a_shuffle_index_out_of_range_is_named(train):
     """As a rank finds it that has not looked at the digests, or that was changed since."""
     train._epochs[0].shuffle_index = np.array(train._epochs[0].shuffle_index) + 10**6
     with pytest.raises(DataError, match=r"d\.bin: sample 3 is not in the file .* cache of sample indices is damaged"):

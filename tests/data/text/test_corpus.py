@@ -13,7 +13,7 @@ from data.text.corpus import Corpus, input_files, stdlib_files
 from runtime.errors import DataError
 
 
-def test_stdlib_is_there_without_tests() -> None:
+def test_stdlib_is_there_without_tests():
     files = stdlib_files()
     names = {path.name for path in files}
     assert {"argparse.py", "ast.py", "threading.py"} <= names
@@ -25,7 +25,7 @@ def test_stdlib_is_there_without_tests() -> None:
     assert files == stdlib_files()
 
 
-def test_folder_order_depends_on_relative_names_only(tmp_path: Path) -> None:
+def test_folder_order_depends_on_relative_names_only(tmp_path):
     for copy in ("a", "b"):
         for i in range(20):
             path = tmp_path / copy / f"sub{i % 3}" / f"{i}.txt"
@@ -37,7 +37,7 @@ def test_folder_order_depends_on_relative_names_only(tmp_path: Path) -> None:
     assert sorted(first) == sorted(f"text {i}" for i in range(20))
 
 
-def test_text_is_exact_and_empty_documents_are_left_out(tmp_path: Path) -> None:
+def test_text_is_exact_and_empty_documents_are_left_out(tmp_path):
     texts = {"a.txt": "\ufeffa\r\nb\r", "b.txt": "", "c.jsonl": '{"text": "x\\n"}\n\n{"text": ""}\n{"text": "é"}'}
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text.encode())
@@ -47,14 +47,14 @@ def test_text_is_exact_and_empty_documents_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("max_bytes", "documents"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10**9, 4)])
-def test_max_bytes_counts_utf8(tmp_path: Path, max_bytes: int, documents: int) -> None:
+def test_max_bytes_counts_utf8(tmp_path, max_bytes, documents):
     (tmp_path / "a.jsonl").write_text('{"text": "éé"}\n{"text": "abcd"}\n{"text": "e"}\n{"text": "f"}\n')
     expected = ["éé", "abcd", "e", "f"][:documents]
     # Documents begin at bytes 0, 4, 8 and 9.
     assert list(Corpus([tmp_path / "a.jsonl"], max_bytes)) == expected
 
 
-def test_undecodable_file_is_named_or_counted(tmp_path: Path) -> None:
+def test_undecodable_file_is_named_or_counted(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
@@ -65,14 +65,14 @@ def test_undecodable_file_is_named_or_counted(tmp_path: Path) -> None:
     assert tolerant.skipped == [tmp_path / "b.txt"]
 
 
-def test_missing_input_is_named(tmp_path: Path) -> None:
+def test_missing_input_is_named(tmp_path):
     with pytest.raises(DataError, match="none does not exist"):
         input_files([tmp_path / "none"], ".txt")
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt"):
         list(Corpus([tmp_path / "gone.txt"]))
 
 
-def test_rows_of_every_kind_are_documents(tmp_path: Path) -> None:
+def test_rows_of_every_kind_are_documents(tmp_path):
     texts = ["one", "", "\n[two]: {", "drei\u00e9"]
     table = [{"text": text, "id": n} for n, text in enumerate(texts)]
     (tmp_path / "a.json").write_text(json.dumps(table, indent=2))
@@ -85,7 +85,7 @@ def test_rows_of_every_kind_are_documents(tmp_path: Path) -> None:
         list(Corpus(files, json_key="id"))
 
 
-def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_is_read_in_pieces(tmp_path, monkeypatch):
     """Elements longer and shorter than a piece, brackets and commas inside of strings."""
     monkeypatch.setattr(corpus, "_CHUNK", 7)
     table = [{"text": "]" * n + ", [{" + chr(10) + "é"} for n in (1, 50, 3, 7)]
@@ -93,7 +93,7 @@ def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(Corpus([tmp_path / "a.json"])) == [row["text"] for row in table]
 
 
-def test_a_dataset_of_several_splits_is_refused(tmp_path: Path) -> None:
+def test_a_dataset_of_several_splits_is_refused(tmp_path):
     (tmp_path / "d").mkdir()
     from datasets import Dataset, DatasetDict, disable_progress_bars
 
@@ -106,7 +106,7 @@ def test_a_dataset_of_several_splits_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), [("pyarrow", "a.parquet"), ("datasets", "hf:someone/something")])
-def test_a_missing_package_is_named(module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(module, name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=f"{name} .*pip install {module}"):

@@ -1,7 +1,6 @@
 """`check_indexed` accepts what Megatron writes and names what is wrong with anything else."""
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,12 @@ HEADER = 34
 
 
 @pytest.fixture
-def prefix(tmp_path: Path) -> str:
+def prefix(tmp_path):
     return write_documents(tmp_path / "d", counting_documents(10))
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_whole_files_pass(tmp_path: Path, dtype: type) -> None:
+def test_whole_files_pass(tmp_path, dtype):
     documents = [[1, 2, 3], [4], [5, 6]]
     indexed = check_indexed(write_documents(tmp_path / "d", documents, dtype), vocab_size=7)
     assert indexed.tokens == 6
@@ -29,16 +28,16 @@ def test_whole_files_pass(tmp_path: Path, dtype: type) -> None:
     assert indexed.token_ids().tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def _cut(end: str, keep: int) -> Callable[[str], None]:
-    def damage(prefix: str) -> None:
+def _cut(end, keep):
+    def damage(prefix):
         path = Path(prefix + end)
         path.write_bytes(path.read_bytes()[:keep])
 
     return damage
 
 
-def _patch(offset: int, content: bytes) -> Callable[[str], None]:
-    def damage(prefix: str) -> None:
+def _patch(offset, content):
+    def damage(prefix):
         path = Path(prefix + ".idx")
         data = bytearray(path.read_bytes())
         data[offset : offset + len(content)] = content
@@ -47,11 +46,11 @@ def _patch(offset: int, content: bytes) -> Callable[[str], None]:
     return damage
 
 
-def _remove(end: str) -> Callable[[str], None]:
+def _remove(end):
     return lambda prefix: Path(prefix + end).unlink()
 
 
-def _grow(prefix: str) -> None:
+def _grow(prefix):
     with open(f"{prefix}.bin", "ab") as stream:
         stream.write(b"\0\0")
 
@@ -78,21 +77,21 @@ def _grow(prefix: str) -> None:
         (_patch(HEADER + 12 * 10 + 8, struct.pack("<q", 99)), "document bounds"),
     ],
 )
-def test_damage_is_named(prefix: str, damage: Callable[[str], None], message: str) -> None:
+def test_damage_is_named(prefix, damage, message):
     check_indexed(prefix, vocab_size=1000)
     damage(prefix)
     with pytest.raises(DataError, match=message):
         check_indexed(prefix, vocab_size=1000)
 
 
-def test_prefix_with_suffix_is_explained(prefix: str) -> None:
+def test_prefix_with_suffix_is_explained(prefix):
     with pytest.raises(DataError, match=r"prefix without \.bin or \.idx"):
         check_indexed(f"{prefix}.bin", vocab_size=1000)
 
 
 @pytest.mark.parametrize(("bad", "dtype"), [(50, np.uint16), (-1, np.int32), (70_000, np.int32)])
 @pytest.mark.parametrize("at", [0, 7, 19])
-def test_id_outside_the_vocabulary(tmp_path: Path, bad: int, dtype: type, at: int) -> None:
+def test_id_outside_the_vocabulary(tmp_path, bad, dtype, at):
     documents = [[1] * 8, [2] * 12]
     documents[at >= 8][at if at < 8 else at - 8] = bad
     prefix = write_documents(tmp_path / "d", documents, dtype)
@@ -100,7 +99,7 @@ def test_id_outside_the_vocabulary(tmp_path: Path, bad: int, dtype: type, at: in
         check_indexed(prefix, vocab_size=50)
 
 
-def test_scan_reaches_head_and_tail(tmp_path: Path) -> None:
+def test_scan_reaches_head_and_tail(tmp_path):
     for at, found in ((0, True), (2, True), (3, False), (6, False), (7, True), (9, True)):
         prefix = write_documents(tmp_path / "d", [[99 if i == at else 1 for i in range(10)]])
         if found:
@@ -112,7 +111,7 @@ def test_scan_reaches_head_and_tail(tmp_path: Path) -> None:
         check_indexed(prefix, vocab_size=50, scan_tokens=8)  # the two ranges overlap
 
 
-def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot write .*d\.bin"), writing(tmp_path / "file" / "d.bin"):
         pass

@@ -1,8 +1,6 @@
 """Samples from GPTDataset: exact tokens, an order that depends on the seed alone, and errors on every rank."""
 
 from itertools import chain, pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,20 +19,20 @@ SEED = 1234
 
 
 @pytest.fixture
-def prefix(tmp_path: Path) -> str:
+def prefix(tmp_path):
     return write_documents(tmp_path / "d", counting_documents(40))
 
 
-def build(prefix: str, split: str = "90,10,0", seed: int = SEED, **config: Any) -> tuple[Any, Any, Any]:
+def build(prefix, split="90,10,0", seed=SEED, **config):
     settings = DataConfig(data_path=(prefix,), split=split, **config)
     return build_datasets(settings, SEQ, seed, NumberTokenizer())
 
 
-def tokens_of(dataset: Any, numbers: range) -> list[list[int]]:
+def tokens_of(dataset, numbers):
     return [dataset[n]["tokens"].tolist() for n in numbers]
 
 
-def test_samples_are_the_files_tokens(prefix: str) -> None:
+def test_samples_are_the_files_tokens(prefix):
     train, valid, test = build(prefix)
     assert test is None
     assert len(train) == (36 * 25 - 1) // SEQ
@@ -55,7 +53,7 @@ def test_samples_are_the_files_tokens(prefix: str) -> None:
     assert set(drawn) <= {token for document in documents[:36] for token in document}
 
 
-def test_order_is_a_function_of_seed_and_number(prefix: str, tmp_path: Path) -> None:
+def test_order_is_a_function_of_seed_and_number(prefix, tmp_path):
     train = build(prefix)[0]
     length = len(train)
     epochs = [tokens_of(train, range(e * length, (e + 1) * length)) for e in range(3)]
@@ -66,7 +64,7 @@ def test_order_is_a_function_of_seed_and_number(prefix: str, tmp_path: Path) -> 
     assert tokens_of(build(prefix, seed=SEED + 1)[0], range(length)) == epochs[1]  # epoch e has seed + e
 
 
-def test_epoch_is_megatrons_own(prefix: str) -> None:
+def test_epoch_is_megatrons_own(prefix):
     """The same samples in the same order as Megatron's builder gives for one epoch."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
@@ -83,7 +81,7 @@ def test_epoch_is_megatrons_own(prefix: str) -> None:
         assert tokens_of(mine, range(len(mine))) == tokens_of(other, range(len(other)))
 
 
-def test_eod_mask_loss(prefix: str) -> None:
+def test_eod_mask_loss(prefix):
     train = build(prefix, eod_mask_loss=True)[0]
     masked = 0
     for n in range(2 * len(train)):
@@ -101,12 +99,12 @@ def test_eod_mask_loss(prefix: str) -> None:
         ({"seed": -1}, "seed"),
     ],
 )
-def test_what_no_samples_are_built_of(prefix: str, settings: dict[str, Any], message: str) -> None:
+def test_what_no_samples_are_built_of(prefix, settings, message):
     with pytest.raises(DataError, match=message):
         build(prefix, **settings)
 
 
-def test_split_is_enough_from_one_sample_on(tmp_path: Path) -> None:
+def test_split_is_enough_from_one_sample_on(tmp_path):
     fits = write_documents(tmp_path / "fits", [[1] * (SEQ + 1)])
     train, valid, test = build(fits, "100,0,0")
     assert (len(train), valid, test) == (1, None, None)
@@ -115,7 +113,7 @@ def test_split_is_enough_from_one_sample_on(tmp_path: Path) -> None:
         build(short, "100,0,0")
 
 
-def test_splits_and_blends_are_parsed() -> None:
+def test_splits_and_blends_are_parsed():
     assert split_shares("95,5") == [0.95, 0.05, 0.0]
     assert split_shares("2,1,1") == [0.5, 0.25, 0.25]
     assert blend(["a"]) == (["a"], None)
@@ -134,7 +132,7 @@ BLENDS = (("0.3",), ("0.3", "a", "b"), ("a", "0.3"), ("0", "a"), ("-1", "a"), ("
         ({"num_workers": -1}, "num_workers is -1"),
     ],
 )
-def test_bad_settings(fields: dict[str, Any], message: str) -> None:
+def test_bad_settings(fields, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**fields)
 
@@ -142,9 +140,7 @@ def test_bad_settings(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"), [(1000, "token id 1000, but the vocabulary has 1000"), (-1, "token id -1 in 1 places")]
 )
-def test_bad_id_is_caught_at_the_start_and_at_reading(
-    bad: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_id_is_caught_at_the_start_and_at_reading(bad, message, tmp_path, monkeypatch):
     """Nor is -1, which GPTDataset masks, masked in silence."""
     documents = counting_documents(40)
     documents[20][7] = bad
@@ -157,7 +153,7 @@ def test_bad_id_is_caught_at_the_start_and_at_reading(
         tokens_of(train, range(len(train)))
 
 
-def write_two(tmp_path: Path) -> tuple[str, str]:
+def write_two(tmp_path):
     """Two files whose ids tell them apart: a below 500, b from 500."""
     low = write_documents(tmp_path / "a", counting_documents(40, vocab_size=500))
     high = [
@@ -166,7 +162,7 @@ def write_two(tmp_path: Path) -> tuple[str, str]:
     return low, write_documents(tmp_path / "b", high)
 
 
-def test_blend_follows_weights_whatever_is_read(tmp_path: Path) -> None:
+def test_blend_follows_weights_whatever_is_read(tmp_path):
     low, high = write_two(tmp_path)
     blended = DataConfig(data_path=("0.2", low, "0.8", high), split="100,0,0")
     train = build_datasets(blended, SEQ, SEED, NumberTokenizer())[0]
@@ -181,7 +177,7 @@ def test_blend_follows_weights_whatever_is_read(tmp_path: Path) -> None:
     assert len(mine) > 2 * len(alone)
 
 
-def test_blend_without_weights_goes_by_size(tmp_path: Path) -> None:
+def test_blend_without_weights_goes_by_size(tmp_path):
     config = DataConfig(data_path=write_two(tmp_path), split="100,0,0")
     train = build_datasets(config, SEQ, SEED, NumberTokenizer())[0]
     total = (40 * 25 - 1) // SEQ + (20 * 25 - 1) // SEQ
@@ -191,17 +187,17 @@ def test_blend_without_weights_goes_by_size(tmp_path: Path) -> None:
 
 
 class Numbered:
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
 
-def test_blend_locates_every_sample_once() -> None:
+def test_blend_locates_every_sample_once():
     weights = [1e-9, 3.0, 5.0, 0.001]
-    blended = BlendedDataset([Numbered(70_000)] * 4, weights)  # type: ignore[list-item]
-    seen: list[list[int]] = [[], [], [], []]
+    blended = BlendedDataset([Numbered(70_000)] * 4, weights)
+    seen = [[], [], [], []]
     for n in range(200_000):
         owner, number = blended.locate(n)
         seen[owner].append(number)
@@ -211,41 +207,40 @@ def test_blend_locates_every_sample_once() -> None:
     assert len(blended) == first_repeat
 
 
-def test_epochs_are_built_once_and_let_go() -> None:
-    built: list[int] = []
+def test_epochs_are_built_once_and_let_go():
+    built = []
 
     class Constant:
-        def __init__(self, epoch: int) -> None:
+        def __init__(self, epoch):
             self.epoch = epoch
 
-        def __len__(self) -> int:
+        def __len__(self):
             return 4
 
-        def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        def __getitem__(self, index):
             ids = torch.full((2,), self.epoch)
             return {"tokens": ids, "labels": ids, "loss_mask": torch.ones(2)}
 
-    def make(epoch: int) -> Any:
+    def make(epoch):
         built.append(epoch)
         return Constant(epoch)
 
-    dataset = EpochedDataset(Constant(0), make, name="x", vocab_size=100)  # type: ignore[arg-type]
+    dataset = EpochedDataset(Constant(0), make, name="x", vocab_size=100)
     assert [int(dataset[n]["tokens"][0]) for n in range(40)] == [n // 4 for n in range(40)]
     assert built == list(range(1, 10))
     assert len(dataset._epochs) == 3
 
 
-def rank_samples(rank: int, world_size: int, paths: list[tuple[str, ...]]) -> list[Any]:
+def rank_samples(rank, world_size, paths):
     found = []
     for path in paths:
         config = DataConfig(data_path=path, split="90,10,0")
         train, valid, _ = build_datasets(config, SEQ, SEED, NumberTokenizer())
-        assert valid is not None
         found.append((tokens_of(train, range(2 * len(train))), tokens_of(valid, range(len(valid)))))
     return found
 
 
-def test_ranks_agree_with_one_process(tmp_path: Path, prefix: str) -> None:
+def test_ranks_agree_with_one_process(tmp_path, prefix):
     low, high = write_two(tmp_path)
     paths = [(prefix,), ("0.3", low, "0.7", high)]
     ranks = run_ranks(rank_samples, 2, paths)
@@ -254,7 +249,7 @@ def test_ranks_agree_with_one_process(tmp_path: Path, prefix: str) -> None:
     assert ranks[0] == rank_samples(0, 1, paths)
 
 
-def rank_error(rank: int, world_size: int, bad: str, good: str, only_rank: int | None) -> str:
+def rank_error(rank, world_size, bad, good, only_rank):
     try:
         build(bad if only_rank in (None, rank) else good)
     except DataError as error:
@@ -263,7 +258,7 @@ def rank_error(rank: int, world_size: int, bad: str, good: str, only_rank: int |
 
 
 @pytest.mark.parametrize("only_rank", [None, 0, 1])
-def test_bad_file_raises_on_every_rank(tmp_path: Path, only_rank: int | None) -> None:
+def test_bad_file_raises_on_every_rank(tmp_path, only_rank):
     good = write_documents(tmp_path / "good", counting_documents(40))
     prefix = write_documents(tmp_path / "bad", counting_documents(40))
     with open(f"{prefix}.bin", "r+b") as stream:

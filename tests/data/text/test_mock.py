@@ -1,7 +1,5 @@
 """Drawn tokens: a function of the seed and the index alone, and a run on them without a file."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,11 +14,9 @@ from tools.common.training import Records, trainer_of
 FLAGS = ("--mock-data", "--device", "cpu", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")
 
 
-def test_a_sample_is_a_function_of_the_seed_and_its_index() -> None:
+def test_a_sample_is_a_function_of_the_seed_and_its_index():
     train, valid, test = build_datasets(DataConfig(mock_data=True), 64, 7, MockTokenizer(100))
     again, _, _ = build_datasets(DataConfig(mock_data=True), 64, 7, MockTokenizer(100))
-    assert valid is not None
-    assert test is not None
     first = train[5]
     assert all(torch.equal(first[name], again[5][name]) for name in first)
     for other in (train[6], valid[5], test[5], build_datasets(DataConfig(), 64, 8, MockTokenizer(100))[0][5]):
@@ -34,7 +30,7 @@ def test_a_sample_is_a_function_of_the_seed_and_its_index() -> None:
     assert train[None]["loss_mask"].sum() == 0
 
 
-def test_a_run_on_drawn_tokens_learns() -> None:
+def test_a_run_on_drawn_tokens_learns():
     log = Records()
     with trainer_of(pretrain_gpt, [*TINY, "--vocab-size", "64", *FLAGS], log) as trainer:
         trainer.train()
@@ -44,24 +40,24 @@ def test_a_run_on_drawn_tokens_learns() -> None:
 
 
 @pytest.mark.parametrize("flags", [("--data-path", "a"), ("--tokenizer-model", "a.model"), ("--reset-attention-mask",)])
-def test_drawn_tokens_go_with_no_file_and_no_documents(flags: tuple[str, ...]) -> None:
+def test_drawn_tokens_go_with_no_file_and_no_documents(flags):
     with pytest.raises((DataError, UserError), match="mock_data"):
         pretrain_gpt.parse_args([*TINY, *FLAGS, "--vocab-size", "64", *flags])
 
 
-def test_drawn_tokens_need_a_vocabulary() -> None:
+def test_drawn_tokens_need_a_vocabulary():
     config = pretrain_gpt.parse_args([*TINY, *FLAGS])
     with pytest.raises(UserError, match="vocab_size"):
         pretrain_gpt.validate(config, 1)
 
 
-def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path: Path) -> None:
+def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path):
     (tmp_path / "config.toml").write_text("[data]\nmock_data = true\n")
     with pytest.raises(UserError, match="mock_data"):
         open_run(tmp_path)
 
 
-def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path, capsys):
     names, drawn, both = (tmp_path / name for name in ("names.toml", "drawn.toml", "both.toml"))
     names.write_text('[data]\ndata_path = ["a"]\ntokenizer_model = "a.model"\nsft = true\nsplit = "9,1,0"\n')
     drawn.write_text("[data]\nmock_data = true\n")

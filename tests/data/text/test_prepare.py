@@ -3,9 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from tests.data.text.corpora import NumberTokenizer, write_documents, write_text
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     for i in range(30):
@@ -31,12 +29,12 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def request_for(folder: Path, **changes: object) -> Request:
-    return Request(**({"inputs": (str(folder),), "suffix": ".py", "vocab_size": 320} | changes))  # type: ignore[arg-type]
+def request_for(folder, **changes):
+    return Request(**({"inputs": (str(folder),), "suffix": ".py", "vocab_size": 320} | changes))
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_499, np.uint16), (65_500, np.int32), (100_000, np.int32)])
-def test_tokens_are_exact(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+def test_tokens_are_exact(tmp_path, vocab_size, dtype):
     tokenizer = NumberTokenizer(vocab_size)
     top = vocab_size - 1
     write_texts(["1 2 3", f"{top}", "4 5"], tmp_path / "d", tokenizer)
@@ -49,16 +47,14 @@ def test_tokens_are_exact(tmp_path: Path, vocab_size: int, dtype: type) -> None:
 
 
 @pytest.mark.parametrize("text", ["70000", "-1", "1000"])
-def test_ids_are_checked_before_writing(text: str) -> None:
+def test_ids_are_checked_before_writing(text):
     with pytest.raises(DataError, match=f"gives id {text}, outside its 1000 entries"):
         tokenized(NumberTokenizer(), ["1 2", text])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_interrupted_writing_leaves_nothing(
-    tmp_path: Path, folder: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
+def test_interrupted_writing_leaves_nothing(tmp_path, folder, error, monkeypatch):
+    def interrupted(*_):
         assert (tmp_path / ".d.resume.bin").exists() or list(tmp_path.glob(".d.*.bin"))
         raise error
 
@@ -68,7 +64,7 @@ def test_interrupted_writing_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_unigram_entropy(tmp_path: Path) -> None:
+def test_unigram_entropy(tmp_path):
     ids = [1, 1, 1, 1, 2, 2, 3, 0]
     prefix = write_documents(tmp_path / "d", [ids])
     expected = -sum(p * math.log(p) for p in (4 / 8, 2 / 8, 1 / 8, 1 / 8))
@@ -78,7 +74,7 @@ def test_unigram_entropy(tmp_path: Path) -> None:
     assert entropy(token_counts(uniform)) == pytest.approx(math.log(900), rel=1e-12)
 
 
-def test_prepare_round_trip(tmp_path: Path, folder: Path) -> None:
+def test_prepare_round_trip(tmp_path, folder):
     prefix = tmp_path / "new" / "d.v1"  # a dot in the name is no suffix
     prepared, kept = prepare(request_for(folder), prefix)
     assert not kept
@@ -103,7 +99,7 @@ def test_prepare_round_trip(tmp_path: Path, folder: Path) -> None:
     )
 
 
-def test_preparing_again_keeps_or_refuses(tmp_path: Path, folder: Path) -> None:
+def test_preparing_again_keeps_or_refuses(tmp_path, folder):
     prefix = tmp_path / "d"
     first, _ = prepare(request_for(folder), prefix)
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.glob("d.*")}
@@ -133,17 +129,17 @@ def test_preparing_again_keeps_or_refuses(tmp_path: Path, folder: Path) -> None:
         (lambda d: write_documents(d / "d", [[1, 2]]), "disagree"),
     ],
 )
-def test_what_is_not_whole_is_not_kept(tmp_path: Path, folder: Path, damage: object, message: str) -> None:
+def test_what_is_not_whole_is_not_kept(tmp_path, folder, damage, message):
     prefix = tmp_path / "d"
     prepare(request_for(folder), prefix)
-    damage(tmp_path)  # type: ignore[operator]
+    damage(tmp_path)
     with pytest.raises(DataError, match=message):
         prepare(request_for(folder), prefix)
     prepare(request_for(folder), prefix, overwrite=True)
     assert prepare(request_for(folder), prefix)[1]
 
 
-def test_existing_tokenizer_is_used(tmp_path: Path, folder: Path) -> None:
+def test_existing_tokenizer_is_used(tmp_path, folder):
     prepare(request_for(folder), tmp_path / "a")
     request = request_for(folder, tokenizer_model=str(tmp_path / "a.model"), vocab_size=None)
     prepare(request, tmp_path / "b")
@@ -155,7 +151,7 @@ def test_existing_tokenizer_is_used(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("empty.py",)])
-def test_empty_corpus(tmp_path: Path, names: Sequence[str]) -> None:
+def test_empty_corpus(tmp_path, names):
     folder = tmp_path / "empty"
     folder.mkdir()
     for name in names:
@@ -165,14 +161,14 @@ def test_empty_corpus(tmp_path: Path, names: Sequence[str]) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-def test_record_is_readable(tmp_path: Path, folder: Path) -> None:
+def test_record_is_readable(tmp_path, folder):
     prepare(request_for(folder, max_bytes=5000), tmp_path / "d")
     record = json.loads((tmp_path / "d.json").read_text())
     assert record["made_with"]["max_bytes"] == 5000
     assert 5000 <= record["prepared"]["text_bytes"] < 8000
 
 
-def test_a_line_without_text_is_one_error_and_no_complaint_of_the_vocabulary(tmp_path: Path, capfd) -> None:
+def test_a_line_without_text_is_one_error_and_no_complaint_of_the_vocabulary(tmp_path, capfd):
     source = tmp_path / "a.jsonl"
     source.write_text('{"content": "def f(): return 1", "id": 3}\n' * 40)
     request = Request(inputs=(str(source),), vocab_size=280)
@@ -190,7 +186,7 @@ def test_a_line_without_text_is_one_error_and_no_complaint_of_the_vocabulary(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "d.bin", "d.idx", "d.json", "d.model"]
 
 
-def test_one_preparation_of_a_prefix_at_a_time(tmp_path: Path, folder: Path) -> None:
+def test_one_preparation_of_a_prefix_at_a_time(tmp_path, folder):
     """The second is refused while the first lives; what the first left, killed, is removed by the next."""
     ready, done = os.pipe(), os.pipe()
     child = os.fork()
@@ -214,7 +210,7 @@ def test_one_preparation_of_a_prefix_at_a_time(tmp_path: Path, folder: Path) -> 
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, folder):
     prepare(request_for(folder), tmp_path / "d", progress=False)
     config, tokenizer = DataConfig(data_path=(f"{tmp_path}/d",)), load_tokenizer(tmp_path / "d.model")
     build_datasets(config, 8, 1, tokenizer)
@@ -225,7 +221,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, folder: Path) 
         build_datasets(config, 8, 1, load_tokenizer(tmp_path / "d.model"))
 
 
-def test_what_cannot_be_read_is_not_said_to_be_written(tmp_path: Path, folder: Path) -> None:
+def test_what_cannot_be_read_is_not_said_to_be_written(tmp_path, folder):
     prepare(request_for(folder), tmp_path / "d", progress=False)
     (tmp_path / "d.json").unlink()
     (tmp_path / "d.json").mkdir()

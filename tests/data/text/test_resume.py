@@ -4,9 +4,6 @@ import json
 import os
 import signal
 from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,22 +15,22 @@ from runtime.errors import DataError, StoppedError
 COUNT = 700
 
 
-def write_lines(path: Path, count: int = COUNT) -> Path:
+def write_lines(path, count=COUNT):
     path.write_text(
         "".join(json.dumps({"text": f"Line {n} is about {n * n} tokens. " * 3}) + "\n" for n in range(count))
     )
     return path
 
 
-def request_for(source: Path) -> Request:
+def request_for(source):
     return Request(inputs=(str(source),), vocab_size=300)
 
 
-def contents(folder: Path, name: str = "d") -> dict[str, bytes]:
+def contents(folder, name="d"):
     return {path.suffix: path.read_bytes() for path in folder.glob(f"{name}.*")}
 
 
-def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path):
     source = write_lines(tmp_path / "in.jsonl")
     for count in (1, 2):
         prepare(request_for(source), tmp_path / str(count) / "d", progress=False, workers=count)
@@ -42,14 +39,14 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
     assert one == two
 
 
-def killed_at(note: int, source: Path, prefix: Path) -> None:
+def killed_at(note, source, prefix):
     """Prepare in a process that ends, as by SIGKILL, after so many notes in the journal."""
     child = os.fork()
     if child == 0:
-        noted: list[int] = []
+        noted = []
         note_it = module.Spool.note
 
-        def counting(self: module.Spool) -> None:
+        def counting(self):
             note_it(self)
             noted.append(1)
             if len(noted) == note:
@@ -57,20 +54,20 @@ def killed_at(note: int, source: Path, prefix: Path) -> None:
                 self.flush()
                 os._exit(9)
 
-        module.Spool.note = counting  # type: ignore[method-assign]
+        module.Spool.note = counting
         prepare(request_for(source), prefix, progress=False)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def counted(monkeypatch):
     """The numbers of documents that were tokenized together."""
     monkeypatch.setattr(module, "COMMIT_BYTES", 1)
-    found: list[int] = []
+    found = []
     tokenized = module.tokenized
 
-    def counting(tokenizer: Any, texts: list[str]) -> Any:
+    def counting(tokenizer, texts):
         found.append(len(texts))
         return tokenized(tokenizer, texts)
 
@@ -78,7 +75,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path, counted: list[int]) -> None:
+def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path, counted):
     source = write_lines(tmp_path / "in.jsonl")
     prepare(request_for(source), tmp_path / "whole" / "d", progress=False)
     assert counted == [256, 256, 188]
@@ -91,7 +88,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path, counted:
     assert not list((tmp_path / "killed").glob(".*"))
 
 
-def test_a_note_that_was_cut_off_is_not_taken(tmp_path: Path, counted: list[int]) -> None:
+def test_a_note_that_was_cut_off_is_not_taken(tmp_path, counted):
     source = write_lines(tmp_path / "in.jsonl")
     prepare(request_for(source), tmp_path / "whole" / "d", progress=False)
     killed_at(2, source, tmp_path / "killed" / "d")
@@ -103,7 +100,7 @@ def test_a_note_that_was_cut_off_is_not_taken(tmp_path: Path, counted: list[int]
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
-def test_another_input_begins_anew(tmp_path: Path, counted: list[int]) -> None:
+def test_another_input_begins_anew(tmp_path, counted):
     source = write_lines(tmp_path / "in.jsonl")
     killed_at(2, source, tmp_path / "d")
     write_lines(source, COUNT - 1)
@@ -116,12 +113,10 @@ def test_another_input_begins_anew(tmp_path: Path, counted: list[int]) -> None:
 @pytest.mark.parametrize(
     ("error", "kept"), [(KeyboardInterrupt, True), (DataError, False), (StoppedError, True), (OSError, True)]
 )
-def test_what_an_interruption_keeps(
-    error: type[BaseException], kept: bool, tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_interruption_keeps(error, kept, tmp_path, counted, monkeypatch):
     source, tokenized = write_lines(tmp_path / "in.jsonl"), module.tokenized
 
-    def failing(tokenizer: Any, texts: list[str]) -> Any:
+    def failing(tokenizer, texts):
         if len(counted) == 2:
             raise error("now")
         return tokenized(tokenizer, texts)
@@ -136,25 +131,23 @@ def test_what_an_interruption_keeps(
     assert counted == ([188] if kept else [256, 256, 188])
 
 
-def square_or_end(number: int) -> int:
+def square_or_end(number):
     if number == 5:
         os._exit(9)
     return number * number
 
 
-def test_a_process_that_is_killed_is_told() -> None:
+def test_a_process_that_is_killed_is_told():
     with pytest.raises(StoppedError, match=r"one of 2 processes was killed, .*fewer --workers"):
         list(in_order(square_or_end, range(20), 2))
     assert list(in_order(square_or_end, range(5), 2)) == [0, 1, 4, 9, 16]
 
 
-def test_ctrl_c_in_the_middle_of_a_start_waits_until_the_process_has_its_orders(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    popen = get_context("spawn").Process._Popen  # type: ignore[attr-defined]
-    started: list[Any] = []
+def test_ctrl_c_in_the_middle_of_a_start_waits_until_the_process_has_its_orders(monkeypatch, capfd):
+    popen = get_context("spawn").Process._Popen
+    started = []
 
-    def interrupted(process: BaseProcess) -> object:
+    def interrupted(process):
         signal.raise_signal(signal.SIGINT)
         started.append(popen(process))
         return started[-1]

@@ -1,6 +1,5 @@
 """Training samples of diffusion models: folders of latents, or scikit-learn's handwritten digits."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from data.latents.folder import LatentFolder, Latents, Shard
 from data.text.config import split_shares
 from runtime.errors import DataError, at_least
+from runtime.files import sha256
 
 DIGITS = "digits"
 
@@ -74,7 +74,7 @@ class LatentSamples:
         if epoch != self._epoch:
             # RandomState's stream is frozen: every numpy gives the same order.
             # The seed is a hash of both, as 32 bits: with their sum, epoch 1 of a seed would equal epoch 0 of the next.
-            hashed = hashlib.sha256(f"{self._seed}, epoch {epoch}".encode()).digest()[:4]
+            hashed = bytes.fromhex(sha256(f"{self._seed}, epoch {epoch}")[:8])
             shuffled = np.random.RandomState(int.from_bytes(hashed, "little")).permutation(len(self._rows))
             self._epoch, self._order = epoch, self._rows[shuffled]
         return int(self._order[within])

@@ -3,7 +3,6 @@
 The one place that knows of pyarrow and datasets, which are optional.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import DataError
+from runtime.files import sha256
 
 HUB = "hf:"
 """Begins the name of a dataset on Hugging Face's hub, hf:NAME or hf:NAME:SPLIT, where a path is taken."""
@@ -150,7 +150,7 @@ def _shuffled(root: Path, paths: Iterable[Path]) -> list[Path]:
     GPTDataset takes the validation split from the end, and max_bytes cuts there. Sorted by name, that would be the last
     packages of the alphabet, not a sample of all.
     """
-    names = ((hashlib.sha256(path.relative_to(root).as_posix().encode()).digest(), path) for path in paths)
+    names = ((sha256(path.relative_to(root).as_posix()), path) for path in paths)
     return [path for _, path in sorted(names) if path.is_file()]
 
 

@@ -83,16 +83,21 @@ class MeshConfig:
             _tell_gpus()
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The sizes of pp, cp and tp."""
+        return self.pipeline_model_parallel_size, self.context_parallel_size, self.tensor_model_parallel_size
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return ``world_size`` divided by the sizes of pp, cp and tp."""
-        return world_size // math.prod(getattr(self, name) for name in SIZES)
+        return world_size // math.prod(self.sizes)
 
     def joined(self, world_size: int) -> "MeshConfig":
         """Return the arrangement that ``balance_over`` asks for: dp_cp puts the data-parallel ranks among those of cp.
 
         Sizes that do not divide ``world_size`` stay as they are.
         """
-        dp, rest = divmod(world_size, math.prod(getattr(self, name) for name in SIZES))
+        dp, rest = divmod(world_size, math.prod(self.sizes))
         if self.balance_over == "cp" or rest:
             return self
         return replace(self, context_parallel_size=dp * self.context_parallel_size)
@@ -180,7 +185,7 @@ def _check_apart(device: torch.device) -> None:
 def _arranged(config: MeshConfig, device: torch.device, timeout: timedelta) -> Mesh:
     """Build the mesh of the joined processes."""
     config = config.joined(dist.get_world_size())
-    pp, cp, tp = (getattr(config, name) for name in SIZES)
+    pp, cp, tp = config.sizes
     sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     parts = {name: mesh[name] for name in sizes}

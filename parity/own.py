@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from parallel.mesh import SIZES
 from parity.modules import GRADIENT, furthest_of_modules
 from parity.rank import train
 from parity.run import LOSS, NORM, Run, furthest, merged
@@ -58,7 +57,7 @@ def compared(
     """
     small, alone, ranks = shrunk(asked, world_size)
     shape, batch = small.model, small.train.batch_size(1)
-    pp, cp, tp = (getattr(small.mesh, name) for name in SIZES)
+    pp, cp, tp = small.mesh.sizes
     say(
         f"{shape.num_layers} layers of {shape.hidden_size} channels, {shape.num_attention_heads} heads in "
         f"{shape.query_groups} groups, sequences of {small.sequence_length}, {small.context.title}; {ranks} processes: "

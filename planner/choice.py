@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from parallel.context import ContextConfig
-from parallel.mesh import SIZES
 from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
 from planner.levers import settings
 from planner.ranking import Candidate, nothing_left
@@ -162,7 +161,7 @@ def _chosen(asked: C, processes: int, validate: Callable[[C, int], None]) -> tup
     batch = asked.train.batch_size(asked.mesh.data_parallel_size(full))
     wanted = replace(_of(asked, full), train=replace(asked.train, global_batch_size=batch))
     config, why = rearranged(wanted, processes)
-    pp, cp, tp = (getattr(config.mesh, name) for name in SIZES)
+    pp, cp, tp = config.mesh.sizes
     dp, micro = config.mesh.data_parallel_size(processes), config.train.micro_batch_size
     line = (
         f"resized from {full} to {counted(processes, 'process')}: pipeline {pp} x data {dp} x context {cp} "

@@ -55,7 +55,7 @@ def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tu
 
 
 def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
-    """Return as `typical_documents` does what the run itself reads: the micro-batch with the longest documents.
+    """Return the cumulative lengths of the run's own micro-batch with the longest documents, as `typical_documents`.
 
     It is the one of the run's first FIRST whose squared lengths add up to most: a long document's rows travel farthest.
 

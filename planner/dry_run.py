@@ -11,7 +11,6 @@ from typing import Any
 from data.latents.dataset import DIGITS
 from data.text.config import blend
 from data.tokenizer import load_tokenizer
-from parallel.mesh import SIZES
 from planner.choice import CHOICES
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.documents import typical_documents
@@ -56,7 +55,7 @@ def dry_run(
         mesh = replace(mesh, device=cluster.device)
         context = replace(config.context, cluster=named if method == "auto" else None)
         config = replace(config, mesh=mesh, context=context)
-    world_size = config.dry.world_size or math.prod(getattr(mesh, name) for name in SIZES)
+    world_size = config.dry.world_size or math.prod(mesh.sizes)
     config, notes, lacking = with_files(config)
     with fake_process_group(0, world_size, cluster.gpus_per_node):
         validate(config, world_size)
@@ -97,7 +96,7 @@ def ranks_to_run(config: Any, world_size: int) -> list[int]:
 
     All others have what one of them has.
     """
-    pp, cp, tp = (getattr(config.mesh, name) for name in SIZES)
+    pp, cp, tp = config.mesh.sizes
     ranks = [stage * (world_size // pp) for stage in range(pp)]
     if cp > 1 and (config.packed or config.context.context_parallel_method not in ALIKE):
         ranks.insert(1, (cp - 1) * tp)

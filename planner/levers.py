@@ -87,7 +87,7 @@ def moved(config: AnyConfig, *pulled: tuple[Lever, tuple[Any, ...]]) -> AnyConfi
 
 
 def _every(config: AnyConfig, ways: Iterable[tuple[Lever, Iterable[tuple[Any, ...]]]]) -> Iterator[AnyConfig]:
-    """Yield every combination of values that is none in itself contradictory, the last lever's varied first."""
+    """Yield every combination of values that does not contradict itself; the last lever varies fastest."""
     levers, values = zip(*ways, strict=True)
     for found in product(*map(dict.fromkeys, values)):
         try:

@@ -96,5 +96,5 @@ def memory_of(config: Any) -> str:
 
 
 def described(config: Any) -> str:
-    """Describe all three, what is to be said."""
+    """Describe the method, the mesh and the memory, as far as there is something to say."""
     return ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))

@@ -125,7 +125,7 @@ def rehearse(
 
 
 def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> int:
-    """Take a micro-batch forward and backward through the stages; return the number of micro-batches, 1.
+    """Take one micro-batch forward and backward through the stages, and return how many were taken.
 
     An interleaved schedule takes several through, in its order, which decides what is there at once.
 

@@ -25,7 +25,6 @@ from train.config.entries import Config
 from train.config.sizes import validate_magnitude, validate_mesh, validate_sizes
 
 C = TypeVar("C", bound=CommonConfig)
-OTHERS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 ROOM = 0.9
 """Share of the memory that varied settings take where some do: an allocator needs the rest."""
 
@@ -54,7 +53,7 @@ class Weighed(NamedTuple):
     host: float
 
     def fits(self, cluster: Cluster) -> bool:
-        """Return whether a process has the memory, and its host, where known, that for what is moved there."""
+        """Return whether a process has enough memory, and its host, where known, for what is moved there."""
         known = bool(cluster.host_gb_per_s)
         return self.device <= 1e9 * cluster.memory_gb and not (known and self.host > 1e9 * cluster.host_memory_gb)
 
@@ -75,7 +74,7 @@ def _numbers(
 ) -> tuple[Workload, Plan, Arrangement]:
     """Return the configuration as the cost model takes it."""
     recompute = config.recompute
-    cp, tp, pp = (getattr(config.mesh, name) for name in ("context_parallel_size", *OTHERS))
+    pp, cp, tp = config.mesh.sizes
     arranged = Arrangement(
         pp=pp,
         dp=world_size // (cp * tp * pp),

@@ -103,7 +103,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     file = config.context.cluster
     cluster = default_cluster(config.mesh.device_type) if file is None else load_cluster(file)
     started = launched_world_size() if "WORLD_SIZE" in os.environ else None
-    world_size = args.world_size or started or math.prod(getattr(config.mesh, name) for name in SIZES)
+    world_size = args.world_size or started or math.prod(config.mesh.sizes)
     at_least(args, 1, "world_size", "top", "profile_top", "profile_iters")
     if args.fewest and (args.world_size or args.profile):
         named = "world_size" if args.world_size else "profile"
@@ -212,7 +212,7 @@ def plan(argv: list[str]) -> None:
         found = rank(varied, world_size, cluster, lengths, settings)
     if not found.candidates:
         raise ConfigError(nothing_left(found, cluster))
-    others = [math.prod(getattr(one.config.mesh, name) for name in SIZES) for one in found.candidates]
+    others = [math.prod(one.config.mesh.sizes) for one in found.candidates]
     rows = [Row(one, world_size // size) for one, size in zip(found.candidates, others, strict=True)]
     if args.profile:
         from tools.common.training import measure

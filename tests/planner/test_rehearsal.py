@@ -149,16 +149,12 @@ def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:
     [
         "--context-parallel-size 2 --data-parallel-sharding-strategy legacy_ddp",
         "--context-parallel-size 2 --tensor-model-parallel-size 2 --num-distributed-optimizer-instances 2",
-        "--context-parallel-size 4 --context-parallel-method wallfacer --context-parallel-team-size 2",
-        "--context-parallel-size 4 --context-parallel-method ulysses --tensor-model-parallel-size 2",
         "--context-parallel-size 4 --context-parallel-method exchange --reset-attention-mask --reset-position-ids",
-        "--context-parallel-size 4 --context-parallel-method allgather --recompute-granularity attention_boundary",
         "--context-parallel-size 8 --lora-rank 4 --bf16",
-        "--pipeline-model-parallel-size 2 --global-batch-size 16 --pipeline-schedule Interleaved1F1B "
-        "--num-virtual-stages-per-pipeline-rank 2",
     ],
 )
-def test_every_dimension_of_the_mesh(flags: str) -> None:
+def test_what_no_other_test_rehearses(flags: str) -> None:
+    """Methods, tensor parallelism and pipelines are in test_step_memory.py."""
     config = parse_args([*MODEL, *flags.split()])
     found = rehearse(config, pretrain_gpt.resolve, 0, 8, per_node=4)
     assert found.bytes > 0

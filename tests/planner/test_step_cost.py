@@ -121,12 +121,6 @@ def test_with_free_links_balanced_layouts_tie_and_contiguous_blocks_lose() -> No
     assert times["ring"] / times["zigzag"] == pytest.approx(2 * 7.5 / 8, rel=0.01)
 
 
-def test_a_round_lasts_as_long_as_the_longer_of_computing_and_sending() -> None:
-    slow = replace(NETWORK, peak_tflops=1.0)
-    network, compute = attention("zigzag", NETWORK).forward(), attention("zigzag", COMPUTE).forward()
-    assert max(network, compute) <= attention("zigzag", slow).forward() < network + compute
-
-
 def test_a_shared_link_carries_all_ranks_of_a_node_and_a_rail_one() -> None:
     nodes = replace(NETWORK, gpus_per_node=8, inside_gb_per_s=FREE)
     shared, rails = nodes, replace(nodes, between_link="rank")

@@ -14,7 +14,7 @@ import parallel.data
 from data.loader import Batch, Batching, Samples
 from kernels import strips
 from model.layers import Rotary
-from parallel.context import plan, softmax
+from parallel.context import api, plan
 from parallel.context.circulation import Whole
 from parallel.context.executor import Executor
 from parallel.context.linear.state import StateExecutor
@@ -34,8 +34,8 @@ def mask_shifted() -> None:
 
 
 def window_ignored() -> None:
-    attend = softmax.SoftmaxAttention.__call__
-    softmax.SoftmaxAttention.__call__ = lambda self, *of, window=None, **more: attend(self, *of, **more)
+    attend = api.SoftmaxAttention.__call__
+    api.SoftmaxAttention.__call__ = lambda self, *of, window=None, **more: attend(self, *of, **more)
 
 
 def no_sum_over_tp() -> None:

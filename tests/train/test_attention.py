@@ -10,7 +10,7 @@ from kernels import products
 from model.attention import sdpa
 from model.config import ModelConfig
 from parallel.context import ContextConfig
-from parallel.context.softmax import SoftmaxAttention
+from parallel.context.api import SoftmaxAttention
 from train.attention import context_of
 from train.config.entries import Config, TrainConfig
 

@@ -5,7 +5,7 @@ from itertools import count, pairwise
 from typing import Literal
 
 from parallel.data import Strategy
-from runtime.errors import UserError, at_least, require
+from runtime.errors import UserError, at_least
 
 Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]
 SINGLE: tuple[Schedule, ...] = ("1F1B", "GPipe")
@@ -33,7 +33,8 @@ class PipelineConfig:
                 f"num_virtual_stages_per_pipeline_rank is {virtual} with pipeline_schedule {schedule}, which has one "
                 "stage per process; use Interleaved1F1B, or 1 virtual stage"
             )
-        require(self, min(self.pipeline_layers, default=1) >= 1, "pipeline_layers", "each stage needs a layer")
+        if min(self.pipeline_layers, default=1) < 1:
+            raise UserError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
 
     @property
     def single(self) -> bool:

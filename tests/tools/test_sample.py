@@ -38,7 +38,8 @@ def write_run(folder, model, more="", *, iteration=1, entries=300, tokenizer=Non
     if tokenizer is None:
         tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], folder / "tokenizer", entries)
     (folder / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer).replace("[train]", f"{more}\n[train]"))
-    save_checkpoint(folder, iteration, model, None, architecture=architecture_of(model.config), extra=extra)
+    if not (folder / f"iter_{iteration:07d}").exists():  # another configuration for the same weights
+        save_checkpoint(folder, iteration, model, None, architecture=architecture_of(model.config), extra=extra)
     return load_tokenizer(tokenizer)
 
 

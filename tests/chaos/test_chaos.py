@@ -69,14 +69,8 @@ def test_what_hangs_is_killed_with_its_sessions_and_a_wrong_row(
 
 @pytest.mark.slow
 def test_a_strike_ends_the_trial_at_its_call_and_nothing_else(tmp_path: Path) -> None:
-    plan = {
-        "hook": "fsync",
-        "nth": 2,
-        "when": "before",
-        "whom": "everything",
-        "signal": 9,
-        "note": str(tmp_path / "note"),
-    }
+    plan = {"hook": "fsync", "nth": 2, "when": "before", "whom": "everything", "signal": 9}
+    plan["note"] = str(tmp_path / "note")
     code = f"from tests.chaos.victim import *; arm(json.loads('{json.dumps(plan)}'))\n"
     code += "for n in (1, 2, 3): print(n, flush=True); os.fsync(1)"
     environment = os.environ | {victim.PLAN: json.dumps(plan), victim.PIDS: "0 0"}

@@ -10,11 +10,11 @@ import time
 import uuid
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 HELLO, WELCOME = "longmesh/hello of rank {}", "longmesh/welcome {}"
 """Store keys of a start's ranks, and of a rank's name."""
 SECONDS_TO_ANSWER = 10.0
+T = TypeVar("T")
 
 
 def launched_world_size() -> int:
@@ -174,28 +175,39 @@ def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
                     f"rank {os.environ['RANK']} finds nobody at {where} ({error}); check both, and that rank 0 runs"
                 ) from error
         time.sleep(0.1)
-    ended: list[str] = []
 
-    def ask() -> None:
+    def ask() -> str:
         patience = timedelta(seconds=SECONDS_TO_ANSWER / 2)  # torch may take twice as long
-        while not ended:
+        while True:
             try:
                 dist.TCPStore(address, port, is_master=False, timeout=patience, wait_for_workers=False)
-                ended.append("")
+                return ""
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
                 if "timed out" not in reason or time.monotonic() > deadline:
-                    ended.append(reason)
+                    return reason
+
+    reason = in_time(ask, max(SECONDS_TO_ANSWER, deadline - time.monotonic()))
+    if reason != "":
+        raise LaunchError(
+            f"rank {os.environ['RANK']} is connected to {where}, which does not answer as a store of "
+            f"torch.distributed ({reason or 'it is silent'}); look at rank 0, or give another MASTER_PORT "
+            "if another program uses that one"
+        )
+
+
+def in_time(call: Callable[[], T], seconds: float) -> T | None:
+    """Return what a call of a store returns; None if it fails, or takes longer, as it would for ever without answer."""
+    answer: list[T] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answer.append(call())
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(max(SECONDS_TO_ANSWER, deadline - time.monotonic()))
-    if ended != [""]:
-        raise LaunchError(
-            f"rank {os.environ['RANK']} is connected to {where}, which does not answer as a store of "
-            f"torch.distributed ({ended[0] if ended else 'it is silent'}); look at rank 0, or give another MASTER_PORT "
-            "if another program uses that one"
-        )
+    asking.join(seconds)
+    return answer[0] if answer else None
 
 
 def join(

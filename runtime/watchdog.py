@@ -17,11 +17,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, NoReturn
 
 import torch.distributed as dist
 
-from runtime.processes import NODE
+from runtime.processes import NODE, in_time
 from runtime.slurm import AGAIN, leave_ending
 from runtime.stacks import own_process, place, write_of, write_own
 from runtime.together import gather_results
@@ -43,7 +43,6 @@ GRACE, ROLL, WRITE = 1.5, 2.5, 10.0
 """Seconds, on an idle machine, for a rank whose connection closed to hear that another one timed out; for a hang's roll
 call; and for ranks that answered it to write their stacks."""
 HANG, ALONE, SPEAKER = "longmesh/hang", "longmesh/timed out", "longmesh/speaker"
-T = TypeVar("T")
 Places = dict[int, Sequence[str]]
 """Of each rank, what `place` returns."""
 
@@ -63,7 +62,7 @@ def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
     before = _at_sigterm(alone)  # the launcher ends this rank as soon as it sees that another ended
     line: str | None = alone
     if dist.is_initialized():
-        line = _in_time(lambda: _line_of_roll(alone, timed_out, seconds), seconds)
+        line = in_time(lambda: _line_of_roll(alone, timed_out, seconds), SLOWED * seconds)
     if line is None:
         advice = "the store does not answer either, which rank 0 holds where torchrun does not: look at rank 0"
         line = f"{alone}; {advice}" if timed_out else alone
@@ -131,20 +130,6 @@ def _wait_for(holds: Callable[[], bool], seconds: float) -> None:
         if holds():
             return
         time.sleep(TURN)
-
-
-def _in_time(call: Callable[[], T], seconds: float) -> T | None:
-    """Return what a call of the store returns that takes so long when idle; None if the store does not answer."""
-    answer: list[T] = []
-
-    def ask() -> None:
-        with suppress(RuntimeError):
-            answer.append(call())
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(SLOWED * seconds + 1)
-    return answer[0] if answer else None
 
 
 class Watchdog:
@@ -222,7 +207,7 @@ class Watchdog:
             time.sleep(60)  # another rank has woken this one for its stacks, and is about to kill it
         waited, mine = time.monotonic() - self._since, place()
         self._write(self._rank, write_own)
-        places = _in_time(lambda: self._places(mine), ROLL)
+        places = in_time(lambda: self._places(mine), SLOWED * ROLL)
         near = {rank: of for rank, (node, of) in enumerate(self._ranks) if node == self._ranks[self._rank][0]}
         if places is None:  # the store's holder is silent
             lost = [rank for rank, process in near.items() if rank != self._rank and not process.runs]
@@ -235,7 +220,7 @@ class Watchdog:
         if self._rank == min(places) if places else helps:
             self._tell(waited, places, {self._rank: mine}, lost)
         if places:
-            _in_time(lambda: self._meet(len(places)), WRITE)
+            in_time(lambda: self._meet(len(places)), SLOWED * WRITE)
         for process in silent.values():
             process.send(signal.SIGKILL)
         os._exit(HUNG)

@@ -1,6 +1,7 @@
 """The attention bench through its command line at a tiny size: real processes, figures that agree with each other."""
 
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 
@@ -179,8 +180,9 @@ def test_a_run_writes_both_parts_whose_figures_agree_with_each_other(
         assert f"{found['median']:.3f}" in next(line for line in said.splitlines() if line.startswith(name))
         assert (len(found["seconds"]), found["min"], found["max"]) == (3, min(found["seconds"]), max(found["seconds"]))
     assert {f"{a}/exchange" for a in ("zigzag", "striped")} <= set(result["ratios"])
+    pairs = {f"{above}/{below}": (above, below) for above, below in permutations(result["contestants"], 2)}
     for name, ratio in result["ratios"].items():
-        above, below = (result["contestants"][part] for part in name.split("/"))
+        above, below = (result["contestants"][one] for one in pairs[name])
         assert ratio["ratio"] == pytest.approx(above["median"] / below["median"])
         assert ratio["limit"] == pytest.approx(above["slowest_pairs"] / below["slowest_pairs"])
     assert f"causal, {len(work.mask['documents']) - 1} documents (lognormal)" in said

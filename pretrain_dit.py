@@ -23,7 +23,8 @@ from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
 from train.attention import diffusion_context
 from train.config.derive import config_to_save, with_joined_ranks, with_method
-from train.config.diffusion import DiTRunConfig, diffusion_of, parse_args, validate
+from train.config.diffusion import diffusion_of, parse_args, validate
+from train.config.entries import DiTRunConfig
 from train.loop import Trainer
 from train.objectives.diffusion import Denoising
 from train.resume import find_start

@@ -25,7 +25,8 @@ from runtime import together
 from runtime.ranks import run_ranks
 from tests.pretraining import DIT, pretrain_digits
 from tools.common.cases import Case
-from train.config.diffusion import DiTRunConfig, load_config, parse_args
+from train.config.diffusion import load_config, parse_args
+from train.config.entries import DiTRunConfig
 from train.config.flags import attribute_docs, config_fields
 from train.run import exit_status
 from train.watching.metrics import METRICS, read_metrics

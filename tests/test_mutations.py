@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from checkpoint.api import load_model
-from checkpoint.local import fingerprint
+from checkpoint.local import STARTS, fingerprint
 from checkpoint.manifest import read_manifest
 from checkpoint.search import find_checkpoint
 from runtime.files import LOCK, owned
@@ -26,7 +26,7 @@ from train.config.language import parse_args
 from train.resume import progress_of
 from train.run import FILES, claim_folder, exit_status
 from train.watching.health import FAILURES, Health, HealthConfig, Progress
-from train.watching.metrics import METRICS, STARTS, cut_back
+from train.watching.metrics import METRICS, cut_back
 
 Mutation = Callable[[Path], None]
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}

@@ -29,7 +29,8 @@ from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.common.arguments import parser_for, positive
 from train.config.common import LoopConfig
-from train.config.diffusion import DiTRunConfig, diffusion_of, load_config
+from train.config.diffusion import diffusion_of, load_config
+from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError, config_file
 from train.config.sizes import validate_mesh
 from train.float8 import Float8Config

@@ -91,8 +91,9 @@ def describe(run: Path, now: float, width: int) -> list[str]:
 
 
 def _described(run: Path, now: float, width: int) -> list[str]:
+    from checkpoint.local import STARTS
     from train.watching.health import FAILURES, read_failures
-    from train.watching.metrics import METRICS, STARTS, loss_name
+    from train.watching.metrics import METRICS, loss_name
 
     if not run.is_dir():
         return [f"{run}   is not there yet, or is not a folder"]

@@ -23,6 +23,7 @@ from typing import IO, Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from checkpoint.local import STARTS
 from checkpoint.search import POINTER, find_checkpoint, saved_iterations
 from data.text.prepare import prepare
 from data.text.record import Request
@@ -32,7 +33,7 @@ from runtime.machine import describe, in_words
 from runtime.progress import clock_time
 from tests.chaos.victim import HOOKS, PLAN, marked
 from tools.common.arguments import one_line_errors, parser_for, run_command
-from train.watching.metrics import METRICS, STARTS, read_metrics
+from train.watching.metrics import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from checkpoint.api import CheckpointConfig
+from checkpoint.local import STARTS
 from checkpoint.manifest import CheckpointError
 from checkpoint.search import find_checkpoint
 from parallel.mesh import MeshError
@@ -29,7 +30,7 @@ from train.config.language import load_config
 from train.optim import OptimizerConfig
 from train.run import claim_folder, exit_status, open_log, reserve_run_folder
 from train.watching.health import Progress
-from train.watching.metrics import METRICS, STARTS, LoggingConfig
+from train.watching.metrics import METRICS, LoggingConfig
 
 ROOT = Path(__file__).parents[2]
 

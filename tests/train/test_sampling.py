@@ -13,7 +13,8 @@ from pretrain_dit import resolve
 from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
 from train.config.common import LoopConfig
-from train.config.diffusion import DiTRunConfig, diffusion_of, validate
+from train.config.diffusion import diffusion_of, validate
+from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError
 from train.sampling import Sampler, SamplingConfig, by_class, picture_writer, write_grid
 

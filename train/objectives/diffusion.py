@@ -63,7 +63,9 @@ class Denoising(Objective):
         chance, uniform, normal, noise = (torch.stack(values) for values in zip(*drawn, strict=True))
         times = self._diffusion.times(uniform, normal)
         labels = batch["labels"].where(chance >= self._model.class_dropout_prob, self._model.num_classes)
-        latents, noise = (self._sharded(patchify(x, self._model)) for x in (batch["latents"], noise))
+        whole = (patchify(x, self._model) for x in (batch["latents"], noise))  # [B, all patches, W] each
+        joined = (x if self._sample is None else x.flatten(0, 1)[None] for x in whole)
+        latents, noise = (self._cp.shard(x, dim=1) for x in joined)
         noised = self._diffusion.noised(self._by_time(latents), self._by_time(noise), self._of_rows(times))
         local = {
             "patches": self._by_time(noised),
@@ -75,10 +77,6 @@ class Denoising(Objective):
         }
         count = self._weights(local["valid"], self._real).sum(dtype=torch.int64)[None]
         return {name: to_device(value, self._device) for name, value in local.items()} | {"count": count}
-
-    def _sharded(self, patches: Tensor) -> Tensor:
-        """Return this rank's patches of whole samples [B, all patches, W]."""
-        return self._cp.shard(patches if self._sample is None else patches.flatten(0, 1)[None], dim=1)
 
     def _by_time(self, patches: Tensor) -> Tensor:
         """Return patches [B, T, W] with a row for each time: joined ones, [1, T, W], as [T, 1, W]; its own inverse."""

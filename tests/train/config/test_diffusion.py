@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from parallel.mesh import MeshConfig
-from train.config.diffusion import DiTRunConfig, load_config, parse_args, validate
+from train.config.diffusion import load_config, parse_args, validate
+from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError, write_toml
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*dit_*.toml"))

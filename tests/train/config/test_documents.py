@@ -10,7 +10,7 @@ import pretrain_gpt
 from runtime.errors import UserError
 from train.config import diffusion
 from train.config.derive import with_joined_ranks
-from train.config.entries import Config
+from train.config.entries import Config, DiTRunConfig
 from train.config.language import parse_args, validate
 
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
@@ -54,7 +54,7 @@ def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_atte
     sizes = ["--micro-batch-size", "3", "--seq-length", "100"]
     assert parse_args([*sizes, APART]).joined_length == 300
     assert parse_args([*sizes, "--reset-position-ids"]).joined_length == 100
-    assert (Config().joined_length, diffusion.DiTRunConfig().joined_length) == (1024, 256)
+    assert (Config().joined_length, DiTRunConfig().joined_length) == (1024, 256)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from runtime.errors import UserError
 from train.config import diffusion as dit_config
 from train.config import language as config
+from train.config.entries import Config
 from train.config.flags import LONGEST_TOML, config_fields
 from train.config.language import load_config
 
@@ -103,4 +104,4 @@ def test_what_editors_on_windows_write_is_read(content: bytes, tmp_path: Path) -
 def test_the_bounds_name_fields_that_exist() -> None:
     from train.config.sizes import LARGEST
 
-    assert set(LARGEST) <= set(config_fields(config.Config))
+    assert set(LARGEST) <= set(config_fields(Config))

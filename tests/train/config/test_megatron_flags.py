@@ -7,10 +7,11 @@ import pytest
 from runtime.errors import UserError
 from train.config import diffusion as dit_config
 from train.config import language as config
+from train.config.entries import Config, DiTRunConfig
 from train.config.flags import config_fields
 from train.config.megatron_flags import entries
 
-OURS = {field.flag for root in (config.Config, dit_config.DiTRunConfig) for field in config_fields(root).values()}
+OURS = {field.flag for root in (Config, DiTRunConfig) for field in config_fields(root).values()}
 
 
 def test_the_table_is_whole_and_names_flags_that_exist() -> None:
@@ -20,7 +21,7 @@ def test_the_table_is_whole_and_names_flags_that_exist() -> None:
     for entry in table.values():
         assert entry.verdict in "=>!", entry
         assert entry.text, entry
-        assert not entry.fits or entry.field in config_fields(config.Config), entry
+        assert not entry.fits or entry.field in config_fields(Config), entry
         if entry.verdict == ">":
             named = set(re.findall(r"--[a-z][a-z0-9-]+", entry.text))
             assert named & OURS or "--config" in named, entry

@@ -1,7 +1,8 @@
 """Pages of docs/reference/ that are made from the sources: current, and whole."""
 
+from train.config.entries import ENTRIES
 from train.config.flags import config_fields
-from train.config.pages import ENTRIES, FOLDER, ROOT, pages
+from train.config.pages import FOLDER, ROOT, pages
 
 
 def test_the_pages_are_what_the_sources_say() -> None:

@@ -72,7 +72,7 @@ BUDGET = {
     "parity": 1030,
     "papers": 1850,
     "bench": 2920,
-    "tests": 39750,
+    "tests": 39760,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -148,7 +148,8 @@ def _targets(said: Any, theirs: Iterable[str]) -> tuple[str, ...]:
         found = sorted({name.removeprefix(BASE).rpartition(".lora_")[0] for name in theirs} - {""})
         if other := [name for name in found if said != "all-linear" and not _matches(said, name)]:
             raise UserError(
-                f"target_modules is {shown(said)}, which does not match {other[0]}, whose adapter the file has; {MERGE}"
+                f"target_modules is {shown(said)}, which does not match {other[0]}, whose adapter the file has; give "
+                "the pattern, or the names, that it was trained with"
             )
     if not isinstance(found, list) or not found:
         raise UserError(f"target_modules is {shown(said)}; it must be a list of names, or a pattern")

@@ -117,7 +117,7 @@ dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then p
 test: $(DEV) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
-test-slow: $(DEV) ## The slow tests: training for 20 and 40 iterations where make test has 4 and 12
+test-slow: $(DEV) ## The slow tests: training for 20 and 40 iterations where make test has 4 and 8
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(ARGS)
 
 check: $(DEV) ## Check format, lint and types

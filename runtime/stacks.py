@@ -82,18 +82,20 @@ def write_own(out: IO[str]) -> None:
     print(_native(os.getpid()), file=out)
 
 
-def write_of(out: IO[str], process: Process) -> None:
-    """Write another process's stacks. If it is stopped, this wakes it, as Python's stacks come from itself."""
+def write_of(out: IO[str], process: Process, until: float) -> None:
+    """Write another process's stacks. If it is stopped, this wakes it, as Python's stacks come from itself.
+
+    Waits for them till ``until``, of ``time.monotonic``, and for a second at least.
+    """
     print(f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:", file=out, flush=True)
-    stacks, sizes = Path(f"/proc/{process.pid}/fd/{process.stacks}"), [1]
+    stacks, size, before = Path(f"/proc/{process.pid}/fd/{process.stacks}"), 1, 0
     with suppress(OSError):  # it is gone
         os.truncate(stacks, 1)  # so that it knows, however late it writes them
         process.send(DUMP, signal.SIGCONT)
-        for _ in range(20):
+        until = max(until, time.monotonic() + 1)
+        while (size == 1 or size != before) and time.monotonic() < until:  # till all of them are written
             time.sleep(0.5)
-            sizes.append(stacks.stat().st_size)
-            if sizes[-1] == sizes[-2] > 1:  # all of them are written
-                break
+            size, before = stacks.stat().st_size, size
         out.write(stacks.read_text(errors="replace").strip("\0"))
 
 

@@ -215,10 +215,11 @@ class Watchdog:
             lost = [rank for rank in range(len(self._ranks)) if rank not in places]
         helps = self._rank == min(rank for rank in near if rank not in lost)
         silent = {rank: near[rank] for rank in lost if helps and rank in near}
-        for rank, process in silent.items():
-            self._write(rank, lambda out, process=process: write_of(out, process))  # type: ignore[misc]
-        if self._rank == min(places) if places else helps:
+        if self._rank == min(places) if places else helps:  # first: stacks may not come before others end
             self._tell(waited, places, {self._rank: mine}, lost)
+        until = time.monotonic() + WRITE / 2
+        for rank, process in silent.items():
+            self._write(rank, lambda out, process=process: write_of(out, process, until))  # type: ignore[misc]
         if places:
             in_time(lambda: self._meet(len(places)), SLOWED * WRITE)
         for process in silent.values():

@@ -190,7 +190,7 @@ def _check_target(target: Path) -> None:
 
 
 def _kind(path: Path) -> str:
-    """Return a file's digest, or a word for what is none."""
+    """Return a file's digest, or the kind of what is not a file."""
     if path.is_symlink():
         return "link"
     return sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"

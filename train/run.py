@@ -142,9 +142,9 @@ def claim_folder(config: CommonConfig) -> None:
 
     Raises:
         ConfigError: the folder holds a run that ``--load`` does not continue, or checkpoints later than the requested
-            one; it is not writable, or a file there, or one to be taken over, is none; or a logging service is not
-            installed.
-        TrainingError: its list of failures is none.
+            one; it is not writable; something there, or to be taken over, is not a regular file; or a logging service
+            is not installed.
+        TrainingError: failures.jsonl there is not one that a run writes.
     """
     from_first(lambda: _claim_folder(config))
 

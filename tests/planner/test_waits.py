@@ -193,7 +193,7 @@ def reads_of_a_step(monkeypatch: pytest.MonkeyPatch, data: Path, more: Callable[
     flags = (
         "--config configs/llama_tiny.toml --num-layers 1 --hidden-size 32 --seq-length 32 --context-parallel-size 1 "
     )
-    flags += "--context-parallel-size 1 --save none --save-interval none --eval-iters 0"
+    flags += "--train-iters 4 --save none --save-interval none --eval-iters 0"
     own = ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
     with trainer_of(pretrain_gpt, [*flags.split(), *own], Steps()) as trainer:
         plain = trainer.optimizer.step

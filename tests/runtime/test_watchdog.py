@@ -103,7 +103,7 @@ def test_a_stopped_process_is_woken_for_its_stacks_and_knows_it_before_it_runs(
     monkeypatch.setattr(Process, "send", send)
     os.waitpid(child, os.WUNTRACED)
     with (tmp_path / "stacks").open("w+") as out:
-        write_of(out, process)
+        write_of(out, process, time.monotonic() + 10)
         out.seek(0)
         said = out.read()
     os.kill(child, signal.SIGKILL)

@@ -90,7 +90,17 @@ def test_a_file_written_anew_under_the_inode_it_had_is_read_from_its_beginning(t
         *(("config.toml", f"[train]\ntrain_iters = {text}") for text in ("0", '"x"', "inf", "9" * 40, "true")),
         ("config.toml", "[checkpoint]\nnon_persistent_local_ckpt_dir = 5"),
         ("starts.jsonl", None),
-        *(("metrics.jsonl", text) for text in (None, "?\n", "[1]\n", "[" * 100_000 + "\n", '{"iteration": 1e400}\n')),
+        *(
+            ("metrics.jsonl", text)
+            for text in (
+                None,
+                "?\n",
+                "[1]\n",
+                "[" * 100_000 + "\n",
+                '{"iteration": 1e400}\n',
+                '{"iteration": 1, "lm_loss": 1e200}\n',
+            )
+        ),
     ],
 )
 def test_a_file_that_no_run_writes_is_a_line(name, content, tmp_path, capsys):

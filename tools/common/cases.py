@@ -19,7 +19,7 @@ DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
 def _flag(flag: str, default: Any, words: type | None = None) -> Any:
-    """Return a field of a case and its flag; a configuration, of whose literals for it each is a word."""
+    """Return a field of a case with its flag, and the configuration whose choices for it are words of a line."""
     return field(default=default, metadata={"flag": flag, "words": words})
 
 

@@ -194,7 +194,7 @@ def _check_record(record: dict[str, Any]) -> None:
         raise KeyError(" or ".join(LOSSES))
     for name, value in record.items():
         numbers = value if isinstance(value, list) and name in PHASES else [value]
-        if not all(n is None or is_count(n) or (type(n) is float and math.isfinite(n)) for n in numbers):
+        if not all(n is None or is_count(n) or (type(n) is float and abs(n) < 1e40) for n in numbers):
             raise TypeError(f"{name} is {value!r:.40}")
 
 

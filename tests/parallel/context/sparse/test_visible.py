@@ -1,10 +1,57 @@
-"""Rows seen, a few pairs of pieces at a time; that they are those that some query sees is what ``play`` checks."""
+"""Rows seen against brute force: any documents, windows, layouts and teams."""
 
+import random
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 
-from parallel.context import make_plan
+from parallel.context import METHODS, Plan, make_plan
+from parallel.context.mask import Reach
 from parallel.context.sparse import visible as module
 from parallel.context.sparse.visible import Seen, as_columns, rows_seen
+from parallel.context.tiles import Piece
+from tests.parallel.context.sparse.play import drawn, visible
+
+
+def sets(plan: Plan) -> Iterator[tuple[list[Piece], np.ndarray]]:
+    """Pieces and positions of the ranks one by one, and of each team."""
+    groups = [(rank,) for rank in range(plan.size)] + [plan.geometry.team(rank) for rank in range(plan.size)]
+    for ranks in groups:
+        yield plan.real_pieces(ranks), np.concatenate([plan.positions(rank).numpy() for rank in ranks])
+
+
+def found(plan: Plan, reach: Reach, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and by brute force."""
+    pieces, positions = zip(*sets(plan), strict=True)
+    begin = np.cumsum([0, *map(len, positions)])
+    rows = rows_seen(as_columns(pieces), as_columns(pieces), plan.layout.stride, reach)
+    got = np.zeros((len(pieces), begin[-1]), dtype=bool)
+    for who, whose, first, end in zip(*(column.tolist() for column in rows), strict=True):
+        assert 0 <= first < end <= len(positions[whose])
+        got[who, begin[whose] + first : begin[whose] + end] = True
+    columns = seen[:, np.concatenate(positions)]
+    return got, np.stack([columns[own].any(0) for own in positions])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_seen_are_those_that_some_query_sees_and_the_other_way_round(method: str) -> None:
+    for seed, size in enumerate((1, 2, 3, 4, 6, 8, 9, 12) * 2):
+        plan = drawn(random.Random(f"{method} {seed}"), method, size)
+        behind, ahead = plan.mask.reach
+        np.testing.assert_array_equal(*found(plan, (behind, ahead), visible(plan)), str(plan))
+        np.testing.assert_array_equal(*found(plan, (ahead, behind), visible(plan).T), str(plan))
+
+
+@pytest.mark.parametrize("window", [(1, 0), (2, 0), (6, 0)])
+def test_windows_narrower_than_the_stride_see_some_ranks_alone(window: tuple[int, int]) -> None:
+    plan = make_plan("striped", seq_len=64, size=8, documents=(0, 3, 30, 64), window=window)
+    got, want = found(plan, plan.mask.reach, visible(plan))
+    np.testing.assert_array_equal(got, want)
+    wider, _ = found(plan, (window[0] + 1, 0), visible(plan))
+    narrower, _ = found(plan, (window[0] - 1, 0), visible(plan))
+    assert (wider != want).any()  # negative controls
+    assert (narrower != want).any()
 
 
 def test_pieces_compared_a_few_at_a_time_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ def _folder(purpose: str, imports: str = "") -> Folder:
 
 
 LIBRARY = "model data checkpoint parallel parallel/context kernels runtime"
+BELOW = "tools/common tools/common/arguments tools/common/report"
 FOLDERS = {
     "entry": _folder("the two programs that train", f"{LIBRARY} train planner"),
     "runtime": _folder("what every folder may use: files, errors of all ranks, processes"),
@@ -41,16 +42,18 @@ FOLDERS = {
     "planner": _folder("which arrangement is fastest", f"{LIBRARY} train"),
     "tools": _folder(
         "programs beside training: data, samples, plans, pictures",
-        f"{LIBRARY} train planner entry parity tools/common",
+        f"{LIBRARY} train planner entry parity {BELOW}",
     ),
-    "tools/calibrate": _folder("a cluster file measured here", f"{LIBRARY} train planner bench tools/common"),
+    "tools/calibrate": _folder("a cluster file measured here", f"{LIBRARY} train planner bench {BELOW}"),
+    "tools/common/arguments": _folder("what every program's command line shares", "runtime"),
+    "tools/common/report": _folder("tables and files of results", "runtime"),
     "tools/common": _folder(
-        "what programs share: command lines, results, cases, a run opened or measured", f"{LIBRARY} train planner entry"
+        "what programs share: cases, a run opened or measured", f"{LIBRARY} train planner entry {BELOW}"
     ),
-    "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools tools/calibrate tools/common"),
-    "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools bench slurm tools/common"),
-    "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry tools/common"),
-    "slurm": _folder("jobs of a scheduler", f"{LIBRARY} train planner tools tools/common"),
+    "bench": _folder("benchmarks", f"{LIBRARY} train planner entry tools tools/calibrate {BELOW}"),
+    "papers": _folder("papers' tables row by row", f"{LIBRARY} train planner entry tools bench slurm {BELOW}"),
+    "parity": _folder("every mesh equals one process", f"{LIBRARY} train planner entry {BELOW}"),
+    "slurm": _folder("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),
 }
 """Each folder has one purpose, which no other has, and the others that it stands on; a row within a row is a part
 whose imports differ from the rest's."""
@@ -252,7 +255,7 @@ def test_dependencies_point_one_way():
         ("data/a.py", "from checkpoint import api", "data/a.py imports checkpoint"),
         ("bench/a.py", "from parity import run", "bench/a.py imports parity"),
         ("parity/a.py", "from tools.prepare_data import main", "parity/a.py imports tools"),
-        ("tools/common/arguments.py", "from tools import plan", "tools/common/arguments.py imports tools"),
+        ("tools/common/arguments.py", "from train import run", "tools/common/arguments.py imports train"),
         ("tools/a.py", "from papers import lasp", "tools/a.py imports papers"),
         ("tools/a.py", "from bench.link import cases", "tools/a.py imports bench"),
         ("train/a.py", "import pretrain_gpt", "train/a.py imports entry"),

@@ -18,7 +18,7 @@ from papers.ring import K, step_of
 from papers.rows import Curves, Row, Sheet
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
-from planner.step_memory import Arrangement, Workload, memory_of
+from planner.step_memory import Arrangement, StepShape, memory_of
 from runtime.errors import UserError
 from runtime.machine import commit_of
 from runtime.ranks import run_ranks
@@ -33,7 +33,7 @@ LOGIT_BYTES = 12
 
 
 @lru_cache
-def model() -> Workload:
+def model() -> StepShape:
     """Return the work of a step of TransNormer 1B in bfloat16, batch 1, whose gradients are there throughout."""
     return replace(step_of("transnormer_1b"), micro_batches=2)
 

@@ -9,7 +9,7 @@ from papers.rows import Row, Sheet
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
-from planner.step_memory import Arrangement, Workload, memory_of, offloaded
+from planner.step_memory import Arrangement, StepShape, memory_of, offloaded
 from tools.common.arguments import run_command
 
 STAGES = 4
@@ -19,7 +19,7 @@ LEANEST = Arrangement(recompute="full", offload=True, loss_chunk=LOSS_CHUNK, ffn
 CLUSTER = load_cluster(CLUSTERS / "h100_pod.toml")
 
 
-def gb(work: Workload, gpus: int, tokens: int, stages: int) -> float:
+def gb(work: StepShape, gpus: int, tokens: int, stages: int) -> float:
     """Return a GPU's predicted peak in 10^9 bytes, of Ulysses whose heads are exchanged in so many stages."""
     plan = make_plan("ulysses", seq_len=tokens, size=gpus, ulysses_head_chunks=stages)
     return sum(memory_of(work, plan, LEANEST).values()) / 1e9

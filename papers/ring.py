@@ -12,7 +12,7 @@ from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.search import workload_of
-from planner.step_memory import Arrangement, Workload, memory_of
+from planner.step_memory import Arrangement, StepShape, memory_of
 from tools.common.arguments import run_command
 from train.config.language import load_config
 
@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 @lru_cache
-def step_of(config: str) -> Workload:
+def step_of(config: str) -> StepShape:
     """Return the work of a step of one sequence, by a configuration of configs/."""
     return workload_of(load_config(CONFIGS / f"{config}.toml"), 1, "cuda")
 
@@ -107,7 +107,7 @@ COLUMNS = ("vanilla", "memory_efficient_attention", "blockwise_attention_and_ffn
 
 
 @lru_cache
-def model(size: str) -> Workload:
+def model(size: str) -> StepShape:
     """Return the work of a step of a LLaMA in float32, batch 1; the 30B one has LLaMA 1's shape."""
     config = load_config(CONFIGS / f"{MODELS[size]}.toml")
     if size == "30B":

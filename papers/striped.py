@@ -16,7 +16,7 @@ from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import Cluster
 from planner.step_cost import predict
-from planner.step_memory import Arrangement, Workload
+from planner.step_memory import Arrangement, StepShape
 from runtime.machine import device_name
 from tools.common.arguments import run_command
 
@@ -27,12 +27,12 @@ SCALE, HEADS, REPEATS = 16, 2, 3
 CHIPS = {"A100-80GB x8": "A100 NVLink", "TPUv3 x8": "TPU v3", "TPUv4 x16": "TPU v4"}
 
 
-def model(size: str) -> Workload:
+def model(size: str) -> StepShape:
     """Return the work of a step of the paper's model ``1B``, ``3B`` or ``7B`` (table 1)."""
     return step_of(f"striped_{size.lower()}")
 
 
-def speedup(work: Workload, ranks: int, block: int, double: bool, computed: float = 0.5) -> float:
+def speedup(work: StepShape, ranks: int, block: int, double: bool, computed: float = 0.5) -> float:
     """Return the time of Ring over that of Striped Attention on blocks of so many tokens, if all sending is hidden.
 
     ``double``: attention's operations take twice as long as others (TF32 beside bfloat16, on the A100). ``computed`` is
@@ -51,7 +51,7 @@ def computed_share(block: int, tile: tuple[int, int]) -> float:
     return seen * queries / block**2
 
 
-def planned(work: Workload, cluster: Cluster, tp: int, ranks: int, tokens: int) -> float:
+def planned(work: StepShape, cluster: Cluster, tp: int, ranks: int, tokens: int) -> float:
     """Return the planner's speed-up of a step: exact causal work, sends overlapped round by round, recomputed."""
     times = {}
     for method in ("ring", "striped"):

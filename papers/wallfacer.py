@@ -18,7 +18,7 @@ from papers.rows import Curves, Row, Sheet
 from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.step_cost import predict
-from planner.step_memory import Arrangement, Workload, memory_of
+from planner.step_memory import Arrangement, StepShape, memory_of
 from runtime.machine import device_name
 from runtime.ranks import run_ranks
 from tools.common.arguments import run_command
@@ -81,7 +81,7 @@ def memory() -> list[Row]:
 
 
 @lru_cache
-def model(name: str) -> tuple[Workload, bool]:
+def model(name: str) -> tuple[StepShape, bool]:
     """Return a step of a model of table 3 in bfloat16, and whether it is causal; GPT-2's vocabulary is our choice."""
     row = next(row for row in rows.published("wallfacer_models") if row["model"] == name)
     causal, heads, layers, hidden = name.startswith("GPT"), *(int(row[key]) for key in ("heads", "layers", "hidden"))
@@ -95,7 +95,7 @@ def model(name: str) -> tuple[Workload, bool]:
     return work, causal
 
 
-def seconds(work: Workload, plan: Plan, cluster: Cluster, hidden: bool) -> float:
+def seconds(work: StepShape, plan: Plan, cluster: Cluster, hidden: bool) -> float:
     """Return the time of a step with ZeRO-2 and checkpoints behind the attention; sends hidden by computing, or not."""
     arranged = Arrangement(strategy="zero2", recompute="attention_boundary", loss_chunk=2048)
     if hidden:

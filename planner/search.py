@@ -15,7 +15,7 @@ from planner.documents import typical_documents
 from planner.levers import MOMENTS, OFFLOAD, AnyConfig, ladder, not_pulled
 from planner.ranking import Candidate, Ranking, described
 from planner.step_cost import Prediction, predict
-from planner.step_memory import Arrangement, Workload, memory_of, pinned
+from planner.step_memory import Arrangement, StepShape, memory_of, pinned
 from planner.workload import with_softmax_layers, workload_of
 from runtime.errors import UserError
 from runtime.progress import Progress
@@ -71,7 +71,7 @@ def fits_in_memory(config: AnyConfig, world_size: int, cluster: Cluster, documen
 
 def _numbers(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
-) -> tuple[Workload, Plan, Arrangement]:
+) -> tuple[StepShape, Plan, Arrangement]:
     """Return the configuration as the cost model takes it."""
     recompute = config.recompute
     pp, cp, tp = config.mesh.sizes

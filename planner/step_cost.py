@@ -10,7 +10,7 @@ from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
 from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
 from planner.cluster import Cluster
-from planner.step_memory import Arrangement, Workload, fetched_ahead, memory_of, moments, offloaded, own_sizes, pinned
+from planner.step_memory import Arrangement, StepShape, fetched_ahead, memory_of, moments, offloaded, own_sizes, pinned
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Prediction:
         return sum(self.memory.values())
 
 
-def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> Prediction:
+def predict(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> Prediction:
     """Predict time and memory of one step of ``work``, with the attention's ``plan`` over cp."""
     tp = arranged.tp
     of = own_sizes(work, plan, tp)
@@ -72,7 +72,7 @@ def predict(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster)
     return Prediction(seconds, memory_of(work, plan, arranged), links, pinned(work, plan, arranged))
 
 
-def _mean_attention(work: Workload, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
+def _mean_attention(work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
     """Return the mean seconds of all layers, forward and backward, and the bytes of one, without a window if any is."""
     whole = _attention(plan, of, cluster, tp)
     if work.softmax_layers:
@@ -94,13 +94,13 @@ def _attention(plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float,
     return cost.forward(), cost.backward(), cost.links()
 
 
-def _tensor(work: Workload, plan: Plan, tp: int, cluster: Cluster) -> float:
+def _tensor(work: StepShape, plan: Plan, tp: int, cluster: Cluster) -> float:
     """Time a layer's 4 all-gathers and reduce-scatters forward, and as many backward (sequence parallelism)."""
     count = work.micro_batch * plan.local_len * work.hidden * work.element_size * (tp - 1) / tp
     return 8 * _ring_seconds(count, tp, 1, cluster) if tp > 1 else 0.0
 
 
-def _pipeline(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
+def _pipeline(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
     """Time a micro-batch's activations to the next stage, and their gradients back."""
     if arranged.pp == 1:
         return 0.0
@@ -111,7 +111,7 @@ def _pipeline(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluste
     return 2 * (count / (rate * GB) + latency * MICRO)
 
 
-def _data(work: Workload, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
+def _data(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
     """Time a step's weight gathers and gradient sums over dp x cp."""
     ranks = arranged.dp * plan.size
     if ranks == 1:
@@ -134,7 +134,7 @@ def _ring_seconds(count: float, ranks: int, stride: int, cluster: Cluster) -> fl
     return count / (rate * GB) + (ranks - 1) * cluster.between_latency_us * MICRO
 
 
-def _ffn_share(work: Workload) -> float:
+def _ffn_share(work: StepShape) -> float:
     """Return the share of a layer's matrix products that is inside its feed-forward."""
     inside = (3 if work.gated else 2) * work.hidden * work.ffn
     return inside * work.layers / (work.matrix_weights - work.vocab * work.hidden)

@@ -21,7 +21,7 @@ was sent before is let go of while the next arrives. Fitted to rehearsals."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class StepShape:
     """A model and one step of it, before tensor parallelism."""
 
     layers: int
@@ -97,7 +97,7 @@ class Moments(NamedTuple):
     end: float
 
 
-def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, float]:
+def memory_of(work: StepShape, plan: Plan, arranged: Arrangement) -> dict[str, float]:
     """Return the bytes of the busiest rank at the peak of a step, by cause.
 
     In a pipeline the loss is the last stage's and the rest the first one's.
@@ -115,7 +115,7 @@ def memory_of(work: Workload, plan: Plan, arranged: Arrangement) -> dict[str, fl
     return max(found, key=lambda memory: sum(memory.values()))
 
 
-def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, Moments, Moments]:
+def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, Moments, Moments]:
     """Count weights with the optimizer's state; at each moment gradients, and what is on its way to them.
 
     Gradients of one micro-batch come layer by layer; those of several are there from the second on. In a pipeline the
@@ -153,7 +153,7 @@ def _weights(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, 
     return states / shards + copies, there, passing  # at the end the whole weights are let go of
 
 
-def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:
+def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:
     """Count what layers keep at each moment, and what the loss or a layer's backward takes besides."""
     tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
     stream = tokens * work.hidden * work.element_size / arranged.tp
@@ -179,7 +179,7 @@ def _activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[Mom
     return activations, Moments(_loss_bytes(work, tokens, arranged), layer, layer, layer + again, 0)
 
 
-def _loss_kept(work: Workload, tokens: int, arranged: Arrangement) -> float:
+def _loss_kept(work: StepShape, tokens: int, arranged: Arrangement) -> float:
     """Count what a loss keeps until its backward: logits, or the gradients that came with it."""
     width = max(1, work.vocab / arranged.tp)
     if arranged.loss_chunk:
@@ -187,7 +187,7 @@ def _loss_kept(work: Workload, tokens: int, arranged: Arrangement) -> float:
     return width * work.element_size * tokens
 
 
-def _loss_bytes(work: Workload, tokens: int, arranged: Arrangement) -> float:
+def _loss_bytes(work: StepShape, tokens: int, arranged: Arrangement) -> float:
     """Count the logits and their gradients, of a low precision in float32 a few rows at a time."""
     scores, size = min(tokens, arranged.loss_chunk or tokens), work.element_size
     width = max(1, work.vocab / arranged.tp)
@@ -196,7 +196,7 @@ def _loss_bytes(work: Workload, tokens: int, arranged: Arrangement) -> float:
     return count + (_loss_kept(work, tokens, arranged) if arranged.loss_chunk else 0)
 
 
-def _backward_bytes(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
     """Count what a layer's backward takes besides what is kept: what is computed again, and gradients inside.
 
     It is most in the feed-forward, or in the attention, when what the feed-forward held is gone and the gradients of
@@ -251,7 +251,7 @@ def _given(of: Sizes) -> int:
     return (of.gradient("kv") + of.gradient("queries")) * of.element_size // of.wide
 
 
-def _layer_activations(work: Workload, plan: Plan, arranged: Arrangement) -> tuple[float, float]:
+def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, float]:
     """Return bytes per token that a layer keeps for its backward, and that it holds then.
 
     Counted module by module: residuals, inputs of norms and projections; queries, keys and values, the output and its
@@ -276,7 +276,7 @@ def _outputs(plan: Plan) -> int:
     return 2 if plan.geometry.ulysses_degree > 1 and plan.geometry.options.ulysses_head_chunks == 1 else 1
 
 
-def moments(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+def moments(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes of a rank's moments of Adam in host memory."""
     own = work.trained_share * work.parameters / (arranged.tp * arranged.pp) / _shards(plan, arranged)
     return 8 * own if arranged.moments_on_host else 0.0
@@ -286,13 +286,13 @@ def _shards(plan: Plan, arranged: Arrangement) -> int:
     return 1 if arranged.strategy in ("ddp", "legacy_ddp") else arranged.dp * plan.size // arranged.copies
 
 
-def offloaded(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+def offloaded(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes that a micro-batch keeps in host memory."""
     kept, _ = _layer_activations(work, plan, arranged)
     return work.micro_batch * plan.local_len * kept * -(-work.layers // arranged.pp) if arranged.offload else 0.0
 
 
-def pinned(work: Workload, plan: Plan, arranged: Arrangement) -> float:
+def pinned(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes of host memory that torch pins for both, but for what is left of the moments' last slab.
 
     Of a pipeline the first stage has most there: of all micro-batches in flight.
@@ -313,13 +313,13 @@ def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
     return in_slabs(tensors * times, SEVERAL)
 
 
-def fetched_ahead(work: Workload, plan: Plan, arranged: Arrangement) -> bool:
+def fetched_ahead(work: StepShape, plan: Plan, arranged: Arrangement) -> bool:
     """Return whether offloaded activations come back while the layer after theirs runs."""
     kept, _ = _layer_activations(work, plan, arranged)
     return work.micro_batch * plan.local_len * kept <= FETCH_AHEAD
 
 
-def own_sizes(work: Workload, plan: Plan, tp: int) -> Sizes:
+def own_sizes(work: StepShape, plan: Plan, tp: int) -> Sizes:
     """Return the attention's sizes of a rank's heads."""
     heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
     return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)

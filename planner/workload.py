@@ -22,30 +22,30 @@ from parallel.context.plan import Plan, make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import GB, AttentionCost
 from planner.cluster import Cluster
-from planner.step_memory import Workload
+from planner.step_memory import StepShape
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 
 GATED = ("llama", "transnormer")
 ON_GPU = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
-"""``Workload.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's."""
+"""``StepShape.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's."""
 WORKSPACES = 2 * (32 << 20)
 """Bytes that torch gives cuBLAS and cuBLASLt to work in, on Hopper; on older GPUs fewer."""
 LRPE = 10.0
-"""``Workload.first_layer`` of a transnormer, whose positions double the width of queries and keys."""
+"""``StepShape.first_layer`` of a transnormer, whose positions double the width of queries and keys."""
 
 
-def workload_of(config: CommonConfig, dp: int, device: str) -> Workload:
+def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
     """Return the work of a step. The vocabulary of a language model must be known."""
     model, fields = config.model, _diffusion(config) if isinstance(config, DiTRunConfig) else _language(config)
     if device == "cpu":
         fields["wide_logits"] = LOSS_CHUNK["cpu"]
-        fields["residual"] = 10.0 if config.train.bf16 else Workload.residual  # norms keep copies in float32
+        fields["residual"] = 10.0 if config.train.bf16 else StepShape.residual  # norms keep copies in float32
     else:
         kind = getattr(config.model, "model_type", "dit")
-        fields |= {"residual": ON_GPU.get(kind, Workload.residual), "workspaces": WORKSPACES}
+        fields |= {"residual": ON_GPU.get(kind, StepShape.residual), "workspaces": WORKSPACES}
         fields["first_layer"] = LRPE if kind == "transnormer" else 0.0
-    return Workload(
+    return StepShape(
         layers=model.num_layers,
         hidden=model.hidden_size,
         ffn=model.ffn_size,
@@ -59,7 +59,7 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> Workload:
     )
 
 
-def with_softmax_layers(work: Workload, config: CommonConfig, cluster: Cluster) -> Workload:
+def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster) -> StepShape:
     """Return the work with the seconds of a hybrid's layers of softmax attention, in the faster of its layouts."""
     if not isinstance(config, Config) or config.model.softmax_every is None:
         return work

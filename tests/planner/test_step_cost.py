@@ -9,7 +9,7 @@ from parallel.context.traffic import sizes
 from planner.attention_cost import AttentionCost
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.step_cost import predict
-from planner.step_memory import Arrangement, Workload, moments, offloaded, pinned
+from planner.step_memory import Arrangement, StepShape, moments, offloaded, pinned
 
 FREE = 1e15
 """So much of a rate that what it carries takes no time."""
@@ -145,7 +145,7 @@ def test_a_slow_link_between_nodes_is_spared() -> None:
     assert fastest.links().between < attention("zigzag", nodes, 16).links().between
 
 
-GPT_7B = Workload(
+GPT_7B = StepShape(
     layers=32,
     hidden=4096,
     ffn=16384,
@@ -218,7 +218,7 @@ WHOLE = 2 * GPT_7B.vocab * GPT_7B.hidden
 """Weights of the embedding and the output."""
 
 
-def states(work: Workload, strategy: str, **options: int) -> float:
+def states(work: StepShape, strategy: str, **options: int) -> float:
     plan, arranged = make_plan("zigzag", seq_len=65536, size=8), Arrangement(strategy=strategy, **options)  # type: ignore[arg-type]
     return predict(work, plan, arranged, NETWORK).memory["weights, gradients, optimizer"]
 

@@ -185,7 +185,7 @@ def rearranged(config: C, processes: int) -> tuple[C, str]:
         known = with_vocabulary(config, tokenizer_of(config).vocab_size)
     several = list(divided(known, processes))
     found = rank(several, processes, cluster)
-    if not found.candidates and (found.too_large or found.host_short):
+    if not found.candidates and (found.over_memory or found.over_host_memory):
         found = rank(several, processes, cluster, vary=settings)
         if not found.candidates:
             raise ConfigError(nothing_left(found, cluster))

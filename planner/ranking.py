@@ -30,9 +30,9 @@ class Ranking:
 
     candidates: list[Candidate]
     refused: Counter[str]
-    too_large: list[float]
+    over_memory: list[float]
     """Bytes that each of the others needs, in the settings that need least."""
-    host_short: list[float]
+    over_host_memory: list[float]
     """Bytes that each of those that would fit moves to host memory, which has less."""
     saving: tuple[str, ...] = ()
     """Fields by which a configuration takes less memory, and which were not tried."""
@@ -42,20 +42,20 @@ class Ranking:
 
 def nothing_left(found: Ranking, cluster: Cluster) -> str:
     """Say why there is no candidate, and what to do."""
-    if found.too_large:
-        least = min(found.too_large)
+    if found.over_memory:
+        least = min(found.over_memory)
         more = "".join(f", {name}" for name in found.saving)
         asked = " (python -m tools.plan --fits says what brings most)" if found.saving else ""
         return (
             f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
-            f"{len(found.too_large)} tried takes {least / 1e9:.1f}; use more processes{more} or a lower seq_length"
+            f"{len(found.over_memory)} tried takes {least / 1e9:.1f}; use more processes{more} or a lower seq_length"
             f"{asked}"
         )
-    if found.host_short:
+    if found.over_host_memory:
         without = f", or leave {' or '.join(found.moving)} out" if found.moving else ""
         return (
             f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of "
-            f"{len(found.host_short)} tried moves there {min(found.host_short) / 1e9:.1f}; "
+            f"{len(found.over_host_memory)} tried moves there {min(found.over_host_memory) / 1e9:.1f}; "
             f"use more processes or a lower seq_length{without}"
         )
     reason = next(iter(found.refused), "there is no arrangement of these processes")

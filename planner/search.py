@@ -215,8 +215,8 @@ def rank(
         vary: the settings to try, such as ``settings``; by default those that are given alone.
     """
     fitting: list[Candidate] = []
-    too_large: list[float] = []
-    host_short: list[float] = []
+    over_memory: list[float] = []
+    over_host_memory: list[float] = []
     refused = Counter[str]()
     every = list(candidates_of(configs, world_size, cluster, refused))
     with Progress() as progress:
@@ -236,12 +236,12 @@ def rank(
                 roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
                 fitting.append(min(roomy or found, key=lambda one: one.prediction.time))
             elif inside := [one.host for one in tried if one.device <= 1e9 * cluster.memory_gb]:
-                host_short.append(min(inside))
+                over_host_memory.append(min(inside))
             else:
-                too_large.append(min(one.device for one in tried))
+                over_memory.append(min(one.device for one in tried))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
     saving = not_pulled(configs[0], cluster) if configs and not vary else ()
-    return Ranking(fitting, refused, too_large, host_short, saving, _on_host(configs[:1], vary is not None))
+    return Ranking(fitting, refused, over_memory, over_host_memory, saving, _on_host(configs[:1], vary is not None))
 
 
 def _on_host(configs: Sequence[AnyConfig], varied: bool) -> tuple[str, ...]:

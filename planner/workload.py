@@ -27,7 +27,7 @@ from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 
 GATED = ("llama", "transnormer")
-ON_GPU = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
+FUSED_RESIDUAL = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
 """``StepShape.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's."""
 WORKSPACES = 2 * (32 << 20)
 """Bytes that torch gives cuBLAS and cuBLASLt to work in, on Hopper; on older GPUs fewer."""
@@ -43,7 +43,7 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
         fields["residual"] = 10.0 if config.train.bf16 else StepShape.residual  # norms keep copies in float32
     else:
         kind = getattr(config.model, "model_type", "dit")
-        fields |= {"residual": ON_GPU.get(kind, StepShape.residual), "workspaces": WORKSPACES}
+        fields |= {"residual": FUSED_RESIDUAL.get(kind, StepShape.residual), "workspaces": WORKSPACES}
         fields["first_layer"] = LRPE if kind == "transnormer" else 0.0
     return StepShape(
         layers=model.num_layers,

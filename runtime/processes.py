@@ -107,11 +107,11 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
         ) from error
     store.set_timeout(timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _of_this_start(store, rank, size, timeout)
+        store = _agreed_part(store, rank, size, timeout)
     return store, rank, size
 
 
-def _of_this_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def _agreed_part(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Return a part of torchrun's store that this start alone knows: it has the keys of the starts before, still.
 
     Its name is rank 0's. A rank is told under a name of its own, which no earlier start knew, until it has answered.

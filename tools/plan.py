@@ -205,9 +205,9 @@ def plan(argv: list[str]) -> None:
     every = args.all or args.longest or args.fewest
     varied, note = list(arrangements(config, world_size)) if every else [config], ""
     found = rank(varied, world_size, cluster, lengths, settings if every else None)
-    if (found.too_large or found.host_short) and not found.candidates and not every:
-        least = min(found.too_large or found.host_short) / 1e9
-        where = "" if found.too_large else " of host memory"
+    if (found.over_memory or found.over_host_memory) and not found.candidates and not every:
+        least = min(found.over_memory or found.over_host_memory) / 1e9
+        where = "" if found.over_memory else " of host memory"
         note = f"as configured it takes {least:.1f} GB{where}; what decides memory is varied (--fits says for what)"
         found = rank(varied, world_size, cluster, lengths, settings)
     if not found.candidates:
@@ -226,8 +226,8 @@ def plan(argv: list[str]) -> None:
         return
     if args.json:
         told: dict[str, Any] = {"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]]}
-        told |= {"refused": dict(found.refused), "too_large": len(found.too_large)}
-        print(json.dumps({**told, "host_short": len(found.host_short)}))
+        told |= {"refused": dict(found.refused), "too_large": len(found.over_memory)}
+        print(json.dumps({**told, "host_short": len(found.over_host_memory)}))
     else:
         print(_asked(world_size, cluster, config))
         print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())
@@ -324,14 +324,14 @@ def bars(parts: Mapping[str, float], host: float, cluster: Cluster, of: str = "a
 def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
     """Say how many candidates there are, how many were discarded, and why."""
     shown = f", of which the best {top} are shown (--top)" if top < len(found.candidates) else ""
-    sums = f"{found.refused.total()} refused, {len(found.too_large)} too large"
-    sums += f", {len(found.host_short)} too large for host memory" if found.host_short else ""
+    sums = f"{found.refused.total()} refused, {len(found.over_memory)} too large"
+    sums += f", {len(found.over_host_memory)} too large for host memory" if found.over_host_memory else ""
     lines = [f"{counted(len(found.candidates), 'candidate')}{shown}; {sums}"]
     lines += [f"  refused {count}{example}" for example, count in grouped(found.refused)]
-    if found.too_large:
-        least = min(found.too_large) / 1e9
+    if found.over_memory:
+        least = min(found.over_memory) / 1e9
         lines.append(
-            f"  too large {len(found.too_large)}: {cluster.memory_gb:g} GB, and these take {least:.1f} or more"
+            f"  too large {len(found.over_memory)}: {cluster.memory_gb:g} GB, and these take {least:.1f} or more"
         )
     return "\n".join(lines)
 

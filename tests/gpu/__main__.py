@@ -42,12 +42,12 @@ def environment(device: str, folder: Path) -> dict[str, Any]:
     return {"ceilings": ceilings(device, (_dtype(device),))}
 
 
-ON_GPU = "tests/gpu/test_attention.py"
+FUSED_RESIDUAL = "tests/gpu/test_attention.py"
 
 
 def backends(device: str, folder: Path) -> dict[str, Any]:
     """Compare every backend with float64: widths, lengths, grouped heads, slices of longer tensors, log-sum-exp."""
-    return tests(device, folder, ON_GPU, "-k", "backend")
+    return tests(device, folder, FUSED_RESIDUAL, "-k", "backend")
 
 
 def triton(device: str, folder: Path) -> dict[str, Any]:
@@ -57,12 +57,12 @@ def triton(device: str, folder: Path) -> dict[str, Any]:
 
 def ranks(device: str, folder: Path) -> dict[str, Any]:
     """Attend with all ranks of every method as threads, whole and packed, against one attention of the same dtype."""
-    return tests(device, folder, ON_GPU, "-k", "ranks")
+    return tests(device, folder, FUSED_RESIDUAL, "-k", "ranks")
 
 
 def waits(device: str, folder: Path) -> dict[str, Any]:
     """Let torch raise where a layer makes the host wait for the GPU."""
-    return tests(device, folder, ON_GPU, "-k", "wait")
+    return tests(device, folder, FUSED_RESIDUAL, "-k", "wait")
 
 
 def attention(device: str, folder: Path) -> dict[str, Any]:

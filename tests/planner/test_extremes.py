@@ -122,8 +122,8 @@ def test_what_the_host_cannot_hold_is_told_as_that(config: Config) -> None:
     assert not fits_in_memory(moved, 4, small, None)
     found = rank([moved], 4, small)
     assert not found.candidates
-    assert not found.too_large
-    assert min(found.host_short) > 1e9
+    assert not found.over_memory
+    assert min(found.over_host_memory) > 1e9
     said = nothing_left(found, small)
     assert "host_memory_gb of H100 80GB pod is 1 and the least of" in said
     assert "leave recompute_offload or optimizer_cpu_offload out" in said

@@ -71,7 +71,7 @@ def test_what_cannot_be_is_refused_with_its_reason_and_what_is_large_set_aside()
     assert times == sorted(times)
     small = rank([config(16)], 16, replace(A100, memory_gb=1e-3))
     assert not small.candidates
-    assert small.too_large
+    assert small.over_memory
 
 
 def test_all_arrangements_of_four_processes() -> None:

@@ -300,7 +300,7 @@ def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store() ->
     store.set_timeout(timedelta(seconds=20))
 
     def start(number: int, rank: int) -> None:
-        part = parts[number, rank] = processes._of_this_start(store, rank, 3, timedelta(seconds=20))
+        part = parts[number, rank] = processes._agreed_part(store, rank, 3, timedelta(seconds=20))
         part.set(f"said by {rank}", str(number))
 
     for number in range(2):
@@ -310,9 +310,9 @@ def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store() ->
         for thread in ranks:
             thread.join()
     with pytest.raises(LaunchError, match="rank 0 waited in vain for rank 1, 2"):
-        processes._of_this_start(store, 0, 3, SOON)  # the names of dead ranks are there
+        processes._agreed_part(store, 0, 3, SOON)  # the names of dead ranks are there
     for number in range(2):
         assert {parts[number, rank].get(f"said by {2 - rank}") for rank in range(3)} == {str(number).encode()}
     store.set_timeout(SOON)
     with pytest.raises(LaunchError, match="rank 1 met the launcher's store and waited in vain for rank 0"):
-        processes._of_this_start(store, 1, 3, SOON)
+        processes._agreed_part(store, 1, 3, SOON)

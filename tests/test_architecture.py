@@ -71,11 +71,11 @@ BUDGET = {
     "planner": 2820,
     "runtime": 2380,
     "slurm": 350,
-    "tools": 4290,
+    "tools": 4310,
     "parity": 1030,
     "papers": 1850,
     "bench": 2920,
-    "tests": 39820,
+    "tests": 39840,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

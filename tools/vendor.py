@@ -20,17 +20,16 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from runtime.files import owned, replacing, sha256, unwritable
+from runtime.files import fsync, owned, sha256, unwritable
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
 
 PACKAGE = "longmesh_attention"
 PARTS = {"parallel.context": "context", "kernels": "kernels", "runtime": "runtime"}
 """Our packages, and their names inside the package."""
-IMPORT = re.compile(rb"\b((?:from|import)\s+)(parallel\.context|kernels|runtime)\b")
+OURS = re.compile(r"(parallel\.context|kernels|runtime)\b")
 NAMESPACE = "longmesh"
 """Namespace of our custom operators; a second library of the same name would silently replace them."""
-OPERATOR = re.compile(rb"(torch\.ops\.|[\"'])longmesh(\.|::)")
 ORIGIN = "ORIGIN.json"
 
 
@@ -72,26 +71,40 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
     Raises VendorError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
     """
 
-    def moved(found: re.Match[bytes]) -> bytes:
-        return found[1] + f"{PACKAGE}.{PARTS[found[2].decode()]}".encode()
-
-    lines, operator = source.splitlines(keepends=True), rb"\1" + namespace.encode() + rb"\2"
+    lines = source.splitlines(keepends=True)
+    edits: set[tuple[int, int, str, str]] = set()  # row, column in bytes, old text and new text
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.level:
+        if isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            where = f"{path}:{node.lineno} imports {module}, relative to its folder"
-            raise VendorError(f"{where}; give the module's full name")
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names if isinstance(node, ast.Import) and not alias.asname]
-            if ours := next((name for name in names if IMPORT.match(f"import {name}".encode())), None):
-                raise VendorError(f"{path}:{node.lineno} imports {ours} by its full name; use from ... import")
-            lines[node.lineno - 1] = IMPORT.sub(moved, lines[node.lineno - 1])
+            if node.level:
+                where = f"{path}:{node.lineno} imports {module}, relative to its folder"
+                raise VendorError(f"{where}; give the module's full name")
+            column = lines[node.lineno - 1].index(module.encode(), node.col_offset + len("from "))
+            edits.add((node.lineno - 1, column, module, _moved(module)))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if (moved := _moved(alias.name)) != alias.name and not alias.asname:
+                    raise VendorError(
+                        f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import"
+                    )
+                edits.add((alias.lineno - 1, alias.col_offset, alias.name, moved))
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
             assert node.end_lineno is not None
-            lines[node.end_lineno - 1] = OPERATOR.sub(operator, lines[node.end_lineno - 1])
+            assert node.end_col_offset is not None
+            edits.add((node.end_lineno - 1, node.end_col_offset - len(NAMESPACE), NAMESPACE, namespace))
         elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{NAMESPACE}::"):
-            lines[node.lineno - 1] = OPERATOR.sub(operator, lines[node.lineno - 1])
+            column = lines[node.lineno - 1].index(f"{NAMESPACE}::".encode(), node.col_offset)
+            edits.add((node.lineno - 1, column, NAMESPACE, namespace))
+    for row, column, old, new in sorted(edits, reverse=True):
+        line = lines[row]
+        lines[row] = line[:column] + new.encode() + line[column + len(old.encode()) :]
     return b"".join(lines)
+
+
+def _moved(module: str) -> str:
+    """Return a module's name in the package; that of others stays."""
+    ours = OURS.match(module)
+    return f"{PACKAGE}.{PARTS[ours[0]]}{module[ours.end() :]}" if ours else module
 
 
 def _face(root: Path, version: str, commit: str) -> str:
@@ -148,18 +161,23 @@ def write(destination: Path, files: dict[str, bytes]) -> Path:
         raise VendorError(f"DEST is {destination}, {why}")
     with owned(destination, PACKAGE):
         _check_target(target)
-        old = destination / f".{PACKAGE}.{uuid.uuid4().hex}"
+        draft, old = (destination / f".{PACKAGE}.{uuid.uuid4().hex}" for _ in range(2))
         try:
-            with replacing(target) as (draft,):
-                for name, content in files.items():
-                    (draft / name).parent.mkdir(parents=True, exist_ok=True)
-                    (draft / name).write_bytes(content)
-                if target.exists():
-                    target.rename(old)
+            for name, content in files.items():
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                (draft / name).write_bytes(content)
+            for path in (*draft.rglob("*"), draft):
+                fsync(path)
+            # Nothing is between the two renames, so that a kill hardly leaves none of the two packages.
+            if target.exists():
+                target.rename(old)
+            draft.rename(target)
+            fsync(destination)
         finally:
             if old.exists() and not target.exists():
                 old.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
+            for left in (draft, old):
+                shutil.rmtree(left, ignore_errors=True)
     return target
 
 

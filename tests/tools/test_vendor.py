@@ -191,6 +191,21 @@ def test_a_destination_that_takes_no_files_is_named(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "lost"]
 
 
+def test_a_package_is_on_disk_before_the_old_one_leaves_its_place(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, Path.rename
+    vendor.write(tmp_path, NESTED)
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    monkeypatch.setattr(Path, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    vendor.write(tmp_path, NESTED)
+    assert events[-3:] == ["rename", "rename", str(tmp_path)]
+    names = {Path(event).name for event in events[:-3]}
+    assert names >= {"__init__.py", "a.py", "part", vendor.ORIGIN}
+    assert [path.name for path in tmp_path.iterdir()] == [vendor.PACKAGE]
+
+
 def test_nothing_stays_of_a_package_that_cannot_be_written(tmp_path):
     before = vendor.write(tmp_path, NESTED)
     with pytest.raises(OSError, match=r"Is a directory|Not a directory|File exists"):
@@ -203,11 +218,15 @@ def test_names_are_changed_and_nothing_else():
     source = '''"""Of kernels.merge and longmesh::op; é"""
 from kernels import reference
 import parallel.context.plan as plan, os
+from numba import runtime, kernels; from kernels import kernels
+import os, runtime.errors as e, kernels_of as runtime
 from runtime.files import owned as é; é(torch.ops.longmesh.op, "longmesh::op")
 '''
     expected = '''"""Of kernels.merge and longmesh::op; é"""
 from longmesh_attention.kernels import reference
 import longmesh_attention.context.plan as plan, os
+from numba import runtime, kernels; from longmesh_attention.kernels import kernels
+import os, longmesh_attention.runtime.errors as e, kernels_of as runtime
 from longmesh_attention.runtime.files import owned as é; é(torch.ops.longmesh_attention.op, "longmesh_attention::op")
 '''
     assert vendor.renamed(source.encode(), Path("a.py")).decode() == expected

@@ -1,5 +1,6 @@
 """Inspect a process: stacks, pending collective, running or stopped."""
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -91,7 +92,9 @@ def write_of(out: IO[str], process: Process, until: float) -> None:
     stacks, size, before = Path(f"/proc/{process.pid}/fd/{process.stacks}"), 1, 0
     with suppress(OSError):  # it is gone
         os.truncate(stacks, 1)  # so that it knows, however late it writes them
-        process.send(DUMP, signal.SIGCONT)
+        # By its main thread itself: another one may find its frames torn, as it runs on meanwhile.
+        ctypes.CDLL(None).tgkill(process.pid, process.pid, DUMP)
+        process.send(signal.SIGCONT)
         until = max(until, time.monotonic() + 1)
         while (size == 1 or size != before) and time.monotonic() < until:  # till all of them are written
             time.sleep(0.5)

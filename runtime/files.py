@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,43 +19,62 @@ _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
 LOCK = ".lock"
 """Of a folder, while a process owns it."""
 _HELD: set[tuple[int, str]] = set()
-
+Drafts = Callable[..., tuple[Path, ...]]
+"""Function that returns a draft beside each path."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Yield drafts beside ``paths``, which the block writes, and rename them to ``paths`` when it ends.
+    """Yield drafts beside ``paths``, which the block writes, and rename them to ``paths`` when it ends, as `drafting`.
 
-    A draft is a file or a folder, as the block makes it; a folder takes a free name, or an empty folder's. Drafts are
-    fsynced before the renames, the folders around them after. Their names differ only where ``paths`` do, so that a
-    .bin/.idx pair stays a pair. If the block raises (KeyboardInterrupt included), drafts are removed and ``paths`` are
-    as before.
+    Their names differ only where ``paths`` do, so that a .bin/.idx pair stays a pair.
+
+    Raises:
+        OSError: a draft cannot be written, or another folder has its name.
+    """
+    with drafting() as drafts_of:
+        yield drafts_of(*paths)
+
+
+@contextmanager
+def drafting() -> Iterator[Drafts]:
+    """Yield a function of paths that returns drafts beside them, all of which get their names when the block ends.
+
+    A draft is a file or a folder, as the block makes it; a folder takes a free name, or an empty folder's. All drafts
+    are fsynced before the first is renamed, in the order of the calls, and the folders around them after. If the block
+    raises (KeyboardInterrupt included), drafts are removed and the paths are as before.
 
     Raises:
         OSError: a draft cannot be written, or another folder has its name.
     """
     # Keep suffixes: readers choose by them. mkstemp would ignore the umask and make the files private.
     unique = uuid.uuid4().hex
-    drafts = tuple(path.with_name(f".{path.stem}.{unique}{path.suffix}") for path in paths)
-    renamed: list[tuple[Path, Path]] = []
-    try:
+    wanted: dict[Path, Path] = {}  # by draft
+    renamed: list[Path] = []
+
+    def drafts_of(*paths: Path) -> tuple[Path, ...]:
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-        yield drafts
-        for draft in drafts:
+        drafts = tuple(path.with_name(f".{path.stem}.{unique}{path.suffix}") for path in paths)
+        wanted.update(zip(drafts, paths, strict=True))
+        return drafts
+
+    try:
+        yield drafts_of
+        for draft in wanted:
             for path in (*draft.rglob("*"), draft):
                 fsync(path)
-        for draft, path in zip(drafts, paths, strict=True):
-            renamed.append((draft, path))
+        for draft, path in wanted.items():
+            renamed.append(draft)
             draft.replace(path)
         renamed.clear()
-        for folder in {path.parent for path in paths}:
+        for folder in {path.parent for path in wanted.values()}:
             fsync(folder)
     finally:
         # An interrupt between two renames must not leave a .bin beside another run's .idx.
-        taken = [path for draft, path in renamed if not os.path.lexists(draft)]
-        for path in (*drafts, *taken):
+        taken = [wanted[draft] for draft in renamed if not os.path.lexists(draft)]
+        for path in (*wanted, *taken):
             with suppress(OSError):
                 _remove(path)
 

@@ -69,13 +69,13 @@ BUDGET = {
     "data": 3530,
     "train": 5560,
     "planner": 2820,
-    "runtime": 2380,
+    "runtime": 2400,
     "slurm": 350,
     "tools": 4310,
     "parity": 1030,
     "papers": 1850,
     "bench": 2920,
-    "tests": 39840,
+    "tests": 39860,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

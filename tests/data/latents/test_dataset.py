@@ -1,4 +1,5 @@
 import json
+import math
 import os
 
 import numpy as np
@@ -131,10 +132,13 @@ def corrupt(path, row, value):
 
 @pytest.mark.parametrize(("row", "value"), [(2, np.nan), (3, np.inf)])
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
-def test_a_nan_is_named_with_file_and_row(tmp_path, kind, row, value):
-    """By a check of the folder, and by the sample where it came after the start of a run."""
+def test_a_nan_is_named_with_file_and_row(tmp_path, monkeypatch, kind, row, value):
+    """By a check of the folder in blocks, here of 3 rows, and by the sample where it came after the start of a run."""
     train, _ = built(folder(tmp_path, kind=kind), split="100")
-    LatentFolder(tmp_path).check_finite()
+    monkeypatch.setattr("data.latents.folder._BLOCK", 3 * math.prod(SHAPE))
+    with monkeypatch.context() as patched:
+        patched.setattr(LatentFolder, "latents", None)  # rows are looked for in a bad block alone
+        LatentFolder(tmp_path).check_finite()
     corrupt(tmp_path / f"latents-00001.{kind}", row, value)
     message = rf"latents-00001\.{kind}: row {row} holds a NaN"
     with pytest.raises(DataError, match=message):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,15 +42,19 @@ def test_a_writing_that_ends_early_leaves_what_was_there(tmp_path, kind, ending)
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
-def test_a_disk_that_fills_up_is_named(tmp_path, monkeypatch):
-    save = np.save
+@pytest.mark.parametrize(
+    ("owner", "call", "file"),
+    [(np, "save", "labels-00001"), (os, "fsync", "latents-00001"), (Path, "replace", "latents-00001")],
+)
+def test_a_disk_that_fills_up_is_named_and_nothing_stays(tmp_path, monkeypatch, owner, call, file):
+    done = getattr(owner, call)
 
-    def full(path, array):
-        save(path, array)
-        if "labels-00001" in path.name:
+    def full(of, *arguments):
+        if file in (os.readlink(f"/proc/self/fd/{of}") if isinstance(of, int) else of.name):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return done(of, *arguments)
 
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr(owner, call, full)
     message = r"cannot write to .*/a \(No space left on device: [\d,]+ bytes are free in .*\); free space or name"
     with pytest.raises(DataError, match=message):
         folder(tmp_path / "a")

@@ -118,9 +118,12 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
     _HELD.add(held)
     try:
         taken = Lock(lock, wait)
-        for path, of in [(path, match["stem"]) for path in folder.iterdir() if (match := _DRAFT.fullmatch(path.name))]:
-            if of == stem if stem is not None else not (folder / f".{of}.lock").exists():  # those are of their owner
-                _remove(path)
+        for path in list(folder.iterdir()):
+            if found := _DRAFT.fullmatch(path.name):
+                names = {found["stem"], found["stem"] + (found[2] or "")}  # a folder's name may have a dot
+                mine = stem is None or stem in names
+                if mine and not any((folder / f".{name}.lock").exists() for name in names - {stem}):
+                    _remove(path)
         yield
     finally:
         _HELD.remove(held)

@@ -154,7 +154,8 @@ def prepare(
             return kept, True
         with ExitStack() as held:
             try:
-                for stem in dict.fromkeys(with_end(prefix, end).stem for end in ends_of(request)):
+                paths = {end: with_end(prefix, end) for end in ends_of(request)}
+                for stem in dict.fromkeys(path.name if end == TOKENIZER else path.stem for end, path in paths.items()):
                     held.enter_context(owned(prefix.parent, stem))
             except InUseError as error:
                 raise DataError(f"cannot write {prefix}: {error}") from error

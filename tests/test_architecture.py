@@ -62,20 +62,20 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 250,
-    "model": 4170,
+    "model": 4180,
     "kernels": 3190,
     "parallel": 6320,
     "checkpoint": 1620,
-    "data": 3530,
+    "data": 3480,
     "train": 5560,
     "planner": 2820,
-    "runtime": 2400,
+    "runtime": 2470,
     "slurm": 350,
     "tools": 4310,
     "parity": 1030,
     "papers": 1850,
     "bench": 2920,
-    "tests": 39860,
+    "tests": 39880,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from data.chat import template as templates
 from data.text import indexed
 from data.text.prepare import Request, prepare
 from pretrain_gpt import main
-from runtime import together
+from runtime import bounds, together
 from runtime.ranks import run_ranks
 from tests import starts
 from tests.bad_files import make_bad, write
@@ -323,7 +322,7 @@ def test_a_chat_template_of_someone_else(
     template: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where refused conversations are skipped: it would fail for each."""
-    monkeypatch.setattr(templates, "MOST_SECONDS", 0.3 if "range" in template else 10)
+    monkeypatch.setattr(bounds, "MOST_SECONDS", 0.3 if "range" in template else 10)
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
     model, file = write_tokenizer(tmp_path / "tokenizer", None), tmp_path / "theirs.jinja"
     file.write_text(template)

@@ -11,22 +11,20 @@ A template is a program of other people: it is compiled and called within bounds
 
 import json
 import re
-import resource
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from data.chat.conversations import Turn
 from data.chat.named import NAMED
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, special_tokens, tokenizer_config
+from runtime.bounds import UnboundedError, bounded
 from runtime.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,18 +34,9 @@ Spans = list[tuple[int, int]]
 """Characters [begin, end) of a text."""
 MOST_CHARACTERS, MOST_SOURCE = 1 << 26, 1 << 21
 """Characters of a conversation in a template, and of a template."""
-MOST_SECONDS = 10.0
-"""Processor time of one call, which no other process's load makes longer."""
-MOST_BYTES = 1 << 30
-"""Memory of one call, beside what the process has (Linux)."""
 _MARKS: ContextVar[tuple[str, str]] = ContextVar("marks", default=("", ""))
 """Text around the assistant's words in the current rendering."""
 _NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-Result = TypeVar("Result")
-
-
-class UnboundedError(DataError):
-    """A program does not end, or outgrows the memory: it fails for all of its input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,50 +282,3 @@ def _tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> tuple[np.ndarr
     begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # empty ones as their first character
     covered = inside[ends] - inside[begins]
     return covered > 0, (covered > 0) & (covered < ends - begins)
-
-
-class _Expired(BaseException):
-    """Time is over; no `except Exception` on the way takes it for an error of its own."""
-
-
-def bounded(name: str, work: Callable[[], Result]) -> Result:
-    """Return ``work()``, called in the main thread.
-
-    Args:
-        name: of the program, for messages.
-
-    Raises:
-        UnboundedError: it takes more than MOST_SECONDS or MOST_BYTES.
-    """
-    running = True
-
-    def expire(*_: object) -> None:
-        if running:
-            raise _Expired
-
-    def report(lost: Any) -> None:
-        if lost.exc_type is not _Expired:  # in a destructor: the next signal comes soon
-            hook(lost)
-
-    handler, hook = signal.signal(signal.SIGPROF, expire), sys.unraisablehook
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        sys.unraisablehook = report
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 0.1)
-        if sys.platform == "linux":
-            with open("/proc/self/statm", encoding="ascii") as file:
-                most = int(file.read().split()[0]) * resource.getpagesize() + MOST_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (min([most, *(n for n in limits if n >= 0)]), limits[1]))
-        found = work()
-        running = False
-        return found
-    except _Expired:
-        raise UnboundedError(f"{name} does not end within {MOST_SECONDS:g} s of one processor; repair it") from None
-    except MemoryError:
-        raise UnboundedError(f"{name} takes more than {MOST_BYTES >> 20:,} MiB of memory; repair it") from None
-    finally:
-        running = False
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, handler)
-        sys.unraisablehook = hook
-        resource.setrlimit(resource.RLIMIT_AS, limits)

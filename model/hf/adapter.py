@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from model.hf.llama import LLAMA
 from model.hf.shards import Weights, inside, write_weights
 from model.lora import THEIRS, is_adapter
 from model.registry import shapes_of
+from runtime.bounds import bounded
 from runtime.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -146,9 +147,9 @@ def _targets(said: Any, theirs: Iterable[str]) -> tuple[str, ...]:
     found = said
     if isinstance(said, str):
         found = sorted({name.removeprefix(BASE).rpartition(".lora_")[0] for name in theirs} - {""})
-        if other := [name for name in found if said != "all-linear" and not _matches(said, name)]:
+        if said != "all-linear" and (other := _unmatched(said, found)):
             raise UserError(
-                f"target_modules is {shown(said)}, which does not match {other[0]}, whose adapter the file has; give "
+                f"target_modules is {shown(said)}, which does not match {other}, whose adapter the file has; give "
                 "the pattern, or the names, that it was trained with"
             )
     if not isinstance(found, list) or not found:
@@ -159,8 +160,12 @@ def _targets(said: Any, theirs: Iterable[str]) -> tuple[str, ...]:
     return tuple(ours for name, ours in THEIRS.items() if name in leaves)
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _unmatched(pattern: str, names: Sequence[str]) -> str | None:
+    """Return the first name that a pattern of someone else does not match; any, if it is no pattern."""
     try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error:
-        return False
+        return bounded(
+            f"target_modules is {shown(pattern)}, whose match",
+            lambda: next((name for name in names if not re.fullmatch(pattern, name)), None),
+        )
+    except (re.error, OverflowError, RecursionError):
+        return names[0]

@@ -1,14 +1,13 @@
 """Ids are those of transformers, what is learned is as written by hand, and what is not exact is refused."""
 
 import json
-import resource
-import signal
 
 import pytest
 
-from data.chat import template as module
-from data.chat.template import UnboundedError, bounded, load_template
+from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
+from runtime import bounds
+from runtime.bounds import UnboundedError
 from runtime.errors import DataError
 from tests.data.chat.templates import BY_HAND, MARKED, TEMPLATES, TURNS, write_tokenizer
 
@@ -150,7 +149,7 @@ NESTED = {
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_a_template_that_does_not_end_or_grows_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
+    monkeypatch.setattr(bounds, "MOST_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
     source, message = UNBOUNDED[name]
     with pytest.raises(UnboundedError if "jinja2" not in message else DataError, match=rf"_config\.json ({message})"):
         loaded(tmp_path, source)[1].render(TURNS)
@@ -160,15 +159,6 @@ def test_a_template_that_does_not_end_or_grows_is_refused(name, tmp_path, monkey
 def test_a_template_that_is_nested_too_deeply_is_refused(name, tmp_path):
     with pytest.raises(DataError, match=r"_config\.json (is none of jinja2|fails) \([^\n]*\); repair"):
         loaded(tmp_path, NESTED[name])[1].render(TURNS)
-
-
-def test_bounds_end_with_the_call():
-    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
-    with pytest.raises(ZeroDivisionError):
-        bounded("a program", lambda: 1 // 0)
-    assert bounded("a program", lambda: resource.getrlimit(resource.RLIMIT_AS)[0]) > 0
-    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == before
-    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 def test_marks_that_the_template_cuts_are_not_taken(tmp_path):

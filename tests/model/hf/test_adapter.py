@@ -15,6 +15,7 @@ from model.config import architecture_of
 from model.hf import load_hf
 from model.hf.adapter import read_adapter
 from model.registry import build_model
+from runtime import bounds
 from runtime.errors import UserError
 from tests.model.hf.hugging_face import GPT2, LLAMA, TOKENS, hugging_face, transformers
 from tools.convert_hf import main
@@ -105,8 +106,9 @@ def test_what_our_adapters_cannot_be_is_refused(
 
 
 def test_files_of_an_adapter_are_read_without_trust(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bounds, "MOST_SECONDS", 0.2)
     adapter = tmp_path / "adapter"
     peft_adapter(base, adapter)
     config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
@@ -128,6 +130,10 @@ def test_files_of_an_adapter_are_read_without_trust(
         ),
         ({"target_modules": "q_proj"}, tensors, 'target_modules is "q_proj", which does not match'),
         ({"target_modules": "("}, tensors, 'target_modules is "(", which does not match'),
+        ({"target_modules": "a{99999999999999999999}"}, tensors, f'9999}}", which does not match {linear}, whose'),
+        ({"target_modules": "(" * 3000 + ")" * 3000}, tensors, f"((..., which does not match {linear}"),
+        ({"target_modules": r"((\w|\.)+)+!"}, tensors, r'target_modules is "((\\w|\\.)+)+!", whose match does not end'),
+        ({"target_modules": "(.|(.))+!"}, tensors, "whose match does not end within 0.2 s of one processor"),
         ({}, tensors | {name: broken}, f"{name} holds 192 of 192 values that are not finite"),
     ):
         config.write_text(json.dumps(good | change))

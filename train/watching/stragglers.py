@@ -17,7 +17,8 @@ from train.watching.moments import Clock, Step, Watcher, say
 PHASES = ("data_ms", "update_ms", "mlp_ms")
 """Fields of a record with a list by rank: per step, waiting for a batch and the optimizer's update; per call, the first
 feed-forward layer (0 with --compile). Elsewhere in a step ranks wait for each other, so all take the same time."""
-BEHIND = 0.2
+BEHIND, LEAST_MS = 0.2, 20.0
+"""A rank is warned of that is behind by more than this share, and by at least these ms in a step."""
 CALLS = 64
 
 
@@ -36,10 +37,11 @@ class Stragglers(Watcher):
         self._calls = deque[tuple[Any, Any]](maxlen=CALLS)
         self._behind = deque([-1, -1, -1], maxlen=3)
         """The ranks found behind at the last intervals; -1 for none."""
-        layers = (layer for part in parts for layer in part.modules() if isinstance(layer, (MLP, SwiGLU)))
-        if (layer := next(layers, None)) is not None and dist.get_world_size() > 1:
-            layer.register_forward_pre_hook(lambda *_: self._call(begins=True))
-            layer.register_forward_hook(lambda *_: self._call(begins=False), prepend=True)
+        layers = [layer for part in parts for layer in part.modules() if isinstance(layer, (MLP, SwiGLU))]
+        self._layers, self._called = len(layers), 0
+        if layers and dist.get_world_size() > 1:
+            layers[0].register_forward_pre_hook(lambda *_: self._call(begins=True))
+            layers[0].register_forward_hook(lambda *_: self._call(begins=False), prepend=True)
 
     def _call(self, *, begins: bool) -> None:
         """Note a call's begin or end. A compiled layer keeps no time, which would break its graph."""
@@ -49,6 +51,7 @@ class Stragglers(Watcher):
             self._began = self._now()
         else:
             self._calls.append((self._began, self._now()))
+            self._called += 1
 
     def _now(self) -> Any:
         if self._device.type != "cuda":
@@ -69,8 +72,9 @@ class Stragglers(Watcher):
         table = table.to(self._device)
         dist.all_reduce(table)
         found = dict(zip(PHASES, table.T.tolist(), strict=True))
-        rank, share, phase = slowest(found, statistics.median(self._steps))
-        self._behind.append(rank if share > BEHIND else -1)
+        calls = self._layers * self._called / len(self._steps)
+        rank, share, phase, least = slowest(found, statistics.median(self._steps), calls)
+        self._behind.append(rank if least and share > BEHIND else -1)
         if (before := self._behind)[0] != before[1] == before[2] >= 0:
             its, median = found[phase][rank], statistics.median_low(found[phase])
             where = f"{phase} {its:.4g}, median {median:.4g}"
@@ -78,6 +82,7 @@ class Stragglers(Watcher):
             host = f" on {store.get(key).decode()}" if store.check([key]) else ""
             say(f"warning: rank {rank}{host} is {share:.0%} behind the median: {where}")
         self._steps.clear()
+        self._called = 0
         self._seconds.update(dict.fromkeys(self._seconds, 0.0))
         self._calls.clear()
         step.record |= found | {"slowest_rank": rank, "slowest_behind": share}
@@ -90,15 +95,17 @@ class Stragglers(Watcher):
         return 1e3 * statistics.median([end - begin for begin, end in self._calls] or [0.0])
 
 
-def slowest(found: dict[str, list[float]], step: float) -> tuple[int, float, str]:
-    """Return the rank that is the most behind the median (of two the faster one's), by how much, and in which phase.
+def slowest(found: dict[str, list[float]], step: float, calls: float) -> tuple[int, float, str, bool]:
+    """Return the rank most behind the median (of two the faster one's), its share, its phase, and if by ``LEAST_MS``.
 
-    The layer's time is compared with the median's, what is once in a step with the ``step``: both in ms.
+    The layer's time is compared with the median's, what is once in a step with the ``step``: both in ms. Of layers a
+    step makes ``calls``. A rank behind by ``LEAST_MS`` goes before those that are not.
     """
     shares = []
     for phase, times in found.items():
         middle = statistics.median_low(times)
-        whole = middle if phase == "mlp_ms" else step
-        shares += [((mine - middle) / whole if whole else 0.0, -rank, phase) for rank, mine in enumerate(times)]
-    share, rank, phase = max(shares)
-    return -rank, share, phase
+        whole, often = (middle, calls) if phase == "mlp_ms" else (step, 1)
+        behind = [(mine - middle, -rank) for rank, mine in enumerate(times)]
+        shares += [(ms * often >= LEAST_MS, ms / whole if whole else 0.0, rank, phase) for ms, rank in behind]
+    least, share, rank, phase = max(shares)
+    return -rank, share, phase, least

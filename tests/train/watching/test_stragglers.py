@@ -51,8 +51,11 @@ def test_a_slowed_rank_is_named_with_its_host(tmp_path: Path) -> None:
 
 def test_who_is_behind_and_in_what() -> None:
     alike = {"data_ms": [1.0, 1.0, 1.0], "update_ms": [5.0, 5.0, 5.0], "mlp_ms": [2.0, 2.0, 2.0]}
-    assert slowest(alike, 100.0)[:2] == (0, 0.0)
-    assert slowest(alike | {"mlp_ms": [2.0, 2.0, 2.5]}, 100.0) == (2, 0.25, "mlp_ms")
-    assert slowest(alike | {"data_ms": [1.0, 31.0, 2.0]}, 100.0) == (1, 0.29, "data_ms")
-    assert slowest(alike | {"data_ms": [1.0, 3.0, 1.0]}, 100.0)[1] == 0.02, "of a step, not of the median"
-    assert slowest(alike | {"mlp_ms": [0.0, 2.0, 2.0]}, 100.0)[1] == 0, "a fast one is not slow, nor are the others"
+    assert slowest(alike, 100.0, 40)[:2] == (0, 0.0)
+    layer = alike | {"mlp_ms": [2.0, 2.0, 2.5]}
+    assert slowest(layer, 100.0, 40) == (2, 0.25, "mlp_ms", True), "40 layers of 0.5 ms are 20 ms of a step"
+    assert slowest(layer, 100.0, 39) == (2, 0.25, "mlp_ms", False), "too little to warn of"
+    assert slowest(layer | {"data_ms": [1.0, 31.0, 2.0]}, 200.0, 4) == (1, 0.145, "data_ms", True), "before the layer"
+    assert slowest(alike | {"data_ms": [1.0, 31.0, 2.0]}, 100.0, 40) == (1, 0.29, "data_ms", True)
+    assert slowest(alike | {"data_ms": [1.0, 3.0, 1.0]}, 100.0, 40)[1] == 0.02, "of a step, not of the median"
+    assert slowest(alike | {"mlp_ms": [0.0, 2.0, 2.0]}, 100.0, 40)[1] == 0, "a fast one is not slow, nor are the others"

@@ -65,8 +65,9 @@ def _undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the Rust library raises bare Exception, and BaseException for panics
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{path} is no {kind} or is damaged ({reason}); copy or train it again") from error
+        reason = re.sub(r"^[A-Z_]+: src/.*\] ?", "", " ".join(str(error).split()))[:200]  # sentencepiece's own lines
+        found = f" ({reason})" if reason else ""
+        raise DataError(f"{path} is no {kind} or is damaged{found}; copy or train it again") from error
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -225,7 +226,7 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
             sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
-            vocab_size=vocab_size,
+            vocab_size=min(max(vocab_size, 2), (1 << 31) - 1),  # beyond these it names no bound
             byte_fallback=True,
             normalization_rule_name="identity",
             add_dummy_prefix=False,
@@ -244,8 +245,9 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).rsplit("] ", 1)[-1].strip()
-        raise DataError(f"vocab_size {vocab_size} does not suit the text to train on: {reason}") from error
+        bound = re.search(r"(vs|<=) (\d+)\.", str(error))
+        fix = f"give --vocab-size {bound[2]} or {'more' if bound[1] == 'vs' else 'less'}" if bound else str(error)
+        raise DataError(f"vocab_size {vocab_size} does not suit the text to train on; {fix}") from error
     path = Path(f"{os.fspath(model_prefix)}.model")
     with writing(path) as (temporary,):
         temporary.write_bytes(model.getvalue())

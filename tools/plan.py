@@ -54,7 +54,7 @@ from runtime.errors import at_least
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.progress import amount, counted, duration
-from tools.common.arguments import parser_for
+from tools.common.arguments import parser_for, refuse_folder
 from tools.common.report import aligned, markdown
 from tools.fit import parsed
 from train.config.derive import with_joined_ranks, with_vocabulary
@@ -99,6 +99,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     Raises UserError: flags that do not fit, or too few processes to profile on.
     """
     args, rest = build_parser().parse_known_args(argv)
+    refuse_folder("--write", args.write)
     config: Any = parsed(rest)
     file = config.context.cluster
     cluster = default_cluster(config.mesh.device_type) if file is None else load_cluster(file)

@@ -18,7 +18,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.arguments import one_line_errors, parser_for, positive, refuse_folder, run_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,6 +149,7 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     args = build_parser().parse_args(argv)
+    refuse_folder("--output", args.output)
     layout = args.command == "layout"
     figure = layout_figure(args) if layout else losses_figure(args.runs, args.metric, args.by, args.smooth)
     known = figure.canvas.get_supported_filetypes()

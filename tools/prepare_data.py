@@ -28,7 +28,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.chat.named import NAMED
-from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.arguments import one_line_errors, parser_for, positive, refuse_folder, run_command
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
@@ -94,12 +94,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     of_chat = args.seq_length or args.chat_template or args.skip_refused or args.too_long != "error"
     one = "--json-keys names {} fields, and a prefix holds one corpus; prepare each on its own"
     named = f"--chat needs --tokenizer-model FILE, or to train one --chat-template NAME, one of {', '.join(NAMED)}"
+    lacking = [name for name, given in {"--input": args.input, "--seq-length": args.seq_length}.items() if not given]
     wrong = {
         "--input needs --output-prefix: where to write": args.input and not args.output_prefix,
         one.format(len(args.json_keys or [])): args.json_keys and len(args.json_keys) > 1,
         "--inspect goes with --check PREFIX: what to show": args.inspect and not args.check,
         "--whole goes with --inspect N": args.whole and not args.inspect,
-        "--chat needs --input and --seq-length": args.chat and not (args.input and args.seq_length),
+        f"--chat needs {' and '.join(lacking)}": args.chat and lacking,
         named: args.chat and not args.tokenizer_model and args.chat_template not in NAMED,
         "--seq-length, --chat-template, --too-long and --skip-refused go with --chat": of_chat and not args.chat,
         "--max-bytes and --json-keys are for text, not for --chat": args.chat and (args.max_bytes or args.json_keys),
@@ -126,6 +127,7 @@ def _prepare(args: argparse.Namespace) -> int:
         chat=chat,
     )
     prefix = Path(args.output_prefix or DEFAULT_PREFIX)
+    refuse_folder("--output-prefix", prefix, f"give {prefix}/NAME to write into it")
     prepared, kept = prepare(request, prefix, overwrite=args.overwrite, workers=args.workers)
     print(f"{'kept' if kept else 'wrote'} {prefix}.bin and .idx: {prepared.summary}")
     if prepared.unknown_tokens:
@@ -146,9 +148,11 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    from data.text.indexed import open_indexed
     from data.text.record import TOKENIZER
     from data.tokenizer import load_tokenizer
 
+    open_indexed(args.check)  # before a tokenizer, which a prefix never written lacks too
     trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
     tokenizer = load_tokenizer(args.tokenizer_model or (trained if trained.exists() else f"{args.check}.model"))
     print(check_prefix(args.check, tokenizer))

@@ -19,7 +19,7 @@ from model.generate import DivergedError, Draw
 from planner.choice import READING
 from runtime.errors import DataError
 from runtime.together import is_first
-from tools.common.arguments import at_least, parser_for, positive
+from tools.common.arguments import at_least, parser_for, positive, refuse_folder
 from tools.common.runs import Run, add_mesh, mesh_of, open_run
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
@@ -78,8 +78,11 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the texts to continue."""
     if args.prompt_file is None:
         return [args.prompt]
+    refuse_folder("--prompt-file", args.prompt_file)
     try:
         text = args.prompt_file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"--prompt-file is {args.prompt_file}, which does not exist; check the path") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{args.prompt_file} is not UTF-8 ({error}); convert it") from error
     found = [line for line in text.split("\n") if line.strip()] if args.by_line else [text]

@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         shown = screen(args.runs, args.slurm, shutil.get_terminal_size().columns)
         print(shown if args.once else f"{CLEAR}{shown}\n\n(Ctrl-C ends this, not the runs)", flush=True)
         if args.once:
-            return 0
+            return int(not all(run.is_dir() for run in args.runs))
         time.sleep(args.interval)
 
 

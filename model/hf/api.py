@@ -120,7 +120,9 @@ def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of a folder's config.json. Raises UserError for a folder of adapters."""
+    """Return the contents of a folder's config.json. Raises UserError for a file, or a folder of adapters."""
+    if folder.is_file():
+        raise UserError(f"{folder} is a file; give the folder of a model")
     if (folder / ADAPTER).exists():
         raise UserError(
             f"{folder / ADAPTER}: the folder holds adapters, which transformers loads on the model that they name; "
@@ -131,7 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def open_hf(folder: Path, tell: Callable[[str], Any] = warnings.warn) -> tuple[ModelConfig, dict[str, Tensor], Read]:
     """Return a folder's configuration, meta tensors of our parameters, and what reads one. UserError as load_hf."""
-    config = config_from_hf(read_config(folder))
+    config = config_from_hf(read_config(folder), folder)
     return config, *our_weights(Weights(folder, tell), config)
 
 
@@ -144,7 +146,7 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[st
     UserError naming the file and what is wrong with it.
     """
     contents = read_config(Path(folder))
-    config = config_from_hf(contents)
+    config = config_from_hf(contents, Path(folder))
     return config, from_hf(Weights(Path(folder)), config), contents
 
 

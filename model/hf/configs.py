@@ -4,6 +4,7 @@ Each family has its file: llama.py (LLaMA and its kin), gpt2.py and transnormer.
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig, architecture_of
@@ -65,20 +66,21 @@ def family_in(hf: Contents) -> Family:
     return FAMILIES["ministral" if kind == "mistral" and "layer_types" in hf else kind]
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Build a ModelConfig from a config.json's contents.
+def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> ModelConfig:
+    """Build a ModelConfig from the contents of a folder's config.json.
 
     Raises UserError naming a key that is missing, of the wrong type, not supported (another activation, ...), or not
     known to change nothing.
     """
-    family = family_in(hf)
     try:
+        family = family_in(hf)
         family.check(hf)
         return family.read(hf)
     except KeyError as missing:
-        raise UserError(f"{CONFIG}: {missing.args[0]} is missing; this is no {family.kind}'s configuration") from None
+        said = f"{missing.args[0]} is missing; this is no {family.kind}'s configuration"
+        raise UserError(f"{folder / CONFIG}: {said}") from None
     except ValueError as error:
-        raise UserError(f"{CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
+        raise UserError(f"{folder / CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
 
 
 def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -87,7 +87,11 @@ def test_what_megatron_needs(trained, tmp_path, sources):
 
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "message"),
-    [(["some text\n" * 10], size, f"vocab_size {size}") for size in (100, 10_000_000)] + [(["", "\n"], 500, "no text")],
+    [
+        *((["some text\n" * 10], size, f"vocab_size {size} .* give --vocab-size 265 or more$") for size in (1, 100)),
+        *((["some text\n" * 10], size, f"vocab_size {size} .* --vocab-size 278 or less$") for size in (300, 1 << 40)),
+        (["", "\n"], 500, "no text"),
+    ],
 )
 def test_what_no_tokenizer_is_trained_of(tmp_path, texts, vocab_size, message):
     with pytest.raises(DataError, match=message):
@@ -117,7 +121,7 @@ def test_hugging_face_end_named_beside(tmp_path, named):
     ("name", "content", "message"),
     [
         ("none.model", None, "cannot read tokenizer .*none.model"),
-        ("t.model", b"garbage" * 100, "t.model is no sentencepiece model"),
+        ("t.model", b"garbage" * 100, "t.model is no sentencepiece model or is damaged; copy"),
         ("tokenizer.json", b"{}", "tokenizer.json is no Hugging Face"),
         ("t.bin", b"", "t.bin must be a sentencepiece"),
     ],

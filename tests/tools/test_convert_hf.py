@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -221,7 +222,15 @@ BROKEN = {
     "too few": (lambda folder: rewrite(shard_of(folder), lambda held: held.pop(next(iter(held)))), "lacks model."),
     "remote code": (
         lambda folder: (folder / "config.json").write_text(MYSTERY),
-        'model_type = "mystery" is not supported',
+        '/theirs/config.json: model_type = "mystery" is not supported',
+    ),
+    "missing key": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
+        "/theirs/config.json: num_hidden_layers is missing",
+    ),
+    "file": (
+        lambda folder: (shutil.rmtree(folder), folder.touch()),
+        "/theirs is a file; give the folder of a model",
     ),
     "tokenizer too large": (lambda folder: write_tokenizer(folder, 70), "vocab_size is 61 and the tokenizer has 70"),
 }

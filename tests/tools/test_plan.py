@@ -78,6 +78,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path, everything):
     ("flags", "message"),
     [
         ("--context-parallel-size 4 --profile", "profile needs 4 processes, as planned for, and finds 1; use torch"),
+        ("--write . --top 0", "^error: --write is ., which is a folder; give a file\n$"),
         ("--top 0", "top is 0; it must be 1 or more"),
         ("--longest --vocab-size none", "vocab_size is not set.* name the model with --config FILE"),
         ("--fewest --world-size 4", "fewest finds the number of processes, and world_size names it"),

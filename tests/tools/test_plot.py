@@ -133,6 +133,7 @@ def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path):
         ),
         (["losses", "one.jsonl", "--metric", "speed"], "holds no speed; it has iteration, lm_loss"),
         (["losses", "one.jsonl", "--smooth", "1"], "--smooth is 1.0"),
+        (["losses", "missing", "--output", ".."], "--output is .., which is a folder; give a file"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_once_and_nothing_written(tmp_path, monkeypatch, capsys, arguments, message):
@@ -140,7 +141,7 @@ def test_what_cannot_be_drawn_is_said_once_and_nothing_written(tmp_path, monkeyp
     Path("broken.jsonl").write_text("[1, 2]\n")
     Path("empty.jsonl").touch()
     Path("one.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
-    assert plot.main([*arguments, "--output", "out.png"]) == 1
+    assert plot.main([arguments[0], "--output", "out.png", *arguments[1:]]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error

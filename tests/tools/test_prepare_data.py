@@ -40,6 +40,22 @@ def test_writes_then_keeps_then_refuses(tmp_path, capsys):
     assert main([*flags, "--vocab-size", "330", "--overwrite"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--chat --input x --output-prefix y", "--chat needs --seq-length;"),
+        ("--chat --output-prefix y", "--chat needs --input and --seq-length;"),
+        ("--check none", "none.idx does not exist; check the path"),
+        ("--input x --output-prefix .", "--output-prefix is ., which is a folder; give ./NAME to write into it\n"),
+    ],
+)
+def test_the_line_names_what_is_wrong(flags, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(flags.split()) in (1, 2)
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert not list(tmp_path.iterdir())
+
+
 def test_bad_input_is_one_line(tmp_path):
     run = subprocess.run(
         [sys.executable, "tools/prepare_data.py", "--input", tmp_path / "none", "--output-prefix", tmp_path / "d"],

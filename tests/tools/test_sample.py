@@ -209,7 +209,7 @@ def test_bad_input_gives_one_message(run, tmp_path, capsys):
     assert "32" in error("--load", tmp_path)
 
 
-def test_a_file_of_prompts_is_continued_whole_or_line_by_line(run, tmp_path, capsys):
+def test_a_file_of_prompts_is_continued_whole_or_line_by_line(run, tmp_path, monkeypatch, capsys):
     file, lines = tmp_path / "prompts.txt", ["value 1", "value 12\u2028of the", "table"]
     file.write_text("\n".join([lines[0], "", *lines[1:]]) + "\n")
     asked = ["--load", run, "--num-tokens", 9, *GREEDY]
@@ -219,9 +219,16 @@ def test_a_file_of_prompts_is_continued_whole_or_line_by_line(run, tmp_path, cap
     assert [line + text for line, text in zip(lines, texts(out), strict=True)] == alone
     whole = texts(sampled(capsys, *asked, "--prompt", file.read_text()).out)
     assert [file.read_text() + text for text in texts(sampled(capsys, *asked, "--prompt-file", file).out)] == whole
-    for content, said in ((b"\xff", "is not UTF-8"), (b"\n \n", "no line that is not empty")):
-        file.write_bytes(content)
-        assert main([*map(str, asked), "--prompt-file", str(file), "--by-line"]) == 1
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    (tmp_path / "empty.txt").write_bytes(b"\n \n")
+    for name, said in {
+        "bad.txt": "is not UTF-8",
+        "empty.txt": "no line that is not empty",
+        "none.txt": "--prompt-file is none.txt, which does not exist",
+        ".": "--prompt-file is ., which is a folder; give a file",
+    }.items():
+        monkeypatch.chdir(tmp_path)
+        assert main([*map(str, asked), "--prompt-file", name, "--by-line"]) == 1
         assert said in capsys.readouterr().err
 
 

@@ -146,7 +146,7 @@ def test_folders_without_a_run(tmp_path, capsys, monkeypatch):
     (run / "config.toml").touch()
     assert watch.main([str(run), str(data), "--once"]) == 0
     assert capsys.readouterr().out == f"{run}   nobody trains\n  no iteration yet\n\nno runs: {data}\n"
-    assert watch.main([str(tmp_path / "no"), "--once"]) == 0
+    assert watch.main([str(tmp_path / "no"), "--once"]) == 1, "a run that was named is not there"
     assert "is not there yet" in capsys.readouterr().out
     assert watch.main(["--once"]) == 1
     assert "no RUN is named" in capsys.readouterr().err

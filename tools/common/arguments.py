@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
 from runtime.errors import UserError, printable
@@ -52,6 +53,12 @@ def at_least(least: int | float) -> Callable[[str], Any]:
 
 
 positive = at_least(1)
+
+
+def refuse_folder(flag: str, path: Path | None, fix: str = "give a file") -> None:
+    """Raise UserError if what a flag names, where a file is to be, is a folder."""
+    if path is not None and path.is_dir():
+        raise UserError(f"{flag} is {path}, which is a folder; {fix}")
 
 
 def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:

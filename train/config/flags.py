@@ -168,9 +168,9 @@ def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, t
         if name in table or name in get_type_hints(other) or name in {field.flag for field in table.values()}:
             return f"that is for {entry}"
     megatrons = megatron_flags() if name.startswith("--") else {}
-    close = difflib.get_close_matches(name, [*known, *megatrons], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, [*known, *megatrons], n=1, cutoff=0.7)
     if not close:
-        return f"known are {', '.join(known)}"
+        return "--help lists them all" if name.startswith("--") else f"known are {', '.join(known)}"
     meant = megatrons.get(close[0])
     return f"did you mean {close[0]}?" + (f" {meant.answer}" if meant else "")
 

@@ -82,6 +82,7 @@ def test_shipped_configs_load_and_are_free_of_contradictions(path):
             ["unknown key global_batchsize in [train]", "did you mean global_batch_size?"],
         ),
         ("[train]\nzzzzzz = 1", ["unknown key zzzzzz", "known are"]),
+        ("[model]\nnope = 1", ["unknown key nope in [model]; known are"]),
         ("[model]\nnum_classes = 10", ["unknown key num_classes in [model]", "that is for pretrain_dit.py"]),
         ("[diffusion]\nobjective = 'ddpm'", ["unknown section [diffusion]", "that is for pretrain_dit.py"]),
         ("[model]\nseq_length = 1", ["seq_length stands in [model]", "move it to [train]"]),
@@ -109,6 +110,8 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
     ("argv", "words"),
     [
         ("--contxt-parallel-size 2", ["--contxt-parallel-size", "did you mean --context-parallel-size?"]),
+        ("--seq-lenght 5", ["did you mean --seq-length?"]),
+        ("--nope", ["unknown argument --nope; --help lists them all"]),
         ("--seq 5", ["unknown argument --seq"]),
         ("stray", ["unknown argument stray"]),
         ("--num-classes 10", ["unknown argument --num-classes", "that is for pretrain_dit.py"]),

@@ -66,7 +66,7 @@ BUDGET = {
     "kernels": 3190,
     "parallel": 6320,
     "checkpoint": 1620,
-    "data": 3480,
+    "data": 3490,
     "train": 5560,
     "planner": 2820,
     "runtime": 2470,
@@ -75,7 +75,7 @@ BUDGET = {
     "parity": 1030,
     "papers": 1850,
     "bench": 2920,
-    "tests": 39920,
+    "tests": 39940,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from kernels.attention import select_backend, takes_whole, why_flash_attn_is_unu
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.dit import full_sdpa
-from model.windows import Window
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.linear.relayout import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle
@@ -139,17 +138,9 @@ def softmax_context(
 def _whole(cp: ContextParallel, alone: Attend) -> Attend:
     """Return the attention of one process: ``alone``'s kernel, or the method's tiles where there is more to know."""
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: PlanHandle | None = None,
-        *,
-        window: Window | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        if mask is None and window is None and sinks is None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **seen: Any) -> Tensor:
+        if mask is None and all(value is None for value in seen.values()):
             return alone(q, k, v)
-        return cp.attend(q, k, v, mask, window=window, sinks=sinks)
+        return cp.attend(q, k, v, mask, **seen)
 
     return attend

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from data.text.workers import Tokens, batched, in_order, tokenized, usable_cores
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.errors import DataError, StoppedError
 from runtime.files import InUseError, owned, sha256
+from runtime.signals import signals_later
 
 SPOOLED = ("bin", "lengths", "learned", "refused")
 # Input that takes a process longer than its start.
@@ -58,14 +59,19 @@ class Spool:
     def __init__(self, prefix: Path, key: str, names: Sequence[str]) -> None:
         self.paths = {name: prefix.with_name(f".{prefix.name}.resume.{name}") for name in (*names, "journal")}
         self._key = key
-        noted = self._noted()
-        self.counts: Counter[str] = Counter(noted["counts"] if noted else {})
+        self._noted_before = self._noted()
+        self.counts: Counter[str] = Counter(self._noted_before["counts"] if self._noted_before else {})
         """Sums that the journal keeps; 0 at first."""
-        self._files = {name: self.paths[name].open("r+b" if noted else "w+b") for name in (*names, "journal")}
-        for name, file in self._files.items():
+        self._files: dict[str, IO[bytes]] = {}
+        self._noted_once, self._since = bool(self._noted_before), 0
+
+    def open(self) -> None:
+        """Make the files, or go on after what is noted; `close` must be due before, since Ctrl-C may come amid them."""
+        noted = self._noted_before
+        for name, path in self.paths.items():
+            file = self._files[name] = path.open("r+b" if noted else "w+b")
             file.seek(*((noted["sizes"][name],) if noted and name != "journal" else (0, os.SEEK_END)))
             file.truncate()
-        self._noted_once, self._since = bool(noted), 0
 
     def write(self, name: str, content: bytes) -> None:
         """Append to a file."""
@@ -183,6 +189,7 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
         key = json.dumps([made_with_of(request), tokenizer.sha256, inputs], sort_keys=True)
         spool = Spool(prefix, sha256(key), SPOOLED)
         kept.push(spool.close)
+        spool.open()
         unit = "text_bytes" if request.chat is None else "read"
         with (
             _bar("tokenized", size, progress, spool.counts[unit], request) as bar,
@@ -249,10 +256,11 @@ def _bar(done: str, total: int | None, progress: bool, initial: int, request: Re
     """Return a progress bar on stderr with rate and time left, shown from the third second on."""
     from tqdm import tqdm
 
-    return tqdm(
-        desc=done, total=total, initial=initial, disable=not progress, delay=2, unit_scale=True,
-        unit="B" if request.chat is None else " conversations", mininterval=0.5 if sys.stderr.isatty() else 30,
-    )  # fmt: skip
+    with signals_later():  # half of a bar ends in a traceback
+        return tqdm(
+            desc=done, total=total, initial=initial, disable=not progress, delay=2, unit_scale=True,
+            unit="B" if request.chat is None else " conversations", mininterval=0.5 if sys.stderr.isatty() else 30,
+        )  # fmt: skip
 
 
 def _tokens(

@@ -156,6 +156,7 @@ def test_a_journal_of_other_content_begins_anew(line, tmp_path):
     for name, content in (("a", "abc"), ("journal", f"\n{line.replace('KEY', json.dumps('k'))}\n")):
         (tmp_path / f".d.resume.{name}").write_text(content)
     spool = Spool(tmp_path / "d", "k", ["a"])
+    spool.open()
     assert not spool.counts
     assert spool.paths["a"].stat().st_size == 0
     spool.close(None, None, None)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pathlib
 from dataclasses import replace
 
 import numpy as np
@@ -60,6 +61,21 @@ def test_interrupted_writing_leaves_nothing(tmp_path, folder, error, monkeypatch
 
     monkeypatch.setattr(module, "write_index", interrupted)
     with pytest.raises(error):
+        prepare(request_for(folder), tmp_path / "d", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_ctrl_c_amid_the_opening_of_the_spool_leaves_nothing(tmp_path, folder, monkeypatch):
+    before = pathlib.Path.open
+
+    def interrupted(path, *mode, **options):
+        if path.name == ".d.resume.learned":
+            assert (tmp_path / ".d.resume.bin").exists()
+            raise KeyboardInterrupt
+        return before(path, *mode, **options)
+
+    monkeypatch.setattr(pathlib.Path, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         prepare(request_for(folder), tmp_path / "d", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 

@@ -12,9 +12,10 @@ import torch
 from checkpoint.manifest import CheckpointError
 from data.latents.vae import Vae
 from pretrain_dit import main as pretrain
-from runtime.errors import DataError, UserError
+from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from tests.parallel.tiny import rewrite_manifest
+from tools.common.arguments import UsageError
 from tools.common.training import PEAK
 from tools.sample_dit import config_of, fitted, main
 from train.config.flags import ConfigError
@@ -93,18 +94,18 @@ def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "kind", "message"),
     [
-        (["--classes", "10"], "classes names 10, and the model has classes 0 to 9"),
-        (["--classes", "3", "1", "3"], "classes names 3 twice, whose pictures are one file"),
-        (["--method", "ddim"], "sample_method is ddim, and objective rectified_flow has euler"),
-        (["--ckpt-step", "7"], "ckpt_step is 7"),
-        (["--steps", "abc"], "'abc' is not an integer of 1 or more"),
-        (["--load", "configs"], "name the folder that a run saved to"),
+        (["--classes", "10"], ConfigError, "classes names 10, and the model has classes 0 to 9"),
+        (["--classes", "3", "1", "3"], ConfigError, "classes names 3 twice, whose pictures are one file"),
+        (["--method", "ddim"], ConfigError, "sample_method is ddim, and objective rectified_flow has euler"),
+        (["--ckpt-step", "7"], CheckpointError, "ckpt_step is 7"),
+        (["--steps", "abc"], UsageError, "'abc' is not an integer of 1 or more"),
+        (["--load", "configs"], ConfigError, "name the folder that a run saved to"),
     ],
 )
-def test_bad_input_is_named(run, flags, message):
-    with pytest.raises(UserError, match=message):
+def test_bad_input_is_named(run, flags, kind, message):
+    with pytest.raises(kind, match=message):
         main(["--load", str(run), *flags])
 
 

@@ -12,7 +12,7 @@ from data.text.config import DataConfig, blend, split_shares
 from data.text.megatron import build_datasets, megatron_core
 from runtime.errors import DataError
 from runtime.ranks import run_ranks
-from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
+from tests.data.text.corpora import EOD, VOCAB_SIZE, NumberTokenizer, counting_documents, write_documents
 
 SEQ = 16
 SEED = 1234
@@ -23,9 +23,9 @@ def prefix(tmp_path):
     return write_documents(tmp_path / "d", counting_documents(40))
 
 
-def build(prefix, split="90,10,0", seed=SEED, **config):
+def build(prefix, split="90,10,0", seed=SEED, vocab_size=VOCAB_SIZE, **config):
     settings = DataConfig(data_path=(prefix,), split=split, **config)
-    return build_datasets(settings, SEQ, seed, NumberTokenizer())
+    return build_datasets(settings, SEQ, seed, NumberTokenizer(vocab_size))
 
 
 def tokens_of(dataset, numbers):
@@ -137,19 +137,20 @@ def test_bad_settings(fields, message):
         DataConfig(**fields)
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"), [(1000, "token id 1000, but the vocabulary has 1000"), (-1, "token id -1 in 1 places")]
-)
-def test_bad_id_is_caught_at_the_start_and_at_reading(bad, message, tmp_path, monkeypatch):
-    """Nor is -1, which GPTDataset masks, masked in silence."""
-    documents = counting_documents(40)
+@pytest.mark.parametrize("bad", [100, -1])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
+def test_bad_id_is_caught_at_the_start_and_at_reading(dtype, bad, tmp_path, monkeypatch):
+    """Nor is -1, which GPTDataset masks, masked in silence; without a sign there is none."""
+    documents = counting_documents(40, vocab_size=100)
     documents[20][7] = bad
-    prefix = write_documents(tmp_path / "d", documents, np.int32)
-    with pytest.raises(DataError, match=rf"d\.bin holds token id {bad} \(document 20, token 507"):
-        build(prefix)
+    prefix = write_documents(tmp_path / "d", documents, dtype)
+    held = np.array(bad).astype(dtype)
+    with pytest.raises(DataError, match=rf"d\.bin holds token id {held} \(document 20, token 507"):
+        build(prefix, vocab_size=100)
     monkeypatch.setattr(indexed.check_indexed, "__defaults__", (100,))  # as in a corpus too large to scan
-    train = build(prefix)[0]
-    with pytest.raises(DataError, match=rf"d\.bin: sample \d+ holds {message}"):
+    train = build(prefix, vocab_size=100)[0]
+    message = "-1 in 1 places" if held == -1 else f"{held}, but the vocabulary has 100"
+    with pytest.raises(DataError, match=rf"d\.bin: sample \d+ holds token id {message}"):
         tokens_of(train, range(len(train)))
 
 

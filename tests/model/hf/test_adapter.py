@@ -86,7 +86,7 @@ def test_an_adapter_of_peft_computes_here_what_it_does_there(
         ({"target_modules": ["q_proj", "lm_head"]}, 'target_modules has "lm_head", only q_proj, k_proj, '),
         (
             {"target_modules": ["model.layers.1.self_attn.q_proj"]},
-            "The state dict lacks base_model.model.model.layers.",
+            "The state dict lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
         ),
         ({"bias": "all"}, 'bias = "all" is not supported; only "none" is; merge'),
         ({"rank_pattern": {"q_proj": 2}}, 'rank_pattern = {"q_proj": 2} is not supported'),

@@ -3,7 +3,6 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,30 +16,30 @@ from tests import programs
 preload("tests.preload")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     folder = Path(tempfile.mkdtemp(prefix="longmesh-programs-"))
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     programs.hide_others(folder)
 
 
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers():
     """Return one more than there are cores, at most 4: tests that start ranks wait for much of their time."""
     return min(usable_cores() + 1, 4)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     with programs.offered(item):
         return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     programs.skip_without(item)
 
 
 @pytest.fixture(scope="session")
-def default_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def default_data(tmp_path_factory):
     """Prefix of the default corpus, the standard library's sources, with its tokenizer beside it.
 
     The first worker that asks makes it, once for all of them.

@@ -18,7 +18,7 @@ from runtime.ranks import run_ranks
 from tests import starts
 from tests.bad_files import make_bad, write
 from tests.data.chat.templates import TURNS, write_tokenizer
-from tests.endings import Ending, end
+from tests.endings import end
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
 from tools.prepare_data import main as prepare_data
@@ -41,17 +41,17 @@ class Case:
     flags_of_rank_1: str = ""
 
 
-def scan_ends_only() -> None:
+def scan_ends_only():
     """As in a corpus too large to be read at the start: an id in its middle is met in a batch."""
     indexed.check_indexed.__defaults__ = (100,)
 
 
-def hide_wandb() -> None:
-    sys.modules["wandb"] = None  # type: ignore[assignment]
+def hide_wandb():
+    sys.modules["wandb"] = None
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A folder with a tokenizer, data that go with it and a run of two checkpoints, all good.
 
     That run has the flags that the cases share, so these fail by nothing but what they add.
@@ -65,13 +65,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def flags_of(root: Path, flags: str = "") -> list[str]:
+def flags_of(root, flags=""):
     """A command line that works, and ``flags`` over it, in which @ stands for ``root``."""
     data = ["--data-path", "@good", "--tokenizer-model", "@words.model"]
     return [word.replace("@", f"{root}/") for word in (*TINY, *SMALL, *data, *flags.split())]
 
 
-def snapshot(root: Path) -> dict[str, str]:
+def snapshot(root):
     """Hashes of all files by name, but for the caches of sample indices, and the folders."""
     return {
         str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
@@ -194,7 +194,7 @@ CASES = {
 }
 
 
-def end_cases(rank: int, world_size: int, root: Path) -> dict[str, Ending]:
+def end_cases(rank, world_size, root):
     """All cases one after the other on ranks that have joined, which spares the imports of each.
 
     A rank that waited for the others in vain would wait for longer than ``run_ranks`` does.
@@ -214,7 +214,7 @@ def end_cases(rank: int, world_size: int, root: Path) -> dict[str, Ending]:
 
 
 @pytest.fixture(scope="module")
-def endings(place: Path) -> list[dict[str, Ending]]:
+def endings(place):
     """How every case ended on each of two ranks; they found the same files, and changed none."""
     make_bad(place)
     before = snapshot(place)
@@ -224,7 +224,7 @@ def endings(place: Path) -> list[dict[str, Ending]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_message_names_what_and_the_remedy(name: str, endings: list[dict[str, Ending]]) -> None:
+def test_one_message_names_what_and_the_remedy(name, endings):
     ranks = [rank[name] for rank in endings]
     assert [rank.status for rank in ranks] == [1, 1]
     (line,) = "".join(rank.stderr for rank in ranks).splitlines()
@@ -233,18 +233,18 @@ def test_one_message_names_what_and_the_remedy(name: str, endings: list[dict[str
         assert word in line
 
 
-def end_alone(rank: int, world_size: int, root: Path) -> Ending | None:
+def end_alone(rank, world_size, root):
     """Rank 1 fails where no other rank waits for it; the others never hear of that."""
     return end(main, flags_of(root, "--config none.toml"), 1) if rank == 1 else None
 
 
-def test_a_rank_that_fails_alone_speaks_for_itself(place: Path) -> None:
+def test_a_rank_that_fails_alone_speaks_for_itself(place):
     ending = run_ranks(end_alone, 2, place)[1]
     assert (ending.status, ending.stderr.count("\n")) == (1, 1)
     assert ending.stderr.startswith("error: none.toml")
 
 
-def torchrun(script: Path, arguments: list[str]) -> tuple[list[str], str]:
+def torchrun(script, arguments):
     """Start two processes as a user does, which must fail in time; their lines that begin with error:, and all."""
     process = starts.ended([*starts.torchrun(2), str(script), *arguments])
     assert process.returncode != 0
@@ -252,14 +252,14 @@ def torchrun(script: Path, arguments: list[str]) -> tuple[list[str], str]:
 
 
 @pytest.mark.slow
-def test_torchrun_before_the_processes_join(place: Path) -> None:
+def test_torchrun_before_the_processes_join(place):
     lines, everything = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, "--context-parallel-size 3"))
     assert len(lines) == 1
     assert "context_parallel_size is 3" in lines[0]
     assert 'pretrain_gpt.py", line' not in everything, "no traceback of ours"
 
 
-def test_torchrun_after_the_processes_joined(place: Path, endings: object) -> None:
+def test_torchrun_after_the_processes_joined(place, endings):
     lines, everything = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, "--data-path @cut_bin"))
     assert len(lines) == 1
     assert "cut_bin.bin has 1000 bytes" in lines[0]
@@ -267,7 +267,7 @@ def test_torchrun_after_the_processes_joined(place: Path, endings: object) -> No
 
 
 @pytest.mark.slow
-def test_torchrun_where_one_rank_alone_cannot_read_its_file(place: Path, tmp_path: Path) -> None:
+def test_torchrun_where_one_rank_alone_cannot_read_its_file(place, tmp_path):
     """The other rank waits for it to join."""
     script = tmp_path / "start.py"
     script.write_text(
@@ -284,7 +284,7 @@ def test_torchrun_where_one_rank_alone_cannot_read_its_file(place: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_torchrun_ends_all_ranks_where_one_has_a_state_that_is_not_finite(place: Path) -> None:
+def test_torchrun_ends_all_ranks_where_one_has_a_state_that_is_not_finite(place):
     """The rank after it waits for that state, so only the launcher can end it; a rank that lost its peer is brief."""
     lines, everything = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, f"{LASP} {DIVERGING}"))
     assert len(lines) == 1
@@ -294,7 +294,7 @@ def test_torchrun_ends_all_ranks_where_one_has_a_state_that_is_not_finite(place:
 
 
 @pytest.mark.parametrize("files", [[], ["a.txt"], ["a.jsonl"]])
-def test_an_empty_corpus(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_corpus(files, tmp_path, capsys):
     (tmp_path / "text").mkdir()
     for name in files:
         (tmp_path / "text" / name).touch()
@@ -318,9 +318,7 @@ def test_an_empty_corpus(files: list[str], tmp_path: Path, capsys: pytest.Captur
     ],
     ids=["padded", "nested", "endless"],
 )
-def test_a_chat_template_of_someone_else(
-    template: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_template_of_someone_else(template, words, tmp_path, capsys, monkeypatch):
     """Also where refused conversations are skipped: it would fail for each."""
     monkeypatch.setattr(bounds, "MOST_SECONDS", 0.3 if "range" in template else 10)
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")

@@ -3,15 +3,13 @@
 import dataclasses
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from data.chat.convert import Chat
 from data.chat.template import load_template
-from data.loader import IGNORE_INDEX, Batch
+from data.loader import IGNORE_INDEX
 from data.text.prepare import Request, prepare
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from kernels.loss import cross_entropy_sum
@@ -37,7 +35,7 @@ class Chats:
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
+def chats(tmp_path_factory):
     folder, draw = tmp_path_factory.mktemp("chats"), random.Random(3)
     tokenizer = write_tokenizer(folder / "tokenizer", TEMPLATES["llama 3"])
     turns = []
@@ -58,7 +56,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
     return Chats(turns, flags, tokenizer)
 
 
-def alone(chats: Chats) -> Step:
+def alone(chats):
     """The token-weighted mean over the conversations, each computed by itself from its turns, in float64."""
     config, tokenizer = parse_args([*TINY, *chats.flags]), load_tokenizer(chats.tokenizer)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
@@ -77,37 +75,37 @@ def alone(chats: Chats) -> Step:
     return Step(loss.item(), gradients_of(model), valid)
 
 
-def others_changed(batch: Batch) -> Batch:
+def others_changed(batch):
     """Leave loss to the second conversation of the row alone, and change every token of the others."""
     batch = second_document_alone(batch)
     mine = batch["starts"].cumsum(1) == 2
     return batch | {"tokens": batch["tokens"].where(mine, (batch["tokens"] + 7) % 200)}
 
 
-def edges_ignored(batch: Batch) -> Batch:
+def edges_ignored(batch):
     """Take a sample for one conversation."""
     starts = torch.zeros_like(batch["starts"])
     starts[:, 0] = True
     return batch | {"starts": starts}
 
 
-def all_learned(batch: Batch) -> Batch:
+def all_learned(batch):
     """Ignore the loss mask."""
     return batch | {"labels": batch["tokens"].roll(-1, 1)}
 
 
 @pytest.fixture(scope="module")
-def want(chats: Chats) -> Step:
+def want(chats):
     return alone(chats)
 
 
-def check(got: Step, want: Step) -> None:
+def check(got, want):
     assert got.valid == want.valid
     assert abs(got.loss - want.loss) <= LOSS * want.loss
     assert got.difference(want) <= GRADIENTS
 
 
-def test_one_process_and_what_others_hold(chats: Chats, want: Step) -> None:
+def test_one_process_and_what_others_hold(chats, want):
     changes = (as_it_is, all_learned, edges_ignored, second_document_alone, others_changed)
     ((got, every, joined, own, changed),) = over_ranks(1, [chats.flags], changes)
     check(got, want)
@@ -117,7 +115,7 @@ def test_one_process_and_what_others_hold(chats: Chats, want: Step) -> None:
     assert own.equal(changed)
 
 
-def test_two_processes(chats: Chats, want: Step) -> None:
+def test_two_processes(chats, want):
     meshes = [f"{CP} striped", f"{CP} exchange", f"{CP} zigzag"]
     changes = (as_it_is, second_document_alone, others_changed)
     for got, own, changed in over_ranks(2, [[*chats.flags, *mesh.split()] for mesh in meshes], changes):
@@ -126,12 +124,12 @@ def test_two_processes(chats: Chats, want: Step) -> None:
 
 
 @pytest.mark.slow  # two runs of two processes; the loader's part of it is in tests/test_packed.py
-def test_a_run_trains_validates_and_goes_on(chats: Chats, tmp_path: Path) -> None:
+def test_a_run_trains_validates_and_goes_on(chats, tmp_path):
     from runtime.ranks import run_ranks
     from tests.pretraining import on_rank
     from train.watching.metrics import METRICS, read_metrics
 
-    def train(folder: str, *more: str) -> list[Any]:
+    def train(folder, *more):
         save = str(tmp_path / folder)
         flags = [*TINY, *chats.flags, "--global-batch-size", "2", "--split", "60,40,0", "--eval-iters", "9"]
         flags += ["--eval-interval", "2", "--train-iters", "4", *more, "--save", save, "--load", save]
@@ -152,6 +150,6 @@ def test_a_run_trains_validates_and_goes_on(chats: Chats, tmp_path: Path) -> Non
         ("--sft --reset-attention-mask --reset-position-ids --eod-mask-loss", "eod_mask_loss is set with sft"),
     ],
 )
-def test_flags_that_contradict_each_other(flags: str, message: str) -> None:
+def test_flags_that_contradict_each_other(flags, message):
     with pytest.raises(ConfigError, match=message):
         validate(parse_args(["--data-path", "d", "--tokenizer-model", "t", *flags.split()]), 1)

@@ -72,7 +72,7 @@ def test_gpts_have_their_number_of_parameters(name):
     assert total == num_parameters(model) == GPTS[name]
 
 
-def examples(introduction: str) -> list[tuple[int, list[str]]]:
+def examples(introduction):
     """The processes and flags of each command in a help text."""
     commands = introduction.replace("\\\n", " ").splitlines()
     return [
@@ -95,8 +95,8 @@ def test_the_examples_of_the_help_are_valid(entry, monkeypatch):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs" / "runs").glob("*_[0-9]*x*.toml")), ids=lambda path: path.stem
 )
-def test_a_recipe_says_what_the_planner_predicts_for_it_and_is_among_the_fastest(path: Path) -> None:
-    processes, device = re.search(r"_(\d+)x([a-z]+\d+)", path.stem).groups()  # type: ignore[union-attr]
+def test_a_recipe_says_what_the_planner_predicts_for_it_and_is_among_the_fastest(path):
+    processes, device = re.search(r"_(\d+)x([a-z]+\d+)", path.stem).groups()
     cluster, recipe = load_cluster(ROOT / "configs" / "clusters" / f"{device}_pod.toml"), load_config(path)
     validate_sizes(recipe, int(processes))
     own = predicted(recipe, int(processes), cluster)
@@ -109,7 +109,7 @@ def test_a_recipe_says_what_the_planner_predicts_for_it_and_is_among_the_fastest
     assert best.prediction.time <= own.time <= 1.01 * best.prediction.time  # less means nothing, and may cost memory
 
 
-def test_adapters_leave_a_tenth_of_the_memory_where_all_weights_do_not() -> None:
+def test_adapters_leave_a_tenth_of_the_memory_where_all_weights_do_not():
     recipe = load_config(ROOT / "configs" / "runs" / "finetune_llama3_8b_512k_4xh100_lora.toml")
     cluster = load_cluster(ROOT / "configs" / "clusters" / "h100_pod.toml")
     cluster = replace(cluster, host_gb_per_s=0.0)

@@ -5,9 +5,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from data.latents.folder import write_latents
 from model.dit import DiT
 from model.dit_config import architecture_of
 from parity.cases import DIFFUSION, REFERENCE, chosen_cases
-from parity.run import GRADIENTS, Run, compare, equal, trained
+from parity.run import GRADIENTS, compare, equal, trained
 from runtime import together
 from runtime.ranks import run_ranks
 from tests.pretraining import DIT, pretrain_digits
@@ -40,7 +39,7 @@ EXACT = ("diffusion_loss", "grad_norm", "learning_rate", "consumed_samples", "co
 
 
 @pytest.fixture(scope="module")
-def one_process() -> Run:
+def one_process():
     """The reference: one process, plain SDPA."""
     return trained("dit", REFERENCE, NOWHERE)
 
@@ -50,7 +49,7 @@ def one_process() -> Run:
     [*CHOSEN, *(pytest.param(case, marks=pytest.mark.slow) for case in chosen_cases(DIFFUSION) if case not in CHOSEN)],
     ids=lambda case: case.title.replace(" ", ""),
 )
-def test_losses_and_gradients_equal_one_process(case: Case, one_process: Run) -> None:
+def test_losses_and_gradients_equal_one_process(case, one_process):
     row = compare(trained("dit", case, NOWHERE), one_process)
     assert row.within, row
     largest = max(gradient.abs().max() for gradient in one_process.tensors["gradients"].values())
@@ -62,24 +61,24 @@ MESH = ("--context-parallel-size", "2", "--train-iters", "6")
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tmp_path_factory):
     save = tmp_path_factory.mktemp("whole") / "run"
     pretrain_digits(4, save, *MESH)
     return save
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(tmp_path_factory):
     save = tmp_path_factory.mktemp("stopped") / "run"
     pretrain_digits(4, save, *MESH, "--exit-interval", "3")
     return save
 
 
-def records(save: Path) -> list[dict[str, float]]:
+def records(save):
     return [{name: record[name] for name in EXACT if name in record} for record in read_metrics(save / METRICS)]
 
 
-def loaded(save: Path, iteration: int, section: str) -> dict[str, torch.Tensor]:
+def loaded(save, iteration, section):
     """Weights, or their averages, of a checkpoint."""
     config = load_config(save / "config.toml").model
     model = DiT(config)
@@ -87,9 +86,7 @@ def loaded(save: Path, iteration: int, section: str) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(
-    uninterrupted: Path, stopped: Path, tmp_path: Path
-) -> None:
+def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(uninterrupted, stopped, tmp_path):
     save = tmp_path / "run"
     shutil.copytree(stopped, save)
     pretrain_digits(4, save, *MESH, "--load", str(save))
@@ -119,9 +116,7 @@ def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(
         (1, "--context-parallel-size 1 --context-parallel-method none"),
     ],
 )  # fmt: skip
-def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(
-    ranks: int, flags: str, uninterrupted: Path, stopped: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(ranks, flags, uninterrupted, stopped, tmp_path):
     """The validation, at the end, is one of the averages."""
     save = tmp_path / "run"
     pretrain_digits(ranks, save, *MESH, *flags.split(), "--load", str(stopped))
@@ -132,7 +127,7 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(
 
 
 @pytest.mark.slow
-def test_auto_takes_a_method_and_keeps_it_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_auto_takes_a_method_and_keeps_it_when_the_run_goes_on(tmp_path):
     flags = (*MESH, "--context-parallel-method", "auto", "--exit-interval", "3")
     for _ in range(2):
         found = pretrain_digits(4, tmp_path, *flags, "--load", str(tmp_path))
@@ -141,7 +136,7 @@ def test_auto_takes_a_method_and_keeps_it_when_the_run_goes_on(tmp_path: Path) -
     assert [record["iteration"] for record in found] == [1, 2, 3, 4, 5, 6]
 
 
-def test_averages_that_a_checkpoint_lacks_begin_as_its_weights(tmp_path: Path) -> None:
+def test_averages_that_a_checkpoint_lacks_begin_as_its_weights(tmp_path):
     save, flags = tmp_path / "run", ("--train-iters", "2", "--micro-batch-size", "8")
     pretrain_digits(1, save, *flags, "--ema-decay", "none", "--exit-interval", "1", "--train-iters", "3")
     pretrain_digits(1, save, *flags, "--ema-decay", "0.5", "--load", str(save))
@@ -173,13 +168,13 @@ BAD = {
 }
 
 
-def rewritten(folder: Path, **values: Any) -> None:
+def rewritten(folder, **values):
     """Change what the index says."""
     index = json.loads((folder / "index.json").read_text())
     (folder / "index.json").write_text(json.dumps(index | values))
 
 
-def saved(folder: Path, dtype: type, at: tuple[int, ...] = (0, 0, 0, 0), value: float = 0.0) -> None:
+def saved(folder, dtype, at=(0, 0, 0, 0), value=0.0):
     """Write the shard anew, of another type or with another value."""
     latents = np.load(folder / SHARD)
     latents[at] = value
@@ -187,7 +182,7 @@ def saved(folder: Path, dtype: type, at: tuple[int, ...] = (0, 0, 0, 0), value: 
 
 
 SHARD, LABELS = "latents-00000.npy", "labels-00000.npy"
-BROKEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+BROKEN = {
     "shape": (lambda folder: rewritten(folder, shape=[2, 8, 8]), (SHARD, "[16, 1, 8, 8]", "[16, 2, 8, 8]")),
     "dtype": (lambda folder: saved(folder, np.float64), (SHARD, "float64", "its index says float32")),
     "nan": (lambda folder: saved(folder, np.float32, (9, 0, 3, 3), np.nan), (SHARD, "row 9 holds a NaN")),
@@ -200,7 +195,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 """Folders of latents by what is wrong with them."""
 
 
-def end_cases(rank: int, world_size: int, save: Path, cases: Sequence[str]) -> dict[str, tuple[int, str]]:
+def end_cases(rank, world_size, save, cases):
     """All cases one after the other on ranks that have joined."""
     store, endings = dist.distributed_c10d._get_default_store(), {}
     for flags in cases:
@@ -213,14 +208,14 @@ def end_cases(rank: int, world_size: int, save: Path, cases: Sequence[str]) -> d
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[int, str]]]:
+def endings(tmp_path_factory):
     save = tmp_path_factory.mktemp("bad") / "run"
     found = run_ranks(end_cases, 4, save, list(BAD))
     assert not save.exists(), "nothing was trained"
     return found
 
 
-def test_broken_folders_are_named_and_left_as_they_are(tmp_path: Path) -> None:
+def test_broken_folders_are_named_and_left_as_they_are(tmp_path):
     generator, save = np.random.default_rng(0), tmp_path / "run"
     cases, before = {}, {}
     for name, (spoil, _) in BROKEN.items():
@@ -241,7 +236,7 @@ def test_broken_folders_are_named_and_left_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_one_message_names_what_and_the_remedy(flags: str, endings: list[dict[str, tuple[int, str]]]) -> None:
+def test_one_message_names_what_and_the_remedy(flags, endings):
     assert [rank[flags][0] for rank in endings] == [1] * 4
     (line,) = "".join(rank[flags][1] for rank in endings).splitlines()
     assert line.startswith("error: ")
@@ -249,7 +244,7 @@ def test_one_message_names_what_and_the_remedy(flags: str, endings: list[dict[st
         assert word in line
 
 
-def test_help_is_there_and_every_field_has_its_text() -> None:
+def test_help_is_there_and_every_field_has_its_text():
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
         parse_args(["--help"])

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,18 +25,18 @@ OTHERS_FLAGS |= {"--reservation", "--test-only", "--gres", "--cpus-per-task"}
 OTHERS_FLAGS |= {"--ntasks-per-node", "--user", "--map-root-user", "--net", "--target"}
 
 
-def pages(root: Path) -> list[Path]:
+def pages(root):
     """The Markdown that people read: the front page, CONTRIBUTING, docs/, and what results say of themselves."""
     found = [root / "README.md", root / "CONTRIBUTING.md", *root.glob("docs/**/*.md")]
     return [path for path in [*found, *root.glob("papers/**/*.md"), *root.glob("bench/**/*.md")] if path.exists()]
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """A page without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
-def code(page: Path) -> Iterator[str]:
+def code(page):
     """What a page has in blocks of code, continued lines joined, and between backticks."""
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.M | re.S):
@@ -45,13 +44,13 @@ def code(page: Path) -> Iterator[str]:
     yield from SPAN.findall(prose(page))
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The names that GitHub gives to a page's headings."""
     titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def broken_links(root: Path) -> Iterator[str]:
+def broken_links(root):
     for page in pages(root):
         for link in LINK.findall(SPAN.sub("", prose(page))):
             path, _, anchor = link.partition("#")
@@ -62,14 +61,14 @@ def broken_links(root: Path) -> Iterator[str]:
                 yield f"{page.relative_to(root)}: {link}"
 
 
-def unknown_targets(root: Path) -> Iterator[str]:
+def unknown_targets(root):
     known = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M))
     for page in pages(root):
         named = {target for line in code(page) for target in re.findall(r"(?:^|[;(] ?)make ([a-z][a-z-]*)", line)}
         yield from (f"{page.relative_to(root)}: make {target}" for target in sorted(named - known))
 
 
-def unknown_modules(root: Path) -> Iterator[str]:
+def unknown_modules(root):
     for page in pages(root):
         for module in {name for line in code(page) for name in re.findall(r"-m ([a-z_][\w.]*\w)", line)}:
             path = root / module.replace(".", "/")
@@ -77,7 +76,7 @@ def unknown_modules(root: Path) -> Iterator[str]:
                 yield f"{page.relative_to(root)}: python -m {module}"
 
 
-def unknown_paths(root: Path) -> Iterator[str]:
+def unknown_paths(root):
     """Files and folders of ours that a page names between backticks, or as a program or a --config."""
     tops = {path.name for path in root.iterdir() if path.is_dir()} - {"runs"}
     for page in pages(root):
@@ -92,7 +91,7 @@ def unknown_paths(root: Path) -> Iterator[str]:
                 yield f"{page.relative_to(root)}: {word}"
 
 
-def unknown_flags(root: Path) -> Iterator[str]:
+def unknown_flags(root):
     """Flags that stand in no source, neither as they are nor as the field that they are made of."""
     sources = [*root.glob("[a-z]*/**/*.py"), *root.glob("train/config/*.txt"), root / "Makefile"]
     texts = {path: path.read_text(encoding="utf-8") for path in sources}
@@ -106,7 +105,7 @@ def unknown_flags(root: Path) -> Iterator[str]:
                 yield f"{page.relative_to(root)}: {flag}"
 
 
-def unknown_imports(root: Path) -> Iterator[str]:
+def unknown_imports(root):
     """What a block of Python takes from modules of ours, which are imported here."""
     ours = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
     for page in pages(root):
@@ -117,14 +116,14 @@ def unknown_imports(root: Path) -> Iterator[str]:
             yield from (f"{page.relative_to(root)}: {module}.{name}" for module, name in wrong)
 
 
-def has(module: str, name: str) -> bool:
+def has(module, name):
     try:
         return hasattr(importlib.import_module(module), name)
     except ImportError:
         return False
 
 
-def wide_lines(root: Path) -> Iterator[str]:
+def wide_lines(root):
     """Lines of prose over 120 characters: tables, code and the targets of links are as long as they must be."""
     for page in (page for page in pages(root) if page.is_relative_to(root / "docs") or page.parent == root):
         for line in prose(page).splitlines():
@@ -133,20 +132,20 @@ def wide_lines(root: Path) -> Iterator[str]:
                 yield f"{page.relative_to(root)}: {line}"
 
 
-def long_readme(root: Path) -> Iterator[str]:
+def long_readme(root):
     length = len((root / "README.md").read_text(encoding="utf-8").splitlines())
     if length > LONGEST_README:
         yield f"README.md: {length} lines"
 
 
-def unlisted(root: Path) -> Iterator[str]:
+def unlisted(root):
     """Pages that the index does not name."""
     index = root / "docs" / "README.md"
     named = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
     yield from (str(page.relative_to(root)) for page in root.glob("docs/**/*.md") if page not in {*named, index})
 
 
-def unlisted_commands(root: Path) -> Iterator[str]:
+def unlisted_commands(root):
     """Targets of make and programs that the page of commands does not name."""
     page = (root / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     targets = re.findall(r"^([a-z-]+):.* ## ", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M)
@@ -157,7 +156,7 @@ def unlisted_commands(root: Path) -> Iterator[str]:
     yield from (name for name in named if name not in page and name != "`make help`")
 
 
-CHECKS: list[Callable[[Path], Iterator[str]]] = [
+CHECKS = [
     broken_links,
     unknown_targets,
     unknown_modules,
@@ -172,7 +171,7 @@ CHECKS: list[Callable[[Path], Iterator[str]]] = [
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_pages(check: Callable[[Path], Iterator[str]]) -> None:
+def test_the_pages(check):
     assert len(pages(ROOT)) > 20
     assert list(check(ROOT)) == []
 
@@ -198,7 +197,7 @@ def test_the_pages(check: Callable[[Path], Iterator[str]]) -> None:
         (unlisted_commands, ""),
     ],
 )
-def test_what_is_wrong_is_seen(tmp_path: Path, check: Callable[[Path], Iterator[str]], text: str) -> None:
+def test_what_is_wrong_is_seen(tmp_path, check, text):
     for name, content in {
         "README.md": "",
         "Makefile": "some: ## Something\n",

@@ -5,10 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,21 +19,21 @@ from train.watching.metrics import METRICS, read_metrics
 ROOT = Path(__file__).parents[1]
 
 
-def flags(data: Path, save: Path) -> list[str]:
+def flags(data, save):
     """40 iterations, each of which is saved."""
     more = ("--save", str(save), "--load", str(save), "--train-iters", "40", "--save-interval", "1", "--keep-last", "2")
     return flags_of(data, *SIZES, "--allow-resize", *more)
 
 
 @pytest.fixture(scope="module")
-def whole(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def whole(default_data, tmp_path_factory):
     save = tmp_path_factory.mktemp("whole") / "run"
     run_ranks(on_rank, 2, flags(default_data, save))
     return read_metrics(save / METRICS)
 
 
 @contextmanager
-def torchrun(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def torchrun(log, *arguments):
     """An agent and its ranks, a process group of their own, of which nothing stays."""
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -49,7 +47,7 @@ def torchrun(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         end(agent)
 
 
-def end(agent: subprocess.Popen[bytes]) -> None:
+def end(agent):
     """Kill an agent and its ranks."""
     ranks = children(agent.pid)
     for pid in (agent.pid, *ranks):
@@ -58,7 +56,7 @@ def end(agent: subprocess.Popen[bytes]) -> None:
     agent.wait()
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     """The ranks of an agent."""
     with suppress(OSError):
         return [
@@ -69,22 +67,20 @@ def children(pid: int) -> list[int]:
     return []
 
 
-def listens(port: int) -> bool:
+def listens(port):
     """Whether a program on this machine takes connections there."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
 
 
-def made(save: Path) -> int:
+def made(save):
     """The iterations in metrics.jsonl."""
     return len(read_metrics(save / METRICS)) if (save / METRICS).exists() else 0
 
 
 @pytest.mark.slow
-def test_max_restarts_goes_on_after_a_killed_rank(
-    default_data: Path, whole: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_max_restarts_goes_on_after_a_killed_rank(default_data, whole, tmp_path):
     save, log = tmp_path / "run", tmp_path / "log"
     launch = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "pretrain_gpt.py")
     with torchrun(log, *launch, *flags(default_data, save)) as agent:
@@ -97,9 +93,7 @@ def test_max_restarts_goes_on_after_a_killed_rank(
 
 
 @pytest.mark.slow
-def test_agents_that_go_and_come_resize_the_run(
-    default_data: Path, whole: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_that_go_and_come_resize_the_run(default_data, whole, tmp_path, monkeypatch):
     # Without it an agent that stays does not tell one that comes where the store is (torch 2.13).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     save, logs, port = tmp_path / "run", [tmp_path / "0.log", tmp_path / "1.log"], free_port()

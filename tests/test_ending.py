@@ -4,9 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,26 +24,26 @@ EXACT = ("iteration", "lm_loss", "grad_norm", "validation_loss")
 SIX = ("--train-iters", "6", "--eval-interval", "2", "--eval-iters", "2", "--save-interval", "2")
 
 
-def flags(data: Path, save: Path) -> list[str]:
+def flags(data, save):
     return flags_of(data, *SIX, "--save", str(save), "--load", str(save))
 
 
-def curve(save: Path) -> list[list[Any]]:
+def curve(save):
     return [[record.get(name) for name in EXACT] for record in read_metrics(save / METRICS)]
 
 
 @pytest.fixture(scope="module")
-def whole(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+def whole(default_data, tmp_path_factory):
     save = tmp_path_factory.mktemp("whole") / "run"
     run_ranks(on_rank, 2, flags(default_data, save))
     return curve(save)
 
 
-def told_on_rank(rank: int, world_size: int, arguments: list[str], where: str, number: int) -> str:
+def told_on_rank(rank, world_size, arguments, where, number):
     """Train; in iteration 4 the last rank gets a signal at that place."""
 
-    def then(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def with_signal(*args: Any, **kwargs: Any) -> Any:
+    def then(plain):
+        def with_signal(*args, **kwargs):
             if rank == world_size - 1 and at() == 4:
                 os.kill(os.getpid(), number)
                 time.sleep(0.1)
@@ -53,23 +51,23 @@ def told_on_rank(rank: int, world_size: int, arguments: list[str], where: str, n
 
         return with_signal
 
-    trainers: list[Trainer] = []
+    trainers = []
     plain_train = Trainer.train
 
-    def train(trainer: Trainer, notice: Any = None) -> None:
+    def train(trainer, notice=None):
         trainers.append(trainer)
         plain_train(trainer, notice)
 
-    def at() -> int:
+    def at():
         return trainers[0].progress.iteration
 
-    Trainer.train = train  # type: ignore[method-assign]
+    Trainer.train = train
     if where == "save_checkpoint":
         saving.save_checkpoint = then(saving.save_checkpoint)
     elif where == "validation":
-        Validation._loss = then(Validation._loss)  # type: ignore[method-assign]
+        Validation._loss = then(Validation._loss)
     else:
-        Runner.forward_backward = then(Runner.forward_backward)  # type: ignore[method-assign]
+        Runner.forward_backward = then(Runner.forward_backward)
     return on_rank(rank, world_size, arguments)
 
 
@@ -82,8 +80,8 @@ def told_on_rank(rank: int, world_size: int, arguments: list[str], where: str, n
     ],
 )
 def test_all_ranks_save_and_end_and_what_follows_is_the_undisturbed_run(
-    where: str, number: signal.Signals, validated: bool, whole: list[list[Any]], default_data: Path, tmp_path: Path
-) -> None:
+    where, number, validated, whole, default_data, tmp_path
+):
     save = tmp_path / "run"
     said, _ = run_ranks(told_on_rank, 2, flags(default_data, save), where, int(number))
     assert f"ended early after iteration 4: {number.name} to 1 of 2 processes; --load goes on\n" in said
@@ -98,21 +96,21 @@ def test_all_ranks_save_and_end_and_what_follows_is_the_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_a_run_whose_time_is_over_goes_on(whole: list[list[Any]], default_data: Path, tmp_path: Path) -> None:
+def test_a_run_whose_time_is_over_goes_on(whole, default_data, tmp_path):
     save = tmp_path / "run"
     for last in (1, 2):  # a start makes a step at least
         (said,) = run_ranks(on_rank, 1, [*flags(default_data, save), "--exit-duration-in-mins", "0.00001"])
         assert f"ended early after iteration {last}: exit_duration_in_mins 1e-05 are over; --load goes on" in said
 
 
-def torchrun(*arguments: str, ranks: int = 2) -> subprocess.Popen[str]:
+def torchrun(*arguments, ranks=2):
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
     command = [*starts.torchrun(ranks), *handled, "pretrain_gpt.py", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
 
 
-def ranks_of(launcher: int) -> list[int]:
+def ranks_of(launcher):
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return [int(child) for child in children if b"pretrain_gpt" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
@@ -120,7 +118,7 @@ def ranks_of(launcher: int) -> list[int]:
 LONG = ("--train-iters", "100000", "--eval-iters", "0", "--num-workers", "1")
 
 
-def started(default_data: Path, save: Path) -> tuple[subprocess.Popen[str], list[int]]:
+def started(default_data, save):
     """A run under torchrun that has made a step, and its ranks."""
     process = torchrun(*flags(default_data, save), *LONG, "--save-interval", "1000")
     wait_until(lambda: process.poll() is not None or ((save / METRICS).exists() and (save / METRICS).stat().st_size))
@@ -131,9 +129,7 @@ def started(default_data: Path, save: Path) -> tuple[subprocess.Popen[str], list
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 @pytest.mark.parametrize("whom", ["rank", "torchrun"])
-def test_a_signal_to_a_rank_or_to_torchrun(
-    whom: str, number: signal.Signals, default_data: Path, tmp_path: Path
-) -> None:
+def test_a_signal_to_a_rank_or_to_torchrun(whom, number, default_data, tmp_path):
     """Torchrun ends with status 1 at a signal of its own, whatever its ranks do."""
     save = tmp_path / "run"
     process, ranks = started(default_data, save)
@@ -149,7 +145,7 @@ def test_a_signal_to_a_rank_or_to_torchrun(
 
 
 @pytest.mark.slow
-def test_ranks_and_their_loaders_end_with_a_killed_torchrun(default_data: Path, tmp_path: Path) -> None:
+def test_ranks_and_their_loaders_end_with_a_killed_torchrun(default_data, tmp_path):
     process, ranks = started(default_data, tmp_path / "run")
     theirs = [int(pid) for rank in ranks for pid in Path(f"/proc/{rank}/task/{rank}/children").read_text().split()]
     assert len(ranks) == 2

@@ -4,9 +4,7 @@ A thread of gloo's lets go of a collective's tensors after the collective has en
 down by then, the process aborts. How often depends on the machine, so the test is that none is taken down.
 """
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +26,7 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 """
 
 
-def ended(folder: Path, entry: str, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def ended(folder, entry, *arguments, ranks=1):
     """An entry in a process of its own, or in two, as a launcher starts them."""
     driver = folder / "driver.py"
     driver.write_text(DRIVER)
@@ -36,7 +34,7 @@ def ended(folder: Path, entry: str, *arguments: str, ranks: int = 1) -> subproce
     return starts.ended([*python, str(driver), entry, *arguments])
 
 
-def test_the_driver_sees_an_interpreter_that_is_taken_down(tmp_path: Path) -> None:
+def test_the_driver_sees_an_interpreter_that_is_taken_down(tmp_path):
     """The control: a module that ends as Python does by itself."""
     (tmp_path / "plain.py").write_text("pass\n")
     process = ended(tmp_path, "plain")
@@ -44,7 +42,7 @@ def test_the_driver_sees_an_interpreter_that_is_taken_down(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_training_and_drawing(tmp_path: Path) -> None:
+def test_training_and_drawing(tmp_path):
     run = str(tmp_path / "run")
     trained = ended(tmp_path, "pretrain_dit", *DIT, "--train-iters", "2", "--save", run, ranks=2)
     drawn = ended(tmp_path, "tools.sample_dit", "--load", run, "--classes", "3", "--num-samples", "2", "--steps", "2")
@@ -59,14 +57,14 @@ def test_training_and_drawing(tmp_path: Path) -> None:
     ("flags", "words"),
     [(["--lr", "-1"], "error: lr"), (["--data-path", "none", "--tokenizer-model", "none"], "error: ")],
 )
-def test_an_error(flags: list[str], words: str, tmp_path: Path) -> None:
+def test_an_error(flags, words, tmp_path):
     process = ended(tmp_path, "pretrain_gpt", *TINY, "--train-iters", "2", *flags)
     assert process.returncode == 1
     assert words in process.stderr
     assert "taken down" not in process.stdout
 
 
-def test_a_defect_keeps_its_traceback_and_its_status(tmp_path: Path) -> None:
+def test_a_defect_keeps_its_traceback_and_its_status(tmp_path):
     (tmp_path / "broken.py").write_text(
         "from train.run import run_entry\ndef main(argv):\n    raise RuntimeError('broken')\nrun_entry(main)\n"
     )
@@ -77,7 +75,7 @@ def test_a_defect_keeps_its_traceback_and_its_status(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("redirection", "status"), [(">&-", 0), ("2>&-", 0), (">/dev/full", 120)])
-def test_streams_that_are_closed_or_full(redirection: str, status: int) -> None:
+def test_streams_that_are_closed_or_full(redirection, status):
     """What cannot be written is told by the status that Python itself ends with then."""
     code = "from train.run import run_entry; run_entry(lambda argv: print('done'))"
     shell = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
@@ -107,7 +105,7 @@ END
 
 
 @pytest.mark.parametrize("end", ["run_entry(main)", "sys.exit(exit_status(main, []))"])
-def test_an_error_beside_data_loaders_ends_the_process(tmp_path: Path, end: str) -> None:
+def test_an_error_beside_data_loaders_ends_the_process(tmp_path, end):
     (tmp_path / "left.py").write_text(LEFT.replace("END", end))
     process = starts.ended([sys.executable, "left.py"], tmp_path)
     assert (process.returncode, process.stderr) == (1, "error: a sample is broken\n")

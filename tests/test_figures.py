@@ -10,11 +10,9 @@ that belong together, or of the row's own.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,24 +67,24 @@ class Record:
     values: set[float] = field(default_factory=set)
     printed: set[str] = field(default_factory=set)
 
-    def has(self, figure: str, scales: Iterable[float]) -> bool:
+    def has(self, figure, scales):
         return any(rounds_to(value, figure, scales) for value in self.values) or any(
             digits(text) >= digits(figure) and rounds_to(number(text), figure, scales if "e" in text else AS_IT_IS)
             for text in self.printed
         )
 
 
-def number(text: str) -> float:
+def number(text):
     return float(text.replace(",", ""))
 
 
-def digits(text: str) -> int:
+def digits(text):
     """Digits behind the point, and those of the power of ten."""
     mantissa, _, power = text.partition("e")
     return len(mantissa.partition(".")[2]) - (int(power) if power else 0)
 
 
-def rounds_to(value: float, figure: str, scales: Iterable[float]) -> bool:
+def rounds_to(value, figure, scales):
     """Whether a value is the figure once it has as many digits."""
     mantissa, _, power = figure.replace(",", "").partition("e")
     places = len(mantissa.partition(".")[2])
@@ -95,7 +93,7 @@ def rounds_to(value: float, figure: str, scales: Iterable[float]) -> bool:
     return any(f"{abs(value) * scale:.{places}f}" == mantissa for scale in scales)
 
 
-def results_of(page: Path) -> list[Path]:
+def results_of(page):
     """The result files of a page; of a table with its Markdown that alone."""
     found = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]*/results/[^)#]+)\)", page.read_text())}
     readme = RESULTS / "README.md"
@@ -108,7 +106,7 @@ def results_of(page: Path) -> list[Path]:
     )
 
 
-def walk(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def walk(value, name=""):
     """Strings and numbers of a record by the first name on their way, without samples: lists of more than 3."""
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -121,7 +119,7 @@ def walk(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def read(files: Iterable[Path]) -> tuple[list[Record], Record]:
+def read(files):
     """Return the records of results, and the quotients of those that belong together."""
     records, quotients = [], Record(set())
     for path in files:
@@ -137,7 +135,7 @@ def read(files: Iterable[Path]) -> tuple[list[Record], Record]:
             )  # its last column says who made it
             records += [Record(set(), set(map(float, found))) for found in numbers]
             continue
-        groups: dict[Any, set[float]] = defaultdict(set)
+        groups = defaultdict(set)
         head = json.loads(lines[0])
         for line in map(json.loads, lines):
             parts = list(walk(line))
@@ -153,16 +151,16 @@ def read(files: Iterable[Path]) -> tuple[list[Record], Record]:
     return records, quotients
 
 
-def sections(page: Path) -> Iterator[str]:
+def sections(page):
     """The text of a page without code, the targets of links, and what is left out."""
     for part in re.split(r"^#+ ", NOT_PROSE.sub("", page.read_text(encoding="utf-8")), flags=re.M)[1:]:
         if not {(page.name, ""), (page.name, part.partition("\n")[0])} & LEFT_OUT.keys():
             yield part
 
 
-def figures(text: str) -> Iterator[tuple[str, bool, str, str]]:
+def figures(text):
     """Each figure of a text, whether in percent, its line, and the head of its column."""
-    head: list[str] = []
+    head = []
     for line in text.splitlines():
         cells = line.split("|") if line.startswith("|") else [line]
         head = head if len(cells) > 1 and head else cells
@@ -173,7 +171,7 @@ def figures(text: str) -> Iterator[tuple[str, bool, str, str]]:
         head = head if len(cells) > 1 else []
 
 
-def is_known(found: tuple[str, bool, str, str], records: list[Record], quotients: Record) -> bool:
+def is_known(found, records, quotients):
     figure, percent, line, head = found
     name = line.split("|")[1].strip(" *") if line.startswith("|") else ""
     own = [one for one in records if name in one.names and one.values | one.printed] if name else []
@@ -186,7 +184,7 @@ def is_known(found: tuple[str, bool, str, str], records: list[Record], quotients
     return bool(compares) and (quotients.has(figure, scales) or Record(set(), same).has(figure, AS_IT_IS))
 
 
-def checked(page: Path) -> Iterator[tuple[str, bool, list[bool]]]:
+def checked(page):
     """Each figure of a page, whether a result has it, and whether one has it with its first or last digit changed."""
     records, quotients = read(results_of(page))
     for figure, percent, line, head in (one for part in sections(page) for one in figures(part)):
@@ -198,7 +196,7 @@ def checked(page: Path) -> Iterator[tuple[str, bool, list[bool]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_figure_stands_in_a_result_and_most_changed_digits_are_refused(page: Path) -> None:
+def test_every_figure_stands_in_a_result_and_most_changed_digits_are_refused(page):
     """A result has many numbers, of which another may round to what is wrong: half are refused at least."""
     found = list(checked(page))
     allowed = " ".join(ALLOWED.get(page.name, {})).split()
@@ -208,7 +206,7 @@ def test_every_figure_stands_in_a_result_and_most_changed_digits_are_refused(pag
     assert sum(accepted) <= 0.5 * len(accepted)
 
 
-def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+def test_what_is_wrong_is_named(tmp_path):
     (tmp_path / "results").mkdir()
     record = {"of": "rows", "key": "ring", "length": 2048, "median": 0.19287, "peak": 3 << 20, "seconds": [0.5] * 9}
     lines = [{"benchmark": "one"}, record, record | {"key": "zigzag", "median": 0.38577, "peak": 7 << 20}]

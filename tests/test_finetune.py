@@ -27,7 +27,7 @@ ALONE = ("--context-parallel-method", "none")
 
 
 @pytest.fixture(scope="module")
-def imported(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def imported(default_data, tmp_path_factory):
     """A Qwen3 with random weights in bfloat16, imported twice."""
     folder = tmp_path_factory.mktemp("imported")
     config = ModelConfig(
@@ -42,23 +42,21 @@ def imported(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     return [folder / "one", folder / "two"]
 
 
-def finetuned(ranks: int, data: Path, save: Path, run: Path, *flags: str) -> list[dict]:
+def finetuned(ranks, data, save, run, *flags):
     return pretrain(ranks, data, save, "--config", str(run / "config.toml"), "--load", str(run), *STEPS, *flags)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     return tmp_path_factory.mktemp("alone") / "run"
 
 
 @pytest.fixture(scope="module")
-def alone(default_data: Path, imported: list[Path], trained: Path) -> list[dict]:
+def alone(default_data, imported, trained):
     return finetuned(1, default_data, trained, imported[0], "--finetune", *ALONE)
 
 
-def test_what_was_finetuned_is_exported_as_what_was_imported(
-    imported: list[Path], alone: list[dict], trained: Path, tmp_path: Path
-) -> None:
+def test_what_was_finetuned_is_exported_as_what_was_imported(imported, alone, trained, tmp_path):
     """Its type and the entries of its config.json, though its checkpoint has float32 and a folder of its own."""
     assert not load_config(trained / "config.toml").checkpoint.finetune  # it would begin again
     export_model(trained, tmp_path / "out", None, None, 10**9)
@@ -69,9 +67,7 @@ def test_what_was_finetuned_is_exported_as_what_was_imported(
     assert not torch.equal(before[1]["embedding.weight"], after[1]["embedding.weight"])
 
 
-def test_what_came_with_an_import_stays_with_the_run_that_goes_on(
-    imported: list[Path], alone: list[dict], trained: Path, tmp_path: Path
-) -> None:
+def test_what_came_with_an_import_stays_with_the_run_that_goes_on(imported, alone, trained, tmp_path):
     """A run that goes on has its own folder as load, and no longer says where its weights came from."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     said = (run / "config.toml").read_text()
@@ -91,18 +87,14 @@ def test_what_came_with_an_import_stays_with_the_run_that_goes_on(
         "--tensor-model-parallel-size 2 --context-parallel-size 2",
     ],
 )
-def test_another_mesh_has_the_same_losses(
-    mesh: str, default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path
-) -> None:
+def test_another_mesh_has_the_same_losses(mesh, default_data, imported, alone, tmp_path):
     flags = mesh.format(imported[0].parent / "theirs").split()
     got = finetuned(4, default_data, tmp_path / "run", imported[1], "--finetune", *flags)
     assert differences(got, alone) <= BOUND
     assert (got[0]["iteration"], got[0]["consumed_samples"]) == (1, 4)
 
 
-def test_a_hugging_face_folder_does_what_its_import_does(
-    default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hugging_face_folder_does_what_its_import_does(default_data, imported, alone, tmp_path, capsys):
     """The same losses to the bit; the run is exported as theirs, and its config.toml does not begin there again."""
     theirs, save = imported[0].parent / "theirs", tmp_path / "run"
     got = finetuned(1, default_data, save, imported[0], "--finetune", "--load", f"hf:{theirs}", *ALONE)
@@ -115,8 +107,8 @@ def test_a_hugging_face_folder_does_what_its_import_does(
     assert before[2] | LONGER == after[2]
 
 
-def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported: list[Path], tmp_path: Path) -> None:
-    def begun(folder: Path, *flags: str) -> None:
+def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported, tmp_path):
+    def begun(folder, *flags):
         config = parse_args(["--config", str(imported[0] / "config.toml"), "--load", f"hf:{folder}", *flags])
         model = build_model(config.model)
         optimizer = torch.optim.SGD(model.parameters())
@@ -141,14 +133,12 @@ def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported: list[
             begun(folder, *flags)
 
 
-def test_a_pipeline_going_on_from_iteration_0_has_them_too(
-    default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path
-) -> None:
+def test_a_pipeline_going_on_from_iteration_0_has_them_too(default_data, imported, alone, tmp_path):
     mesh = ("--pipeline-model-parallel-size", "2")
     assert differences(finetuned(2, default_data, tmp_path / "run", imported[1], *mesh), alone) <= BOUND
 
 
-def test_dynamic_rope_goes_by_the_length_of_each_run(default_data: Path, imported: list[Path], tmp_path: Path) -> None:
+def test_dynamic_rope_goes_by_the_length_of_each_run(default_data, imported, tmp_path):
     """A run's config.toml keeps no length that was not given, and the export has the one that it was trained at."""
     dynamic = ("dynamic", "--rope-scaling-factor", "2", "--rope-scaling-original-max-position-embeddings", "64")
     run, save = imported[0], tmp_path / "run"
@@ -160,9 +150,7 @@ def test_dynamic_rope_goes_by_the_length_of_each_run(default_data: Path, importe
     assert load_hf(tmp_path / "out")[0].rotary_base == pytest.approx(longer)
 
 
-def test_other_weights_and_another_rope_have_other_losses(
-    default_data: Path, imported: list[Path], alone: list[dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_weights_and_another_rope_have_other_losses(default_data, imported, alone, tmp_path, capsys):
     """Negative control, and notes on what changed and on what is beyond the model's reach."""
     (tmp_path / "afresh").mkdir()
     afresh = finetuned(1, default_data, tmp_path / "new", imported[0], "--load", str(tmp_path / "afresh"), *ALONE)

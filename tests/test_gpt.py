@@ -13,7 +13,7 @@ FIVE = ("--train-iters", "5")
 
 
 @pytest.fixture(scope="module")
-def one_process(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def one_process(default_data, tmp_path_factory):
     """The reference: one process, no context parallelism, plain SDPA."""
     save = tmp_path_factory.mktemp("one") / "run"
     return pretrain(1, default_data, save, *GPT, "1", *FIVE, "--context-parallel-method", "none")
@@ -23,9 +23,7 @@ def one_process(default_data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     ("method", "cp", "ranks"),
     [pytest.param("zigzag", 2, 4, marks=pytest.mark.slow), ("allgather", 1, 2)],
 )
-def test_context_and_data_parallel_equal_one_process(
-    method: str, cp: int, ranks: int, default_data: Path, one_process: list[dict], tmp_path: Path
-) -> None:
+def test_context_and_data_parallel_equal_one_process(method, cp, ranks, default_data, one_process, tmp_path):
     """Weights, gradients and optimizer are sharded over all ranks."""
     flags = (*GPT, str(cp), *FIVE, "--context-parallel-method", method)
     assert differences(pretrain(ranks, default_data, tmp_path / "run", *flags), one_process) <= BOUND
@@ -33,9 +31,7 @@ def test_context_and_data_parallel_equal_one_process(
 
 
 @pytest.mark.slow
-def test_tensor_parallel_in_chunks_equals_one_process_and_goes_on_elsewhere(
-    default_data: Path, one_process: list[dict], tmp_path: Path
-) -> None:
+def test_tensor_parallel_in_chunks_equals_one_process_and_goes_on_elsewhere(default_data, one_process, tmp_path):
     """From a checkpoint of tp 2 x cp 2, where the biases of all projections are split, to cp 2 and to tp 2 x dp 2."""
     tensor = ("--tensor-model-parallel-size", "2")
     chunks = ("--loss-chunk-size", "50", "--ffn-chunk-size", "70", "--recompute-granularity", "attention_boundary")
@@ -51,9 +47,7 @@ def test_tensor_parallel_in_chunks_equals_one_process_and_goes_on_elsewhere(
     ("positions", "over"),
     [("learned", (("striped", 2), ("zigzag", 4))), pytest.param("rope", (("zigzag", 4),), marks=pytest.mark.slow)],
 )
-def test_a_length_that_does_not_divide_and_a_table_that_ends_with_it(
-    positions: str, over: tuple[tuple[str, int], ...], default_data: Path, tmp_path: Path
-) -> None:
+def test_a_length_that_does_not_divide_and_a_table_that_ends_with_it(positions, over, default_data, tmp_path):
     """Padding reaches up to position 255, and the table of learned ones ends at 250."""
     table = {
         "learned": ("--max-position-embeddings", "251"),
@@ -66,18 +60,16 @@ def test_a_length_that_does_not_divide_and_a_table_that_ends_with_it(
         assert differences(got, want) <= BOUND, method
 
 
-def positions_from_zero(rank: int, world_size: int, arguments: list[str]) -> None:
+def positions_from_zero(rank, world_size, arguments):
     """Train with every rank's tokens numbered from 0 instead of by their places in the whole sequence."""
     from model.gpt import GPT
 
     hidden = GPT.hidden
-    GPT.hidden = lambda self, tokens, *_: hidden(self, tokens)  # type: ignore[method-assign]
+    GPT.hidden = lambda self, tokens, *_: hidden(self, tokens)
     on_rank(rank, world_size, arguments)
 
 
-def test_positions_of_a_rank_alone_make_parity_fail(
-    default_data: Path, one_process: list[dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_of_a_rank_alone_make_parity_fail(default_data, one_process, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tests.pretraining.run_ranks", lambda _, world_size, flags: run_ranks(positions_from_zero, world_size, flags)
     )
@@ -86,8 +78,8 @@ def test_positions_of_a_rank_alone_make_parity_fail(
 
 
 def test_striped_ranks_equal_one_process_and_a_resume_changes_no_bit_and_goes_on_elsewhere(
-    default_data: Path, one_process: list[dict], tmp_path: Path
-) -> None:
+    default_data, one_process, tmp_path
+):
     exact = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples")
     flags = (*GPT, "2", *FIVE)
     whole = pretrain(2, default_data, tmp_path / "whole", *flags)

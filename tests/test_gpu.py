@@ -1,7 +1,5 @@
 """The whole run on one GPU: NCCL, bfloat16, sharded weights, a checkpoint and its resume."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ from train.watching.metrics import METRICS, read_metrics
         pytest.param("--model-type linear_transformer --num-query-groups none", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_learns_saves_and_resumes_on_a_gpu(attention: str, tmp_path: Path) -> None:
+def test_a_run_learns_saves_and_resumes_on_a_gpu(attention, tmp_path):
     pytest.importorskip("tomli_w", reason="a run that is kept writes its configuration")
     save = tmp_path / "run"
     command = [*torchrun(1), "pretrain_gpt.py", *TINY]

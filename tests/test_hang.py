@@ -16,7 +16,7 @@ from train.watching.metrics import METRICS
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_is_named_and_nothing_is_left(stopped: int, default_data: Path, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_and_nothing_is_left(stopped, default_data, tmp_path):
     save = tmp_path / "run"
     limits = ["--watchdog-factor", "20", "--watchdog-min-seconds", "10"]
     process = torchrun(*flags(default_data, save), *LONG, *limits)

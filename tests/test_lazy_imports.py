@@ -11,7 +11,7 @@ LAZY = """
 """.split()  # noqa: SIM905
 
 
-def loaded_by(statements: str) -> set[str]:
+def loaded_by(statements):
     """Top-level names of the modules that a fresh interpreter has loaded after `statements`, and those in LAZY."""
     code = f"import sys\ntry:\n    {statements}\nexcept (SystemExit, ValueError): pass\nprint('LOADED', *sys.modules)"
     done = ended([sys.executable, "-c", code], PYTHONPATH=str(ROOT))

@@ -12,26 +12,25 @@ import pytest
 from runtime.ranks import run_ranks
 from tests.pretraining import flags_of, on_rank
 from train.watching.metrics import METRICS, read_metrics
-from train.watching.moments import Step
 from train.watching.saving import Saving
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
 
 
-def flags(data: Path, save: Path, *more: str) -> list[str]:
+def flags(data, save, *more):
     shared = "100" if "--async-save" in more else "4"
     folder = ("--save", str(save), "--load", str(save))
     return flags_of(data, *folder, "--train-iters", "8", "--save-interval", shared, *more)
 
 
-def _on_node(rank: int, size: int, arguments: list[str], nodes: str, at: int | None = None) -> str:
+def _on_node(rank, size, arguments, nodes, at=None):
     """Run as a rank of one of two nodes; the last rank is killed after the iteration ``at``. Return what it says.
 
     With --async-save each iteration waits for what goes on beside it.
     """
     save, beside = Saving.after, "--async-save" in arguments
 
-    def unless_killed(saving: Saving, step: Step) -> None:
+    def unless_killed(saving, step):
         if beside:
             assert saving.saves._background is not None
             assert saving.saves._background._beside.done(300)
@@ -39,7 +38,7 @@ def _on_node(rank: int, size: int, arguments: list[str], nodes: str, at: int | N
             os.kill(os.getpid(), signal.SIGKILL)
         save(saving, step)
 
-    Saving.after = unless_killed  # type: ignore[method-assign]
+    Saving.after = unless_killed
     folder = f"{nodes}{2 * rank // size}"
     every = "1" if size == 2 or beside else "3"
     tier = ["--non-persistent-save-interval", every, "--non-persistent-local-ckpt-dir", folder]
@@ -48,7 +47,7 @@ def _on_node(rank: int, size: int, arguments: list[str], nodes: str, at: int | N
     return notes.getvalue() + said.getvalue()
 
 
-def curve(save: Path) -> list[list[float]]:
+def curve(save):
     return [[record[name] for name in EXACT] for record in read_metrics(save / METRICS)]
 
 
@@ -64,8 +63,8 @@ def curve(save: Path) -> list[list[float]]:
     ],
 )
 def test_a_killed_run_goes_on_from_the_local_one_and_without_a_node_from_the_shared_one(
-    size: int, more: tuple[str, ...], default_data: Path, tmp_path: Path
-) -> None:
+    size, more, default_data, tmp_path
+):
     whole, save, nodes = tmp_path / "whole", tmp_path / "run", str(tmp_path / "node")
     run_ranks(_on_node, size, flags(default_data, whole, *more), str(tmp_path / "other"))
     with pytest.raises(RuntimeError, match="rank"):
@@ -95,7 +94,7 @@ def test_a_killed_run_goes_on_from_the_local_one_and_without_a_node_from_the_sha
 
 
 @pytest.mark.slow
-def test_a_smaller_world_goes_on_where_it_sees_all_and_else_says_why(default_data: Path, tmp_path: Path) -> None:
+def test_a_smaller_world_goes_on_where_it_sees_all_and_else_says_why(default_data, tmp_path):
     save, nodes = tmp_path / "run", str(tmp_path / "node")
     with pytest.raises(RuntimeError, match="rank"):
         run_ranks(_on_node, 4, flags(default_data, save), nodes, 8)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import functional as F
 
 from data.loader import Batching, batches
@@ -24,7 +23,7 @@ FIRST = 16_384
 BOUND = 2e-6
 
 
-def of_the_first_tokens(rank: int, world_size: int, arguments: list[str]) -> tuple[float, float, float]:
+def of_the_first_tokens(rank, world_size, arguments):
     """Return the mean loss of the first tokens: of all ranks; of torch's attention over each document; over halves."""
     config = parse_args(arguments)
     with distributed_mesh(config.mesh) as mesh:
@@ -46,7 +45,7 @@ def of_the_first_tokens(rank: int, world_size: int, arguments: list[str]) -> tup
         return total.item() / FIRST, want, wrong
 
 
-def alone(model: torch.nn.Module, tokens: Tensor, labels: Tensor, ends: list[int]) -> float:
+def alone(model, tokens, labels, ends):
     """Return the mean loss of documents that the model reads one by one."""
     with torch.no_grad():
         logits = torch.cat([model(tokens[:, begin:end]) for begin, end in pairwise(ends)], 1)
@@ -55,7 +54,7 @@ def alone(model: torch.nn.Module, tokens: Tensor, labels: Tensor, ends: list[int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [65_536, 524_288])
-def test_a_long_sequence_begins_as_a_short_one(length: int, default_data: Path, tmp_path: Path) -> None:
+def test_a_long_sequence_begins_as_a_short_one(length, default_data, tmp_path):
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
     arguments = ["--config", str(RECIPE), *data, "--seq-length", str(length), "--save", str(tmp_path / "run")]
     arguments += ["--init-method-std", "0.2"]  # or attention hardly matters, and the control finds nothing

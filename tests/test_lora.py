@@ -4,13 +4,10 @@ import importlib
 import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from checkpoint.api import load_model
 from checkpoint.manifest import CheckpointError
@@ -21,7 +18,7 @@ from model.hf.adapter import peft_name, write_adapter
 from model.lora import is_adapter, merge
 from model.registry import build_model
 from parity.cases import REFERENCE
-from parity.run import Run, compare, equal, trained
+from parity.run import compare, equal, trained
 from runtime.errors import UserError
 from tests.pretraining import differences
 from tools.common.cases import Case
@@ -30,7 +27,7 @@ from train.config.flags import ConfigError
 from train.config.language import load_config, parse_args, validate
 from train.resume import find_start
 
-SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}
+SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}
 KINDS = {
     "llama": ModelConfig(**SHAPE, num_query_groups=2),
     "gpt": ModelConfig(
@@ -44,15 +41,15 @@ BOUND = 1e-5
 class Runs:
     """A base of each kind, a run of one process with adapters that do something, and another that goes on from it."""
 
-    def __init__(self, data: Path, folder: Path) -> None:
+    def __init__(self, data, folder):
         self.data, self.folder = data, folder
 
-    def finetuned(self, kind: str, case: Case, load: Path, *more: str, iterations: int = 3) -> Run:
+    def finetuned(self, kind, case, load, *more, iterations=3):
         flags = (*LORA, "--finetune", "--load", str(load), *more)
         return trained(kind, case, self.data, None, *flags, iterations=iterations)
 
     @cache  # noqa: B019 - as long as the module's tests
-    def base(self, kind: str) -> Path:
+    def base(self, kind):
         model, folder = build_model(KINDS[kind]), self.folder / f"{kind}_hf"
         model.init_weights(7)
         save_hf(folder, KINDS[kind], model.state_dict())
@@ -60,18 +57,18 @@ class Runs:
         return self.folder / kind
 
     @cache  # noqa: B019
-    def begun(self, kind: str) -> Path:
+    def begun(self, kind):
         run = self.folder / f"{kind}_lora"
         self.finetuned(kind, REFERENCE, self.base(kind), "--save", str(run), "--lr", "1e-2", iterations=2)
         return run
 
     @cache  # noqa: B019
-    def alone(self, kind: str) -> Run:
+    def alone(self, kind):
         return self.finetuned(kind, REFERENCE, self.begun(kind))
 
 
 @pytest.fixture(scope="module")
-def runs(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(default_data, tmp_path_factory):
     return Runs(default_data, tmp_path_factory.mktemp("lora"))
 
 
@@ -94,14 +91,14 @@ SLOW = [
 RECOMPUTED = ("--recompute-granularity", "full", "--ffn-chunk-size", "32", "--loss-chunk-size", "48")
 
 
-def title(value: object) -> str | None:
+def title(value):
     return value.title.replace(" ", "") if isinstance(value, Case) else None
 
 
 @pytest.mark.parametrize(
     ("kind", "case"), MESHES + [pytest.param(*row, marks=pytest.mark.slow) for row in SLOW], ids=title
 )
-def test_a_mesh_has_the_losses_and_gradients_of_one_process(kind: str, case: Case, runs: Runs) -> None:
+def test_a_mesh_has_the_losses_and_gradients_of_one_process(kind, case, runs):
     """All that is frozen keeps every bit, and adapters alone have gradients and an optimizer's state."""
     got, want = runs.finetuned(kind, case, runs.begun(kind)), runs.alone(kind)
     row = compare(got, want)
@@ -123,9 +120,7 @@ def test_a_mesh_has_the_losses_and_gradients_of_one_process(kind: str, case: Cas
         pytest.param(Case(cp=2), ("--recompute-granularity", "selective"), marks=pytest.mark.slow),
     ],
 )
-def test_what_is_computed_again_has_gradients_though_its_input_has_none(
-    case: Case, more: tuple[str, ...], runs: Runs
-) -> None:
+def test_what_is_computed_again_has_gradients_though_its_input_has_none(case, more, runs):
     """The embeddings are frozen, so that nothing that enters the first layer has a gradient."""
     row = compare(runs.finetuned("llama", case, runs.begun("llama"), *more), runs.alone("llama"))
     assert row.within, row
@@ -133,7 +128,7 @@ def test_what_is_computed_again_has_gradients_though_its_input_has_none(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["q_proj", "wk", "wv", "o_proj", "down_proj"])
-def test_one_kind_of_linear_layer_is_enough(target: str, runs: Runs) -> None:
+def test_one_kind_of_linear_layer_is_enough(target, runs):
     base, cases = runs.base("llama"), (REFERENCE, Case(cp=2), Case(tp=2, pp=2))
     alone, *others = (runs.finetuned("llama", case, base, "--lora-target", target) for case in cases)
     assert len(alone.tensors["gradients"]) == 2 * 4
@@ -151,9 +146,7 @@ def test_one_kind_of_linear_layer_is_enough(target: str, runs: Runs) -> None:
     ],
     ids=title,
 )
-def test_a_run_goes_on_on_another_mesh_from_the_same_bits(
-    kind: str, first: Case, second: Case, runs: Runs, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_on_another_mesh_from_the_same_bits(kind, first, second, runs, tmp_path):
     more = ("--save", str(tmp_path), "--save-interval", "2")
     went_on = runs.finetuned(kind, first, runs.base(kind), *more, iterations=4)
     load = (*LORA, "--load", str(tmp_path), "--ckpt-step", "2")
@@ -165,7 +158,7 @@ def test_a_run_goes_on_on_another_mesh_from_the_same_bits(
 
 
 @pytest.mark.slow
-def test_in_bf16_frozen_weights_take_two_bytes_and_adapters_four(runs: Runs, tmp_path: Path) -> None:
+def test_in_bf16_frozen_weights_take_two_bytes_and_adapters_four(runs, tmp_path):
     save = ("--bf16", "--save", str(tmp_path / "run"))
     run = runs.finetuned("llama", Case(dp=2), runs.base("llama"), *save)
     weights = {n: t for n, t in run.tensors["final"].items() if "/" not in n}
@@ -181,25 +174,23 @@ def test_in_bf16_frozen_weights_take_two_bytes_and_adapters_four(runs: Runs, tmp
 TOKENS = torch.randint(4099, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-def peft_of(base: Path, adapter: Path) -> Any:
+def peft_of(base, adapter):
     peft = pytest.importorskip("peft", reason="compares with PEFT's adapters")
     model = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
-def ours_of(run: Path) -> Any:
+def ours_of(run):
     model = build_model(load_config(run / "config.toml").model)
-    load_model(find_checkpoint(run), model, architecture_of(model.config))  # type: ignore[arg-type]
+    load_model(find_checkpoint(run), model, architecture_of(model.config))
     return model
 
 
-def loss_of(logits: Tensor) -> Tensor:
+def loss_of(logits):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
-def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits(runs, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's models")
     run = runs.begun("llama")
     assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
@@ -246,9 +237,7 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
     assert (wrong(TOKENS).logits - wanted).abs().max().item() > 100 * BOUND
 
 
-def test_what_adapters_cannot_begin_with_is_refused_in_a_line(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_adapters_cannot_begin_with_is_refused_in_a_line(runs, tmp_path, capsys):
     flags = ["--data-path", "x", "--tokenizer-model", "x.model"]
     with pytest.raises(ConfigError, match="lora_rank is 4 and load is not set, so that the weights beside"):
         validate(parse_args([*flags, *LORA]), 1)

@@ -9,7 +9,6 @@ import stat
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,10 +31,10 @@ Mutation = Callable[[Path], None]
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}
 
 
-def flip(place: float) -> Mutation:
+def flip(place):
     """One bit, a share of the file from its beginning."""
 
-    def mutate(path: Path) -> None:
+    def mutate(path):
         content = bytearray(path.read_bytes())
         content[int(place * (len(content) - 1))] ^= 4
         path.write_bytes(content)
@@ -43,67 +42,67 @@ def flip(place: float) -> Mutation:
     return mutate
 
 
-def cut(share: float) -> Mutation:
+def cut(share):
     return lambda path: os.truncate(path, int(share * path.stat().st_size))
 
 
-def put(content: bytes) -> Mutation:
-    def mutate(path: Path) -> None:
+def put(content):
+    def mutate(path):
         path.write_bytes(content)
 
     return mutate
 
 
-def fifo_instead(path: Path) -> None:
+def fifo_instead(path):
     path.unlink()
     os.mkfifo(path)
 
 
-def socket_instead(path: Path) -> None:
+def socket_instead(path):
     path.unlink()
     os.mknod(path, stat.S_IFSOCK | 0o600)
 
 
-def moved_out(path: Path) -> None:
+def moved_out(path):
     """A link to the same content in another folder."""
     elsewhere = path.parents[1] / "elsewhere"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
 
 
-def folder_instead(path: Path) -> None:
+def folder_instead(path):
     path.unlink()
     path.mkdir()
 
 
-def add_a_byte(path: Path) -> None:
+def add_a_byte(path):
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def link(path: Path, target: str) -> None:
+def link(path, target):
     path.unlink()
     path.symlink_to(target)
 
 
-def zeros(path: Path) -> None:
+def zeros(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def of_the_other_iteration(path: Path) -> None:
+def of_the_other_iteration(path):
     shutil.copy(path.parents[1] / "iter_0000001" / path.name, path)
 
 
-def in_every_line(change: Callable[[dict[str, Any]], Any]) -> Mutation:
+def in_every_line(change):
     """Change each record of a metrics.jsonl."""
 
-    def mutate(path: Path) -> None:
+    def mutate(path):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(change(record)) + "\n" for record in records))
 
     return mutate
 
 
-ANY_FILE: dict[str, Mutation] = {
+ANY_FILE = {
     "delete": Path.unlink,
     "empty": cut(0),
     "cut to a half": cut(0.5),
@@ -129,7 +128,7 @@ ANY_FILE: dict[str, Mutation] = {
 CHECKPOINT = ("manifest.json", ".metadata", "__0_0.distcp")
 """Files of the newest checkpoint, without any of which the one before is taken."""
 
-FORGED: dict[str, dict[str, Any]] = {
+FORGED = {
     "iteration of another": {"iteration": 1},
     "iteration no number": {"iteration": "x"},
     "no files": {"files": {}},
@@ -146,7 +145,7 @@ FORGED: dict[str, dict[str, Any]] = {
 }
 """Manifests whose checksum is right and whose content is not."""
 
-EXTRAS: dict[str, dict[str, Any]] = {
+EXTRAS = {
     "empty": {},
     "progress none": {"progress": None},
     "progress empty": {"progress": {}},
@@ -164,7 +163,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     **{f"ema_decay {value!r}": {"progress": PROGRESS, "ema_decay": value} for value in ("x", 3.0, -1.0, [], True)},
 }
 
-RECORDS: dict[str, Mutation] = {
+RECORDS = {
     "no iteration": in_every_line(lambda r: {name: r[name] for name in r if name != "iteration"}),
     "no loss": in_every_line(lambda r: {"iteration": r["iteration"]}),
     "empty records": in_every_line(lambda _: {}),
@@ -182,7 +181,7 @@ RECORDS: dict[str, Mutation] = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """The folder of a run with checkpoints of iterations 1 and 2."""
     folder = tmp_path_factory.mktemp("mutations") / "run"
     model, optimizer = build(0, sharded=False)
@@ -197,12 +196,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(whole: Path, tmp_path: Path) -> Path:
+def run(whole, tmp_path):
     """A copy to damage."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
-def resumed(folder: Path) -> int:
+def resumed(folder):
     """What a resume reads of a checkpoint; its iteration."""
     path = find_checkpoint(folder)
     assert path is not None
@@ -211,11 +210,11 @@ def resumed(folder: Path) -> int:
     return progress.iteration
 
 
-def ended(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+def ended(call):
     """What a call returns, None where it is refused, and what a user reads of it: a line for each thing."""
     out, found = io.StringIO(), []
 
-    def main(_: list[str]) -> None:
+    def main(_):
         found.append(call())
 
     with redirect_stdout(out), redirect_stderr(out):
@@ -229,7 +228,7 @@ def ended(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize("name", CHECKPOINT)
 @pytest.mark.parametrize("mutation", [*ANY_FILE, "of the other iteration"])
-def test_a_file_of_a_checkpoint(name: str, mutation: str, run: Path) -> None:
+def test_a_file_of_a_checkpoint(name, mutation, run):
     """The one before is taken, and the line names the damaged file."""
     ({**ANY_FILE, "of the other iteration": of_the_other_iteration}[mutation])(run / "iter_0000002" / name)
     iteration, lines = ended(lambda: resumed(run))
@@ -243,7 +242,7 @@ def test_a_file_of_a_checkpoint(name: str, mutation: str, run: Path) -> None:
 
 
 @pytest.mark.parametrize("mutation", ANY_FILE)
-def test_the_pointer_is_a_hint(mutation: str, run: Path) -> None:
+def test_the_pointer_is_a_hint(mutation, run):
     ANY_FILE[mutation](run / "latest_checkpointed_iteration.txt")
     iteration, lines = ended(lambda: resumed(run))
     assert iteration == 2
@@ -251,7 +250,7 @@ def test_the_pointer_is_a_hint(mutation: str, run: Path) -> None:
 
 
 @pytest.mark.parametrize("forgery", FORGED)
-def test_a_manifest_that_is_intact_and_wrong(forgery: str, run: Path) -> None:
+def test_a_manifest_that_is_intact_and_wrong(forgery, run):
     rewrite_manifest(run / "iter_0000002", **FORGED[forgery])
     iteration, lines = ended(lambda: resumed(run))
     assert iteration in (1, None)
@@ -260,7 +259,7 @@ def test_a_manifest_that_is_intact_and_wrong(forgery: str, run: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_a_manifest_with_a_wrong_extra(extra: str, run: Path) -> None:
+def test_a_manifest_with_a_wrong_extra(extra, run):
     rewrite_manifest(run / "iter_0000002", extra=EXTRAS[extra])
     iteration, (line,) = ended(lambda: resumed(run))
     assert iteration is None
@@ -270,7 +269,7 @@ def test_a_manifest_with_a_wrong_extra(extra: str, run: Path) -> None:
 
 @pytest.mark.parametrize("mutation", [*ANY_FILE, *RECORDS])
 @pytest.mark.parametrize("reader", ["resume", "plot"])
-def test_the_records_of_a_run(mutation: str, reader: str, run: Path) -> None:
+def test_the_records_of_a_run(mutation, reader, run):
     path = run / METRICS
     (ANY_FILE | RECORDS)[mutation](path)
     found, lines = ended(
@@ -285,7 +284,7 @@ def test_the_records_of_a_run(mutation: str, reader: str, run: Path) -> None:
 
 FAILURE = {"iteration": 2, "checkpoint": 1, "why": "the loss was not finite"}
 START = {"time": 1.0, "iteration": 0, "device": "cpu"}
-LINES: dict[str, dict[str, Any]] = {
+LINES = {
     **{
         f"{name} {value!r}": {name: value} for name in ("iteration", "checkpoint", "time") for value in ("x", [], 2**70)
     },
@@ -295,15 +294,13 @@ LINES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mutation", [*ANY_FILE, *LINES])
 @pytest.mark.parametrize(("name", "line"), [(FAILURES, FAILURE), (STARTS, START)])
-def test_what_a_run_notes_of_its_starts_and_failures(
-    name: str, line: dict[str, Any], mutation: str, run: Path, tmp_path: Path
-) -> None:
+def test_what_a_run_notes_of_its_starts_and_failures(name, line, mutation, run, tmp_path):
     """They are read by the next start, which names the file where it is not taken, and starts.jsonl with local ones."""
     config = parse_args(["--data-path", "x", "--tokenizer-model", "x", "--save", str(run), "--load", str(run)])
     (run / name).write_text(json.dumps(line | LINES.get(mutation, {})) + "\n")
     ANY_FILE.get(mutation, lambda path: None)(run / name)
 
-    def start() -> int:
+    def start():
         assert fingerprint(run) is None or name == STARTS
         find_checkpoint(run, local=run)
         claim_folder(config)  # before starts.jsonl gets the line of this start
@@ -317,12 +314,12 @@ def test_what_a_run_notes_of_its_starts_and_failures(
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "folder", "device", "dangling symlink"])
-def test_a_lock_that_is_no_file(kind: str, run: Path) -> None:
+def test_a_lock_that_is_no_file(kind, run):
     (run / LOCK).touch()
     ANY_FILE[kind](run / LOCK)
     assert alive(run / LOCK) is None
 
-    def begin() -> None:
+    def begin():
         with owned(run):
             pytest.fail("nothing was locked")
 
@@ -339,9 +336,7 @@ def test_a_lock_that_is_no_file(kind: str, run: Path) -> None:
         ("hf/config.json", "symlink out of the folder"),
     ],
 )
-def test_what_is_no_file_in_the_place_of_a_file_to_write_or_take_over(
-    name: str, kind: str, run: Path, tmp_path: Path
-) -> None:
+def test_what_is_no_file_in_the_place_of_a_file_to_write_or_take_over(name, kind, run, tmp_path):
     """Of the folder to save to, or, as ``hf/``, of the one that another run begins with."""
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).touch()
@@ -353,7 +348,7 @@ def test_what_is_no_file_in_the_place_of_a_file_to_write_or_take_over(
 
 
 @pytest.mark.parametrize("mutation", ANY_FILE)
-def test_the_configuration(mutation: str, run: Path) -> None:
+def test_the_configuration(mutation, run):
     path = run / "config.toml"
     ANY_FILE[mutation](path)
     found, lines = ended(lambda: parse_args(["--config", str(path)]))

@@ -1,21 +1,19 @@
 """Packed documents train as each document alone does, on every kind of mesh; what is between them is zero."""
 
 import threading
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import pretrain_gpt
-from data.loader import IGNORE_INDEX, Batch
+from data.loader import IGNORE_INDEX
 from parallel.context import plan
 from runtime.ranks import run_ranks
-from tests.packed import TINY, Step, alone, as_it_is, over_ranks, validation_on_rank, write_packed
+from tests.packed import TINY, alone, as_it_is, over_ranks, validation_on_rank, write_packed
 from tests.pretraining import on_rank
 from tools.common.training import Records, trainer_of
 from train.config.language import load_config
@@ -39,7 +37,7 @@ TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
 Case = tuple[int, str, str]
 """Ranks, kind of model, mesh."""
-CASES: list[Case] = [
+CASES = [
     *((1, kind, "") for kind in KINDS if kind != "deep"),
     *((2, "llama", f"{CP} {method}") for method in ("ring", "zigzag", "striped", "ulysses", "exchange")),
     (2, "llama", f"{CP} zigzag --recompute-granularity full"),
@@ -54,7 +52,7 @@ CASES: list[Case] = [
 ]
 
 FOUR = "--context-parallel-size 4 --context-parallel-method"
-MORE: list[Case] = [
+MORE = [
     (4, "llama", f"{FOUR} wallfacer --context-parallel-team-size 2"),
     (4, "llama", f"{FOUR} double_ring --context-parallel-ranks-per-node 2"),
     (4, "llama", f"{FOUR} exchange --ulysses-degree 2"),
@@ -84,22 +82,22 @@ MORE: list[Case] = [
 
 
 @pytest.fixture(scope="module")
-def flags(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def flags(default_data, tmp_path_factory):
     return write_packed(tmp_path_factory.mktemp("packed"), Path(f"{default_data}.model"))
 
 
 @pytest.fixture(scope="module")
-def want(flags: list[str]) -> Callable[[str], Step]:
+def want(flags):
     """Of a kind of model, every document alone."""
     return cache(lambda kind: alone([*flags, *KINDS[kind].split()]))
 
 
 @pytest.fixture(scope="module")
-def found(flags: list[str]) -> Callable[[int], dict[Case, Step]]:
+def found(flags):
     """All cases of as many ranks, in one go."""
 
     @cache
-    def steps(ranks: int) -> dict[Case, Step]:
+    def steps(ranks):
         cases = [case for case in [*CASES, *MORE] if case[0] == ranks]
         runs = [[*flags, *KINDS[kind].split(), *mesh.split()] for _, kind, mesh in cases]
         return {case: step for case, (step,) in zip(cases, over_ranks(ranks, runs), strict=True)}
@@ -112,16 +110,14 @@ def found(flags: list[str]) -> Callable[[int], dict[Case, Step]]:
     [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)],
     ids=lambda case: f"{case[0]}-{case[1]}-{case[2].replace('--', '')}",
 )
-def test_a_packed_step_is_that_of_its_documents_alone(
-    case: Case, found: Callable[[int], dict[Case, Step]], want: Callable[[str], Step]
-) -> None:
+def test_a_packed_step_is_that_of_its_documents_alone(case, found, want):
     alone, got = want(case[1]), found(case[0])[case]
     assert got.valid == alone.valid
     assert abs(got.loss - alone.loss) <= LOSS * alone.loss
     assert got.difference(alone) <= GRADIENTS
 
 
-def without_an_end(batch: Batch) -> Batch:
+def without_an_end(batch):
     """Take a document's end in the first row for none."""
     (places,) = batch["starts"][0, 1:].nonzero(as_tuple=True)
     starts = batch["starts"].clone()
@@ -129,7 +125,7 @@ def without_an_end(batch: Batch) -> Batch:
     return batch | {"starts": starts}
 
 
-def rows_joined(batch: Batch) -> Batch:
+def rows_joined(batch):
     """Let the second row go on with the last document of the first."""
     starts = batch["starts"].clone()
     starts[1:, 0] = False
@@ -137,21 +133,21 @@ def rows_joined(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(1, ""), (2, f"{CP} zigzag"), (2, f"--model-type transnormer {CP} lasp")])
-def test_an_end_that_is_ignored_is_seen(ranks: int, mesh: str, flags: list[str]) -> None:
+def test_an_end_that_is_ignored_is_seen(ranks, mesh, flags):
     plain, one, rows = over_ranks(ranks, [[*flags, *mesh.split()]], (as_it_is, without_an_end, rows_joined))[0]
     for wrong in (one, rows):
         assert abs(wrong.loss - plain.loss) > 10 * LOSS * plain.loss
         assert wrong.difference(plain) > 100 * GRADIENTS
 
 
-def second_document_alone(batch: Batch) -> Batch:
+def second_document_alone(batch):
     """Leave loss to the second document of the first row only."""
     mine = torch.zeros_like(batch["starts"])
     mine[0] = batch["starts"][0].cumsum(0) == 2
     return batch | {"labels": batch["labels"].where(mine, IGNORE_INDEX)}
 
 
-def others_changed(batch: Batch) -> Batch:
+def others_changed(batch):
     """Do the same, and change every token of all other documents."""
     batch = second_document_alone(batch)
     other = batch["starts"].clone().fill_(True)
@@ -163,16 +159,14 @@ def others_changed(batch: Batch) -> Batch:
     ("ranks", "mesh"),
     [(1, ""), (2, f"{CP} zigzag"), (2, f"{CP} striped"), (2, f"--model-type transnormer {CP} lasp"), (2, PP)],
 )
-def test_other_documents_change_nothing_at_all(ranks: int, mesh: str, flags: list[str]) -> None:
+def test_other_documents_change_nothing_at_all(ranks, mesh, flags):
     """Loss and gradients of one document, whatever tokens the others hold: the same bits."""
     own, changed = over_ranks(ranks, [[*flags, *mesh.split()]], (second_document_alone, others_changed))[0]
     assert own.loss > 0
     assert own.equal(changed)
 
 
-def test_one_circle_over_data_and_context_parallel_ranks_is_a_larger_context(
-    flags: list[str], want: Callable[[str], Step]
-) -> None:
+def test_one_circle_over_data_and_context_parallel_ranks_is_a_larger_context(flags, want):
     """2 x 2 ranks with a row each, and 4 ranks with both rows; the samples are those of any arrangement."""
     shared = [*flags, "--context-parallel-method", "zigzag"]
     (joined,), (large,), (apart,) = over_ranks(
@@ -190,18 +184,18 @@ def test_one_circle_over_data_and_context_parallel_ranks_is_a_larger_context(
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(1, ""), (2, f"{CP} zigzag")])
-def test_validation_counts_each_document_once_and_no_filler(ranks: int, mesh: str, flags: list[str]) -> None:
+def test_validation_counts_each_document_once_and_no_filler(ranks, mesh, flags):
     arguments = [*flags, "--eval-iters", "9", *mesh.split()]
     loss = alone(arguments, validation=True).loss
     assert run_ranks(validation_on_rank, ranks, arguments) == [pytest.approx(loss, rel=LOSS)] * ranks
 
 
-def test_a_run_that_stops_and_goes_on_changes_no_bit(flags: list[str], tmp_path: Path) -> None:
+def test_a_run_that_stops_and_goes_on_changes_no_bit(flags, tmp_path):
     """Steps are made ahead, and what was made when the run stopped is made again; its folder has what was asked for."""
     names = ("lm_loss", "grad_norm", "validation_loss", "consumed_tokens")
     mesh = "--context-parallel-method exchange --balance-over dp_cp --micro-batch-size 1"
 
-    def train(folder: str, *more: str) -> list[list[float]]:
+    def train(folder, *more):
         save = tmp_path / folder
         arguments = [*TINY, *flags, *f"{mesh} --eval-interval 2 --eval-iters 9 --train-iters 4".split(), *more]
         run_ranks(on_rank, 2, [*arguments, "--save", str(save), "--load", str(save)])
@@ -215,13 +209,13 @@ def test_a_run_that_stops_and_goes_on_changes_no_bit(flags: list[str], tmp_path:
     assert (asked.mesh.context_parallel_size, asked.mesh.balance_over, asked.train.micro_batch_size) == (1, "dp_cp", 1)
 
 
-def planned_in(rank: int, world_size: int, runs: list[list[str]]) -> list[list[str]]:
+def planned_in(rank, world_size, runs):
     """Train for 4 steps with a validation each; the threads that plan, in the order of their plans."""
     found, make = [], plan.rank_schedule
     for arguments in runs:
-        threads: list[str] = []
+        threads = []
 
-        def noting(*args: Any, threads: list[str] = threads) -> Any:
+        def noting(*args, threads=threads):
             threads.append(threading.current_thread().name)
             return make(*args)
 
@@ -232,7 +226,7 @@ def planned_in(rank: int, world_size: int, runs: list[list[str]]) -> list[list[s
     return found
 
 
-def test_no_step_but_the_first_waits_for_its_plan(flags: list[str]) -> None:
+def test_no_step_but_the_first_waits_for_its_plan(flags):
     """Of training or of a validation; windows of some layers and a hybrid's softmax layers have plans of their own."""
     steps = ["--train-iters", "4", "--eval-interval", "1", "--eval-iters", "9"]
     runs = {"windows": (f"{CP} exchange --recompute-granularity full", 2), "hybrid": (f"{CP} lasp", 1)}

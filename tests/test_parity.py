@@ -1,14 +1,12 @@
 """Training over context-parallel ranks equals training in one process with plain SDPA, on the default data."""
 
-from pathlib import Path
-
 import pytest
 
 from kernels.attention import CAUSAL, FULL
 from parallel.context import tiles
 from runtime.ranks import run_ranks
 from tests.pretraining import differences, on_rank, pretrain
-from tools.common.cases import Case, cases_of
+from tools.common.cases import cases_of
 
 BOUND = 1e-5
 ALONE = ("--context-parallel-method", "none")
@@ -39,21 +37,19 @@ ODD = ("--train-iters", "3", "--seq-length", "251")
 
 
 @pytest.fixture(scope="module", params=["4", pytest.param("20", marks=pytest.mark.slow)])
-def iterations(request: pytest.FixtureRequest) -> tuple[str, str]:
+def iterations(request):
     """Four of them see what twenty do, whose rounding has longer to grow."""
     return ("--train-iters", request.param)
 
 
 @pytest.fixture(scope="module")
-def one_process(
-    iterations: tuple[str, str], default_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict]:
+def one_process(iterations, default_data, tmp_path_factory):
     """The reference: one process, no context parallelism, plain SDPA."""
     return pretrain(1, default_data, tmp_path_factory.mktemp("one") / "run", *iterations, *ALONE)
 
 
 @pytest.fixture(scope="module")
-def odd_length(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def odd_length(default_data, tmp_path_factory):
     return pretrain(1, default_data, tmp_path_factory.mktemp("odd") / "run", *ODD, *ALONE)
 
 
@@ -62,9 +58,7 @@ def odd_length(default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     [*cases_of(CASES), *(pytest.param(case, marks=pytest.mark.slow) for case in cases_of(SLOW))],
     ids=lambda case: " ".join([case.title.replace(" ", ""), *case.recompute.split(), *case.more]),
 )
-def test_every_iteration_and_the_validation_equal_one_process(
-    case: Case, iterations: tuple[str, str], default_data: Path, one_process: list[dict], tmp_path: Path
-) -> None:
+def test_every_iteration_and_the_validation_equal_one_process(case, iterations, default_data, one_process, tmp_path):
     """Gradients are clipped, since their norm is above 1; two key-value heads: on tp 4 each is shared by two ranks."""
     got = pretrain(case.ranks, default_data, tmp_path / "run", *iterations, *case.flags)
     assert differences(got, one_process) <= BOUND
@@ -72,16 +66,14 @@ def test_every_iteration_and_the_validation_equal_one_process(
 
 
 @pytest.mark.parametrize("method", PADDED)
-def test_a_length_that_does_not_divide_is_padded_never_cut(
-    method: str, default_data: Path, odd_length: list[dict], tmp_path: Path
-) -> None:
+def test_a_length_that_does_not_divide_is_padded_never_cut(method, default_data, odd_length, tmp_path):
     flags = (*ODD, "--context-parallel-method", method, "--context-parallel-size", "4")
     got = pretrain(4, default_data, tmp_path / "run", *flags)
     assert differences(got, odd_length) <= BOUND
     assert got[-1]["consumed_tokens"] == 3 * 4 * 251
 
 
-def without_the_shift(rank: int, world_size: int, arguments: list[str]) -> None:
+def without_the_shift(rank, world_size, arguments):
     """Train with the diagonal kept in every round of striping, where the later ranks' tokens must not be seen."""
     tiles._compare = lambda rows, columns, shift, q0, k0: [
         (q0, q0 + rows, k0, k0 + columns, CAUSAL if shift < columns else FULL)
@@ -90,12 +82,8 @@ def without_the_shift(rank: int, world_size: int, arguments: list[str]) -> None:
 
 
 def test_dropping_the_shift_of_the_striped_mask_makes_parity_fail(
-    iterations: tuple[str, str],
-    default_data: Path,
-    one_process: list[dict],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    iterations, default_data, one_process, tmp_path, monkeypatch
+):
     monkeypatch.setattr(
         "tests.pretraining.run_ranks", lambda _, world_size, flags: run_ranks(without_the_shift, world_size, flags)
     )

@@ -1,11 +1,8 @@
 """A checkpoint of any mesh goes on on any other: the same bits are loaded, and the same samples follow."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from parity.run import Run, equal, trained
+from parity.run import equal, trained
 from tests.parity.bugs import samples_skipped
 from tools.common.cases import Case
 
@@ -29,16 +26,14 @@ SLOW = [
 ]
 
 
-def title(value: object) -> str | None:
+def title(value):
     return value.title.replace(" ", "") if isinstance(value, Case) else None
 
 
 @pytest.mark.parametrize(
     ("kind", "first", "second"), PAIRS + [pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW], ids=title
 )
-def test_a_checkpoint_goes_on_on_another_mesh(
-    kind: str, first: Case, second: Case, default_data: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on_on_another_mesh(kind, first, second, default_data, tmp_path):
     went_on, resumed = both(kind, first, second, default_data, tmp_path)
     assert went_on.copies_differ == resumed.copies_differ == ()
     saved = went_on.tensors["saved"]
@@ -49,26 +44,24 @@ def test_a_checkpoint_goes_on_on_another_mesh(
     assert losses_apart(resumed, went_on) <= BOUND
 
 
-def test_other_samples_would_be_seen(default_data: Path, tmp_path: Path) -> None:
+def test_other_samples_would_be_seen(default_data, tmp_path):
     """The bound on losses is one on the order of samples: two samples too late, and they are far apart."""
     went_on, resumed = both("llama", Case(dp=2), Case(method="none"), default_data, tmp_path, samples_skipped)
     assert equal(resumed.tensors["loaded"], went_on.tensors["saved"])
     assert losses_apart(resumed, went_on) > 1000 * BOUND
 
 
-def both(
-    kind: str, first: Case, second: Case, data: Path, folder: Path, sabotage: Callable[[], None] | None = None
-) -> tuple[Run, Run]:
+def both(kind, first, second, data, folder, sabotage=None):
     """5 iterations on one mesh, and from the second one's checkpoint on another."""
     went_on = trained(kind, first, data, None, "--save", str(folder), "--save-interval", "2", iterations=5)
     load = ("--load", str(folder), "--ckpt-step", "2")
     return went_on, trained(kind, second, data, sabotage, *load, iterations=5)
 
 
-def losses_apart(resumed: Run, went_on: Run) -> float:
+def losses_apart(resumed, went_on):
     pairs = zip(resumed.records, went_on.records[2:], strict=True)
     return max(abs(a["lm_loss"] - b["lm_loss"]) for a, b in pairs)
 
 
-def counted(run: Run) -> list[tuple[int, int, int]]:
+def counted(run):
     return [(record["iteration"], record["consumed_samples"], record["consumed_tokens"]) for record in run.records]

@@ -2,9 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ BOUND = 2e-6
 SIZES = ("--context-parallel-size", "2", "--micro-batch-size", "2", "--global-batch-size", "none")
 
 
-def apart(got: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]]) -> float:
+def apart(got, want):
     """The largest difference of losses over the same iterations, which have the same samples."""
     assert [[record[name] for name in COUNTED] for record in got] == [
         [record[name] for name in COUNTED] for record in want
@@ -27,9 +24,7 @@ def apart(got: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]]) -> floa
     return max(abs(a["lm_loss"] - b["lm_loss"]) for a, b in zip(got, want, strict=True))
 
 
-def test_one_of_two_processes_goes_on_and_then_both(
-    default_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_of_two_processes_goes_on_and_then_both(default_data, tmp_path, capsys):
     """No global_batch_size is given: the 2 of the one data-parallel rank stay."""
     flags, save = (*SIZES, "--train-iters", "3", "--num-layers", "1", "--allow-resize"), tmp_path / "run"
     began = tmp_path / "whole"
@@ -47,7 +42,7 @@ def test_one_of_two_processes_goes_on_and_then_both(
 
 
 @pytest.mark.slow
-def test_a_diffusion_transformer_goes_on_with_fewer(tmp_path: Path) -> None:
+def test_a_diffusion_transformer_goes_on_with_fewer(tmp_path):
     flags = ("--train-iters", "4", "--tensor-model-parallel-size", "2")
     whole = pretrain_digits(4, tmp_path / "whole", *flags)
     pretrain_digits(4, tmp_path / "run", *flags, "--exit-interval", "2")
@@ -57,23 +52,21 @@ def test_a_diffusion_transformer_goes_on_with_fewer(tmp_path: Path) -> None:
     assert max(abs(a["diffusion_loss"] - b["diffusion_loss"]) for a, b in zip(got, whole, strict=True)) <= BOUND
 
 
-def killed_on_rank(rank: int, world_size: int, arguments: list[str], before: int) -> None:
+def killed_on_rank(rank, world_size, arguments, before):
     """Train; the last rank is killed before an iteration."""
     plain = Trainer.step
 
-    def iteration(trainer: Trainer, *given: Any) -> Any:
+    def iteration(trainer, *given):
         if rank == world_size - 1 and trainer.progress.iteration == before - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(trainer, *given)
 
-    Trainer.step = iteration  # type: ignore[method-assign]
+    Trainer.step = iteration
     on_rank(rank, world_size, arguments)
 
 
 @pytest.mark.slow
-def test_four_processes_killed_go_on_as_two_killed_go_on_as_four(
-    default_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_four_processes_killed_go_on_as_two_killed_go_on_as_four(default_data, tmp_path, capsys):
     flags, save = (*SIZES, "--train-iters", "10", "--save-interval", "2", "--allow-resize"), tmp_path / "run"
     whole = pretrain(4, default_data, tmp_path / "whole", *flags)
     flags += ("--load", str(save))

@@ -25,16 +25,14 @@ class Runs(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[8, pytest.param(40, marks=pytest.mark.slow)])
-def runs(request: pytest.FixtureRequest, default_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request, default_data, tmp_path_factory):
     flags, stopped = (*STRIPED, "--train-iters", str(request.param)), tmp_path_factory.mktemp("stopped") / "run"
     whole = pretrain(4, default_data, tmp_path_factory.mktemp("whole") / "run", *flags)
     pretrain(4, default_data, stopped, *flags, "--exit-interval", str(request.param // 2))
     return Runs(request.param, flags, whole, stopped)
 
 
-def test_stopping_after_a_half_and_again_after_three_quarters_changes_no_bit(
-    runs: Runs, default_data: Path, tmp_path: Path
-) -> None:
+def test_stopping_after_a_half_and_again_after_three_quarters_changes_no_bit(runs, default_data, tmp_path):
     save, flags = tmp_path / "run", (*runs.flags, "--load", str(tmp_path / "run"))
     shutil.copytree(runs.stopped, save)
     pretrain(4, default_data, save, *flags, "--exit-interval", str(runs.last * 3 // 4))
@@ -61,16 +59,14 @@ ALONE = "--context-parallel-size 1"
         (4, f"{ALONE} --tensor-model-parallel-size 2 --data-parallel-sharding-strategy zero1"),
     ],
 )
-def test_another_method_mesh_or_strategy_goes_on_with_the_same_samples(
-    ranks: int, flags: str, runs: Runs, default_data: Path, tmp_path: Path
-) -> None:
+def test_another_method_mesh_or_strategy_goes_on_with_the_same_samples(ranks, flags, runs, default_data, tmp_path):
     arguments = (*runs.flags, *flags.split(), "--load", str(runs.stopped))
     assert (
         differences(pretrain(ranks, default_data, tmp_path / "run", *arguments), runs.whole[runs.last // 2 :]) <= 1e-5
     )
 
 
-def test_metrics_hold_every_iteration_once_after_a_crash(runs: Runs, default_data: Path, tmp_path: Path) -> None:
+def test_metrics_hold_every_iteration_once_after_a_crash(runs, default_data, tmp_path):
     """Iterations that were recorded but not checkpointed, and half a line, are cut away."""
     save, half = tmp_path / "run", runs.last // 2
     shutil.copytree(runs.stopped, save)
@@ -82,9 +78,7 @@ def test_metrics_hold_every_iteration_once_after_a_crash(runs: Runs, default_dat
     assert read_metrics(save / METRICS)[half]["lm_loss"] > 0
 
 
-def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(
-    default_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(default_data, tmp_path, capsys):
     flags = ("--min-lr", "1e-4", "--load", str(tmp_path / "run"))
     first = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "3")
     again = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "3")

@@ -3,7 +3,6 @@
 import os
 import signal
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -17,16 +16,14 @@ CANARY = "canary-of-longmesh"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "SLURM_JWT", "DATABASE_PASSWORD")
 
 
-def leaks(folder: Path) -> list[str]:
+def leaks(folder):
     """The files with the canary in them, or in their names."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     return [str(path) for path in found if CANARY in str(path) or CANARY.encode() in path.read_bytes()]
 
 
 @pytest.mark.slow
-def test_no_secret_of_the_environment_is_in_a_run_that_hangs(
-    default_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_secret_of_the_environment_is_in_a_run_that_hangs(default_data, tmp_path, monkeypatch):
     """All that writes is on: services, profile, asynchronous saves, both tiers, and the stacks of a stopped rank."""
     for number, name in enumerate(SECRETS):
         monkeypatch.setenv(name, f"{number:040d}{CANARY}")
@@ -51,9 +48,7 @@ def test_no_secret_of_the_environment_is_in_a_run_that_hangs(
     assert leaks(tmp_path) == [str(tmp_path / "control")]
 
 
-def test_no_secret_of_the_environment_is_in_a_jobs_script(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_secret_of_the_environment_is_in_a_jobs_script(monkeypatch, capsys):
     for name in SECRETS:
         monkeypatch.setenv(name, CANARY)
     assert "#SBATCH" in (said := printed(capsys, "--nodes", "1", *RUN))

@@ -5,41 +5,37 @@ TOML of every wrong shape, paths to what is not there, and the flags of the tool
 """
 
 import os
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from checkpoint.search import find_checkpoint
 from data.tokenizer import load_tokenizer
 from runtime.processes import launched_world_size
-from tests.endings import Ending, end
+from tests.endings import end
 from tools import convert_hf, plan, plot, prepare_data, prepare_latents, sample, sample_dit
 from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
 from train.config.entries import Config, DiTRunConfig
-from train.config.flags import Field
 from train.run import claim_folder
 
 ENTRIES = {
     "gpt": (Config, config, ["--data-path", "x", "--tokenizer-model", "x.model"]),
     "dit": (DiTRunConfig, dit_config, ["--data-path", "digits"]),
 }
-EXTREMES: dict[type, tuple[str, ...]] = {
+EXTREMES = {
     int: ("0", "-1", "1000000000", "1" + "0" * 30, "9" * 5000, "1e30", "nan", "", "x", "0.5"),
     float: ("0", "-1", "1e-300", "1e300", "1e999", "nan", "-inf", "", "x", "1,5"),
     str: ("", " ", "x" * 5000, "\udcff", "none"),
 }
 
 
-def values_of(field: Field) -> tuple[str, ...]:
+def values_of(field):
     return ("", "x", "none", "AUTO") if field.choices else EXTREMES[field.base]
 
 
-def rows_of(entry: str) -> Iterator[tuple[str, ...]]:
+def rows_of(entry):
     """Every flag of an entry with every extreme of its type; once without a value, too."""
     for field in flags.config_fields(ENTRIES[entry][0]).values():
         if field.base is bool:
@@ -49,11 +45,11 @@ def rows_of(entry: str) -> Iterator[tuple[str, ...]]:
         yield (field.flag,)
 
 
-def checked(entry: str) -> Callable[[list[str]], None]:
+def checked(entry):
     """What an entry does before any work: read, validate, and look at the folder; of one process."""
     _, module, base = ENTRIES[entry]
 
-    def main(arguments: list[str]) -> None:
+    def main(arguments):
         found = module.parse_args([*base, *arguments])
         module.validate(found, 1)
         claim_folder(found)
@@ -63,19 +59,19 @@ def checked(entry: str) -> Callable[[list[str]], None]:
     return main
 
 
-def wrong_ones(endings: dict[Any, Ending]) -> dict[Any, str]:
+def wrong_ones(endings):
     return {row: ending.wrong for row, ending in endings.items() if ending.wrong}
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """An empty folder to be in, so that what is accepted is written nowhere else."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_flag_at_the_ends_of_its_type(entry: str, here: Path) -> None:
+def test_every_flag_at_the_ends_of_its_type(entry, here):
     rows = list(rows_of(entry))
     assert len(rows) > 300
     endings = {row: end(checked(entry), list(row)) for row in rows}
@@ -129,7 +125,7 @@ CONTRADICTIONS = """
 """
 
 
-def test_what_contradicts_itself(here: Path) -> None:
+def test_what_contradicts_itself(here):
     rows = [row.strip() for line in CONTRADICTIONS.strip().splitlines() for row in line.split("|")]
     assert len(rows) > 80
     endings = {row: end(checked("gpt"), row.split()) for row in rows}
@@ -141,7 +137,7 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_what_no_launcher_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_launcher_says(name, monkeypatch):
     for variable, value in LAUNCHED.items():
         monkeypatch.setenv(variable, value)
     for value in ("x", "", "-1", "0.5", "nan", "1e9", "1" + "0" * 30, "9" * 5000):
@@ -178,7 +174,7 @@ TOMLS = {
 }  # fmt: skip
 
 
-def test_toml_of_every_shape(here: Path) -> None:
+def test_toml_of_every_shape(here):
     endings = {}
     for name, text in TOMLS.items():
         (here / "x.toml").write_text(text)
@@ -191,7 +187,7 @@ def test_toml_of_every_shape(here: Path) -> None:
 
 
 @pytest.fixture
-def places(here: Path) -> list[str]:
+def places(here):
     """Paths to whatever a path can lead to, but what is asked for."""
     (here / "file").write_bytes(bytes(range(256)) * 20)
     (here / "empty").touch()
@@ -206,7 +202,7 @@ def places(here: Path) -> list[str]:
     return [*inside, "n" * 300, "n/" * 3000, "/proc/x", "/dev/null", "", " ", ".", "\udcff"]
 
 
-USES: dict[str, Callable[[str], object]] = {
+USES = {
     "--config": lambda path: checked("gpt")(["--config", path]),
     "--config of a dit": lambda path: checked("dit")(["--config", path]),
     "--save": lambda path: checked("gpt")(["--save", path]),
@@ -228,7 +224,7 @@ USES: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_paths_to_what_is_not_meant(use: str, places: list[str], here: Path) -> None:
+def test_paths_to_what_is_not_meant(use, places, here):
     before = sorted(here.rglob("*"))
     endings = {path: end(lambda arguments: USES[use](*arguments), [path]) for path in places}
     assert wrong_ones(endings) == {}
@@ -281,7 +277,7 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("main", TOOLS, ids=lambda main: main.__module__)
-def test_tools_refuse_in_one_line(main: Callable[[list[str]], Any], here: Path) -> None:
+def test_tools_refuse_in_one_line(main, here):
     rows = [row.strip() for line in TOOLS[main].strip().splitlines() for row in line.split("|")]
     endings = {row: end(main, row.split()) for row in rows}
     assert wrong_ones(endings) == {}

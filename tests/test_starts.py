@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +11,7 @@ TOLD = [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.fixture
-def background() -> Iterator[None]:
+def background():
     """As in a shell's background job, and worse."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (*TOLD, signal.SIGHUP)}
     yield
@@ -21,7 +20,7 @@ def background() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", TOLD)
-def test_what_is_started_ends_on_a_signal_in_a_background_job_too(number: signal.Signals, background: None) -> None:
+def test_what_is_started_ends_on_a_signal_in_a_background_job_too(number, background):
     with interruptible():
         process = subprocess.Popen(["sleep", str(PATIENCE)])
     process.send_signal(number)
@@ -30,7 +29,7 @@ def test_what_is_started_ends_on_a_signal_in_a_background_job_too(number: signal
 
 
 @pytest.mark.parametrize("number", TOLD)
-def test_without_that_it_runs_on(number: signal.Signals, background: None) -> None:
+def test_without_that_it_runs_on(number, background):
     process = subprocess.Popen(["sleep", str(PATIENCE)])
     process.send_signal(number)
     process.send_signal(signal.SIGKILL)

@@ -1,22 +1,18 @@
 """Ranks as threads: every method against float64, and what happens where one fails."""
 
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import reference
 from kernels.attention import AttentionBackend
-from kernels.blocks import Keys, Rows
-from parallel.context import METHODS, Plan, executor, make_plan
+from parallel.context import METHODS, executor, make_plan
 from parallel.context.executor import Executor
 from tests import threads
 from tests.parallel.context.attended import DOCUMENTS, Masked, error, inputs, truth
 
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
+VARIANTS = [
     ("ulysses", {}),
     ("wallfacer", {"team_size": 2}),
     ("double_ring", {"ranks_per_node": 2}),
@@ -27,22 +23,22 @@ CASES = [(method, {}, masked) for method in METHODS for masked in (Masked(), Mas
 CASES += [(method, options, masked) for method, options in VARIANTS for masked in (Masked(), Masked(DOCUMENTS))]
 
 
-def as_on_a_gpu(x: Tensor, like: Tensor) -> Tensor:
+def as_on_a_gpu(x, like):
     """What a kernel returns that computes heads first, in the dtype of its inputs."""
     return x.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q, k, v, causal, scale):
     out, lse = reference.block_forward(q, k, v, causal, scale)
     return as_on_a_gpu(out, q), as_on_a_gpu(lse, lse)
 
 
-def backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def backward(rows, keys, causal, scale):
     return tuple(as_on_a_gpu(x, rows.q) for x in reference.block_backward(rows, keys, causal, scale))
 
 
 @pytest.fixture
-def block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def block_by_block(monkeypatch):
     """A kernel that takes one block, as those of a GPU; the CPU's takes lists of tiles.
 
     What an operator returns is in the order of its dimensions all the same, as torch.compile takes it for granted.
@@ -52,8 +48,8 @@ def block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Executor, name, in_order(getattr(Executor, name)))
 
 
-def in_order(plain: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    def checked(self: Executor, plan: Plan, *given: Any) -> tuple[Tensor, ...]:
+def in_order(plain):
+    def checked(self, plan, *given):
         found = plain(self, plan, *given)
         assert all(x.is_contiguous() for x in found)
         assert {x.dtype for x in found} <= {given[0].dtype, torch.float32}
@@ -64,9 +60,7 @@ def in_order(plain: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Te
 
 @pytest.mark.parametrize("moves", ["kv", "queries"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 3.1e-3)])
-def test_blocks_add_up_whatever_their_kernel_returns(
-    dtype: torch.dtype, bound: float, moves: str, block_by_block: None
-) -> None:
+def test_blocks_add_up_whatever_their_kernel_returns(dtype, bound, moves, block_by_block):
     """In bfloat16 each block is rounded once, 3.0e-3; with sums that travel in it, as a rank alone may, 3.4e-3."""
     for (method, options, masked), size in product(CASES, (1, 4)):
         if size == 1 and options:
@@ -79,7 +73,7 @@ def test_blocks_add_up_whatever_their_kernel_returns(
 
 
 @pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_every_method_equals_one_process(size: int) -> None:
+def test_every_method_equals_one_process(size):
     for method, options, masked in CASES:
         mask = {"documents": masked.documents, "window": masked.window}
         plan = make_plan(method, seq_len=masked.length, size=size, **mask, **options)
@@ -87,7 +81,7 @@ def test_every_method_equals_one_process(size: int) -> None:
         assert max(error(found, truth(masked, torch.float64))) < 1e-12, (method, options, masked)
 
 
-def test_a_message_that_is_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_changed_is_seen(monkeypatch):
     plain = threads.ThreadTransport._send
     monkeypatch.setattr(
         threads.ThreadTransport,
@@ -98,10 +92,10 @@ def test_a_message_that_is_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert min(error(found, truth(Masked(), torch.float64))) > 1e-3
 
 
-def test_a_rank_that_fails_or_says_nothing_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_or_says_nothing_ends_all(monkeypatch):
     plan, plain = make_plan("ring", seq_len=123, size=4), threads.ThreadTransport._send
 
-    def failing(self: threads.ThreadTransport, *given: Any) -> None:
+    def failing(self, *given):
         if self.rank == 1:
             raise ValueError("no link")
         plain(self, *given)

@@ -19,7 +19,7 @@ from tools.common.report import read_records
 needs_two_cores = pytest.mark.skipif(len(usable_cores()) < 2, reason="two ranks need a core each")
 
 
-def test_the_limit_counts_the_slowest_rank_of_each_round() -> None:
+def test_the_limit_counts_the_slowest_rank_of_each_round():
     work = AttentionShape(seq_length=64)
     assert slowest_pairs("ring", work, 2) == 32 * 33 / 2 + 32 * 32
     assert slowest_pairs("striped", work, 2) == 2 * 32 * 33 / 2
@@ -28,7 +28,7 @@ def test_the_limit_counts_the_slowest_rank_of_each_round() -> None:
     assert slowest_pairs("ring", work, 4) == 16 * 17 / 2 + 3 * 16 * 16
 
 
-def test_the_limit_of_an_exchange_is_its_busiest_rank_and_not_that_of_each_round() -> None:
+def test_the_limit_of_an_exchange_is_its_busiest_rank_and_not_that_of_each_round():
     work = AttentionShape(seq_length=4096, documents="lognormal")
     by_rank = work.plan("exchange", 4).work().pairs
     assert slowest_pairs("exchange", work, 4) == by_rank.sum(0).max() < by_rank.max(1).sum()
@@ -36,7 +36,7 @@ def test_the_limit_of_an_exchange_is_its_busiest_rank_and_not_that_of_each_round
     assert slowest_pairs("exchange", work, 4) <= 1.02 * work.pairs / 4
 
 
-def test_the_gain_reached_is_the_share_of_what_pairs_promise() -> None:
+def test_the_gain_reached_is_the_share_of_what_pairs_promise():
     work = AttentionShape(seq_length=64, window=8)
     seconds = {"zigzag": 3.0, "striped": 2.5, "exchange": 2.2}
     pairs = {"zigzag": 1500, "striped": 1010, "exchange": 1000}
@@ -51,7 +51,7 @@ def test_the_gain_reached_is_the_share_of_what_pairs_promise() -> None:
 
 
 @pytest.mark.parametrize(("documents", "window"), [(None, None), (None, 24), ("lognormal", None), ("lognormal", 24)])
-def test_pairs_are_those_of_the_mask_and_torch_computes_the_same(documents: str | None, window: int | None) -> None:
+def test_pairs_are_those_of_the_mask_and_torch_computes_the_same(documents, window):
     work = AttentionShape(seq_length=200, num_heads=2, kv_heads=1, head_dim=4, documents=documents, window=window)
     bounds = work.mask["documents"] or (0, 200)
     of = torch.bucketize(torch.arange(200), torch.tensor(bounds[1:]), right=True)
@@ -64,7 +64,7 @@ def test_pairs_are_those_of_the_mask_and_torch_computes_the_same(documents: str 
     assert torch.allclose(work.attend(*work.tensors()[:3]).double(), truth.transpose(1, 2), atol=1e-5)
 
 
-def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged() -> None:
+def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged():
     work = AttentionShape(seq_length=64)
     ring = summary([[Times(1.0, 0.5), Times(3.0, 2.9)], [Times(4.0, 3.0), Times(1.0, 1.0)]], work, 1552, 2)
     fast = summary([[Times(2.0, 2.0), Times(2.0, 1.9)]] * 2, work, 1056, 2)
@@ -81,7 +81,7 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged() -> No
 
 
 @needs_two_cores
-def test_contestants_sit_where_they_should_and_end() -> None:
+def test_contestants_sit_where_they_should_and_end():
     with Contestants(AttentionShape(seq_length=32), ("striped",), usable_cores()[:2]) as contestants:
         truth = contestants.fingerprint(ONE_PROCESS)
         check_same("striped", contestants.fingerprint("striped"), truth, "float32")
@@ -98,7 +98,7 @@ def test_contestants_sit_where_they_should_and_end() -> None:
     assert not any(process.is_alive() for process in processes)
 
 
-def test_something_else_is_not_timed() -> None:
+def test_something_else_is_not_timed():
     with pytest.raises(MeasureError, match="computes something else"):
         check_same("striped", [1.0, 1.0], [1.0, 1.01], "float32")
     with pytest.raises(MeasureError, match="computes something else"):
@@ -106,7 +106,7 @@ def test_something_else_is_not_timed() -> None:
 
 
 @needs_two_cores
-def test_a_failing_rank_is_told_in_a_line_and_its_traceback_kept() -> None:
+def test_a_failing_rank_is_told_in_a_line_and_its_traceback_kept():
     with (
         pytest.raises(MeasureError, match=r"zigzag at step: rank \d failed: KeyError: 'zigzag'; .* is in ") as told,
         Contestants(AttentionShape(seq_length=32), ("striped",), usable_cores()[:2]) as contestants,
@@ -130,20 +130,20 @@ def test_a_failing_rank_is_told_in_a_line_and_its_traceback_kept() -> None:
         (["--methods", "ring/balanced"], "context_parallel_layout is 'balanced' with method ring"),
     ],
 )
-def test_bad_arguments_are_said_once(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_bad_arguments_are_said_once(capsys, arguments, message):
     assert attention.main(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
 
 
-def test_a_target_names_contestants_that_exist() -> None:
+def test_a_target_names_contestants_that_exist():
     methods = {attention.DEFAULT_METHODS: attention.TARGETS, attention.MASKED_METHODS: attention.MASKED_TARGETS}
     for names, targets in methods.items():
         assert all(set(name.split("/")) <= {*names, ONE_PROCESS} for name, *_ in targets)
 
 
-def test_targets_are_judged_by_the_faster_dense_attention() -> None:
+def test_targets_are_judged_by_the_faster_dense_attention():
     work = AttentionShape(seq_length=2048)
     masks = {"dense": work, "short": replace(work, documents="short"), "window": replace(work, window=256)}
     per_pair = 1e-6
@@ -164,9 +164,7 @@ def test_targets_are_judged_by_the_faster_dense_attention() -> None:
 
 
 @needs_two_cores
-def test_a_run_writes_both_parts_whose_figures_agree_with_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_writes_both_parts_whose_figures_agree_with_each_other(tmp_path, capsys):
     path = tmp_path / "packed.jsonl"
     shape = "--seq-length 300 --num-heads 2 --head-dim 8 --alone 32 --repeats 3 --documents lognormal"
     assert attention.main([*shape.split(), "--json", str(path)]) == 0, capsys.readouterr().err

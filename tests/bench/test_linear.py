@@ -1,9 +1,5 @@
 """The bench of linear against quadratic attention: what it counts, what it computes, and what it reports."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,17 +14,17 @@ from tools.common.report import read_records
 SHAPE = AttentionShape(seq_length=128, batch=2, num_heads=4, kv_heads=4, head_dim=16)
 
 
-def sized(length: int) -> AttentionShape:
+def sized(length):
     return AttentionShape(seq_length=length, num_heads=4, kv_heads=4, head_dim=32)
 
 
-def counted(step: Callable[[], object]) -> int:
+def counted(step):
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops()
 
 
-def chunked_outside_of_its_operator(work: AttentionShape) -> None:
+def chunked_outside_of_its_operator(work):
     """The counter does not look into an operator, so what runs in it is called by itself."""
     q, k, v, dout = work.tensors()
     rates = (-0.1, -0.2, -0.3, -0.4)
@@ -37,13 +33,13 @@ def chunked_outside_of_its_operator(work: AttentionShape) -> None:
 
 
 @pytest.mark.parametrize("length", [128, 200])
-def test_operations_are_those_that_torch_counts(length: int) -> None:
+def test_operations_are_those_that_torch_counts(length):
     work = AttentionShape(seq_length=length, batch=2, num_heads=4, kv_heads=4, head_dim=16)
     assert counted(lambda: chunked_outside_of_its_operator(work)) == flops("chunked", work)
     assert counted(linear.step_of("naive", work)) == flops("naive", work)
 
 
-def test_chunked_is_linear_and_the_others_are_quadratic() -> None:
+def test_chunked_is_linear_and_the_others_are_quadratic():
     for length in lengths_between(1024, 16384)[:-1]:
         growth = {name: flops(name, sized(2 * length)) / flops(name, sized(length)) for name in CONTESTANTS}
         assert growth["chunked"] == 2
@@ -51,18 +47,18 @@ def test_chunked_is_linear_and_the_others_are_quadratic() -> None:
         assert growth["softmax"] == pytest.approx(4, rel=0.01)
 
 
-def test_naive_goes_as_far_as_its_scores_fit() -> None:
+def test_naive_goes_as_far_as_its_scores_fit():
     assert lengths_between(256, 1024) == lengths_between(256, 2047) == [256, 512, 1024]
     assert [length for length in lengths_between(256, 16384) if fits(sized(length))][-1] == 4096
     assert not fits(sized(8192))
 
 
-def report(times: dict[str, dict[int, float]]) -> dict[str, Any]:
+def report(times):
     rows = [row(name, sized(n), [taken]) for name, found in times.items() for n, taken in found.items()]
     return {"rows": rows}
 
 
-def test_the_report_says_what_the_times_say() -> None:
+def test_the_report_says_what_the_times_say():
     found = report(
         {
             "chunked": {256: 1.0, 512: 2.0, 1024: 4.0},
@@ -83,7 +79,7 @@ def test_the_report_says_what_the_times_say() -> None:
     assert "nowhere faster than softmax" in markdown(slow)
 
 
-def test_the_command_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     plot, threads = tmp_path / "new" / "plot.png", torch.get_num_threads()
     shape = ["--num-heads", "2", "--head-dim", "8", "--min-length", "32", "--max-length", "70", "--repeats", "2"]
     assert main([*shape, "--max-seconds", "0.01", "--results", str(tmp_path), "--picture", str(plot)]) == 0
@@ -101,14 +97,14 @@ def test_the_command_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest
     assert markdown(result) in capsys.readouterr().out
 
 
-def test_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_else_is_not_timed(monkeypatch):
     attend = linear.attend
     monkeypatch.setattr(linear, "attend", lambda name, q, k, v: attend(name, q, k, v) * (1 + (name == "chunked")))
     with pytest.raises(MeasureError, match="chunked computes something else than the naive form"):
         linear.measure([32], SHAPE, 1)
 
 
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(capsys):
     assert main(["--min-length", "512", "--max-length", "256"]) == 1
     assert main(["--repeats", "0"]) == 2
     longest, repeats = capsys.readouterr().err.splitlines()

@@ -1,10 +1,7 @@
 """The account of memory is right to the byte, policies come out in their order, and cases are configurations."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
 
 from bench import memory
 from bench.memory import CASES, OFFLOAD, POLICIES, command, compare, configured, lines_of, main
@@ -14,10 +11,10 @@ SMALL = "--hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 
 
-def test_allocations_are_counted_to_the_byte() -> None:
-    held: list[Tensor] = []
+def test_allocations_are_counted_to_the_byte():
+    held = []
 
-    def step() -> None:
+    def step():
         held.append(torch.empty(1 << 20))
         torch.empty(1 << 19).sum().item()
         with torch.profiler.record_function(memory.OVER):
@@ -29,7 +26,7 @@ def test_allocations_are_counted_to_the_byte() -> None:
     assert 6 << 20 <= found["peak"] < (6 << 20) + 256  # the sum's result too
 
 
-def test_policies_keep_and_need_less_and_less() -> None:
+def test_policies_keep_and_need_less_and_less():
     """And what is predicted is what a process takes."""
     found = {}
     for line in lines_of(POLICIES.replace("1024", "32")):
@@ -47,7 +44,7 @@ def test_policies_keep_and_need_less_and_less() -> None:
     assert forwards == {"": 1, "loss_chunk=32": 1, "selective": 2, "attention_boundary": 1, "full": 2}
 
 
-def test_every_case_is_a_configuration() -> None:
+def test_every_case_is_a_configuration():
     for line in lines_of(CASES + POLICIES + OFFLOAD):
         processes, flags = command(line)
         assert processes in (1, 4, 8)
@@ -55,7 +52,7 @@ def test_every_case_is_a_configuration() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_measures_in_fresh_processes(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_the_command_measures_in_fresh_processes(tmp_path, capfd):
     path = tmp_path / "x.jsonl"
     assert main(["--policies", "--only", "full loss", "--json", str(path), "--", *SMALL.split()[:-2]]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -67,7 +64,7 @@ def test_the_command_measures_in_fresh_processes(tmp_path: Path, capfd: pytest.C
 
 
 @without_gpu
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture) -> None:
+def test_bad_input_is_one_line(capsys):
     assert main(["--device", "cuda"]) == 1
     assert main(["--only", "none of them"]) == 1
     device, only = capsys.readouterr().err.splitlines()

@@ -15,7 +15,7 @@ from runtime.ranks import run_ranks
 SMALL = ("--num-layers", "1", "--seq-length", "64", "--global-batch-size", "2", "--micro-batch-size", "1")
 
 
-def two_steps(rank: int, world_size: int, data: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def two_steps(rank, world_size, data):
     pytest.importorskip("transformers", reason="measures Hugging Face's models")
     with steps_of(["transformers"], Path("configs/llama_tiny.toml"), Path(data), SMALL) as steps:
         losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
@@ -23,7 +23,7 @@ def two_steps(rank: int, world_size: int, data: str) -> tuple[dict[str, list[flo
 
 
 @pytest.mark.slow
-def test_both_learn_the_same_tokens(default_data: Path) -> None:
+def test_both_learn_the_same_tokens(default_data):
     ((losses, seconds),) = run_ranks(two_steps, 1, str(default_data))
     assert losses.keys() == seconds.keys() == {"longmesh", "transformers"}
     assert {len(times) for times in seconds.values()} == {2}
@@ -32,13 +32,13 @@ def test_both_learn_the_same_tokens(default_data: Path) -> None:
         assert last < first
 
 
-def test_a_package_that_is_not_here_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_here_has_a_reason(monkeypatch):
     monkeypatch.setitem(peers.MODULES, "none", "no_such_module")
     assert "not installed" in str(peers.refusal("none"))
     assert peers.measurable(["none"]) == []
 
 
-def test_a_line_names_the_ratio_of_the_best() -> None:
+def test_a_line_names_the_ratio_of_the_best():
     seconds = {"zigzag": [1.0, 2.0, 3.0], "striped": [4.0, 4.0, 4.0], "ring@other": [6.0, 6.0, 9.0]}
     row = peers.row(seconds, ("zigzag", "striped"), ["ring@other"])
     assert row["against_best"] == 3.0
@@ -48,7 +48,7 @@ def test_a_line_names_the_ratio_of_the_best() -> None:
 
 
 @pytest.mark.slow
-def test_ring_attention_pytorch_computes_the_same_with_its_last_pass_mended() -> None:
+def test_ring_attention_pytorch_computes_the_same_with_its_last_pass_mended():
     pytest.importorskip("ring_attention_pytorch", reason="make peers installs it")
     work = AttentionShape(seq_length=256)
     with Contestants(work, ("ring@ring-attention-pytorch",), [0, 1]) as contestants:

@@ -8,7 +8,7 @@ from bench.shapes import LENGTHS, documents_of
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_documents_fill_the_sequence_and_are_the_same_in_every_process(name: str) -> None:
+def test_documents_fill_the_sequence_and_are_the_same_in_every_process(name):
     found = documents_of(name, 16384)
     assert found == documents_of(name, 16384) != documents_of(name, 16384, seed=4)
     lengths = [b - a for a, b in pairwise(found)]

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tests.chaos.__main__ import EXACT, HOOKS, KILL, LAST, SIGNAL, differs, ende
 from tests.starts import PATIENCE, wait_until
 
 
-def run_of(folder: Path, weight: float = 1.0, loss: float = 1.0) -> Path:
+def run_of(folder, weight=1.0, loss=1.0):
     (folder / f"iter_{LAST:07d}").mkdir(parents=True)
     state = {"model": {"weight": torch.tensor([weight, 2.0])}, str(folder): "not a tensor"}
     save(state, checkpoint_id=folder / f"iter_{LAST:07d}", no_dist=True)
@@ -26,7 +25,7 @@ def run_of(folder: Path, weight: float = 1.0, loss: float = 1.0) -> Path:
     return folder
 
 
-def test_what_differs_is_told(tmp_path: Path) -> None:
+def test_what_differs_is_told(tmp_path):
     run_of(tmp_path / "whole-4")
     assert differs(run_of(tmp_path / "same")) == ""
     assert differs(run_of(tmp_path / "other", weight=1.0 + 2**-23)).startswith("weights or moments")
@@ -36,14 +35,14 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
     assert differs(lost.parent).startswith(f"records 1 to {LAST} ")
 
 
-def test_the_table_counts_and_names_what_was_wrong() -> None:
+def test_the_table_counts_and_names_what_was_wrong():
     row = {"what": KILL, "where": "rename", "whom": "group", "gone": 0.5, "wrong": ""}
     shown = table([row, row | {"gone": 1.5, "wrong": "3 processes after 5.0 s"}])
     assert "| SIGKILL | rename | group | 2 | 1 | 1.5 |\n" in shown
     assert shown.endswith("\n* SIGKILL, rename: 3 processes after 5.0 s\n")
 
 
-def test_half_of_the_kills_are_at_hooks_and_all_hooks_are_drawn() -> None:
+def test_half_of_the_kills_are_at_hooks_and_all_hooks_are_drawn():
     plans = [planned(KILL, number, random.Random(number)) for number in range(400)]
     assert sum(isinstance(plan["when"], str) for plan in plans) == 200
     assert {plan["hook"] for plan in plans} == set(HOOKS)
@@ -51,9 +50,7 @@ def test_half_of_the_kills_are_at_hooks_and_all_hooks_are_drawn() -> None:
     assert not {9} & {plan["signal"] for plan in asked}
 
 
-def test_what_hangs_is_killed_with_its_sessions_and_a_wrong_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_hangs_is_killed_with_its_sessions_and_a_wrong_row(tmp_path, monkeypatch):
     plan = {"trial": str(tmp_path)}
     code = "import subprocess as s; print('begun', flush=True); s.run(['sleep', '600'], start_new_session=True)"
     with (tmp_path / "out").open("w+") as out:
@@ -68,7 +65,7 @@ def test_what_hangs_is_killed_with_its_sessions_and_a_wrong_row(
 
 
 @pytest.mark.slow
-def test_a_strike_ends_the_trial_at_its_call_and_nothing_else(tmp_path: Path) -> None:
+def test_a_strike_ends_the_trial_at_its_call_and_nothing_else(tmp_path):
     plan = {"hook": "fsync", "nth": 2, "when": "before", "whom": "everything", "signal": 9}
     plan["note"] = str(tmp_path / "note")
     code = f"from tests.chaos.victim import *; arm(json.loads('{json.dumps(plan)}'))\n"

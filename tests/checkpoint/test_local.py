@@ -5,9 +5,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -113,7 +111,7 @@ def second(node):
     return next(node.glob("*/iter_0000002"))
 
 
-BREAKS: dict[str, tuple[Callable[[Path], Any], str]] = {
+BREAKS = {
     "flipped": (
         lambda node: flip_a_byte(second(node), "__3_0.distcp"),
         "passed over a broken one: .*/node1/run-.*/iter_0000002/__3_0.distcp has another SHA-256 than",

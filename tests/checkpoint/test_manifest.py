@@ -1,8 +1,5 @@
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +39,7 @@ def _leave_out_the_shard(folder):
     rewrite_manifest(folder, files={".metadata": describe(folder / ".metadata")})
 
 
-BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+BREAKAGES = {
     "flipped byte": (flip_a_byte, "__0_0.distcp has another SHA-256"),
     "truncated shard": (
         lambda folder: os.truncate(folder / "__0_0.distcp", 99),

@@ -5,8 +5,6 @@ has instead are fake tensors: a step of each kind of configuration (tests/planne
 and model (tests/planner/test_waits.py).
 """
 
-import pytest
-
 from bench.memory import command, lines_of
 from tests.cuda_stub import check
 from tests.cuda_stub.check import CASES, MODELS, line, main, verdict
@@ -15,7 +13,7 @@ from tools.fit import parsed
 RIGHT = {"processes": 1, "bytes": 1000, "predicted_bytes": 1040, "launches": 7, "waits": 1, "copies": 2}
 
 
-def test_an_error_and_a_wrong_prediction_are_told() -> None:
+def test_an_error_and_a_wrong_prediction_are_told():
     assert verdict(RIGHT) == ""
     assert line("llama", RIGHT).endswith("launches 7, waits 1, copies 2")
     for predicted in (1060, 940):
@@ -26,9 +24,7 @@ def test_an_error_and_a_wrong_prediction_are_told() -> None:
     assert line("llama", failed) == "llama: FAILED: RuntimeError: two"
 
 
-def test_the_exit_status_is_1_where_one_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_status_is_1_where_one_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(check, "check_machine", lambda: None)
     monkeypatch.setattr(check, "measure", lambda processes, flags: RIGHT)
     assert main(["--only", "llama full"]) == 0
@@ -38,7 +34,7 @@ def test_the_exit_status_is_1_where_one_is_wrong(
     assert main(["--only", "none of them"]) == 1
 
 
-def test_every_case_is_a_configuration() -> None:
+def test_every_case_is_a_configuration():
     for name in lines_of(CASES):
         processes, flags = command(name, MODELS)
         assert processes in (1, 2, 4)

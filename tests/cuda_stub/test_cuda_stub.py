@@ -4,7 +4,6 @@ import ctypes
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from tests.cuda_stub import __main__ as stub
 
 MIB = 1 << 20
-REFUSED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+REFUSED = {
     "on aarch64; the stub is made for Linux on x86_64 alone": lambda patch: patch.setattr(
         platform, "machine", lambda: "aarch64"
     ),
@@ -27,7 +26,7 @@ REFUSED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.fixture(autouse=True)
-def suitable(monkeypatch: pytest.MonkeyPatch) -> None:
+def suitable(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -36,9 +35,7 @@ def suitable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_where_it_cannot_work_it_says_so_in_a_line(
-    message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_it_cannot_work_it_says_so_in_a_line(message, monkeypatch, capsys):
     stub.check_machine()
     REFUSED[message](monkeypatch)
     assert stub.main(["--", "true"]) == 1
@@ -47,12 +44,12 @@ def test_where_it_cannot_work_it_says_so_in_a_line(
     assert said.count("\n") == 1
 
 
-def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_is_needed(capsys):
     assert stub.main(["--gpus", "2", "--"]) == 1
     assert capsys.readouterr().err.startswith("error: no command is given")
 
 
-def test_calls_are_added_but_for_those_of_torch_and_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_added_but_for_those_of_torch_and_of_versions(monkeypatch):
     lists = {
         "undefined": {"cudaOne", "cublasLtMatmul", "ncclAllReduce", "ncclGetVersion", "cudaOfTorch", "cudnnSetStream"},
         "defined": {"cudaOfTorch"},
@@ -67,7 +64,7 @@ def test_calls_are_added_but_for_those_of_torch_and_of_versions(monkeypatch: pyt
 
 
 @pytest.mark.needs("gcc", "as", "ld")
-def test_the_library_allocates_copies_and_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_library_allocates_copies_and_counts(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_STUB_GPUS", "3")
     path = tmp_path / "stub.so"

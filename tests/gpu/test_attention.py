@@ -3,14 +3,11 @@
 `make gpu-check` runs the cases marked gpu; on a CPU the same cases are small.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from bench.emulate import LoopbackTransport, step_of
 from bench.harness import relative_error
@@ -24,7 +21,6 @@ from model.llama import Llama
 from parallel.context import METHODS, make_plan
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
-from parallel.context.plan import Plan
 from runtime.errors import UserError
 from runtime.tensors import FORGET, cached_on_device
 from tests import threads
@@ -45,7 +41,7 @@ gpu = [
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
-def on(device: str, *given: Any) -> Any:
+def on(device, *given):
     return pytest.param(device, *given, marks=gpu if device == "cuda" else ())
 
 
@@ -53,7 +49,7 @@ def on(device: str, *given: Any) -> Any:
     ("device", "name", "width", "length"), [on(device, *shape) for device in SHAPES for shape in SHAPES[device]]
 )
 @pytest.mark.parametrize("kind", [FULL, CAUSAL])
-def test_backends_equal_float64(device: str, name: str, width: int, length: int, kind: str) -> None:
+def test_backends_equal_float64(device, name, width, length, kind):
     """Out, log-sum-exp, dq, dk and dv, of slices of longer tensors; 4 query heads share 2 of keys."""
     try:
         error = error_of(name, device, width, length, kind)
@@ -62,7 +58,7 @@ def test_backends_equal_float64(device: str, name: str, width: int, length: int,
     assert error <= BOUNDS[device]
 
 
-def test_a_wrong_backend_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_backend_is_seen(monkeypatch):
     plain = block_forward
     monkeypatch.setitem(globals(), "block_forward", lambda q, k, *rest: plain(q, k.flip(1), *rest))
     assert error_of("aten", "cpu", 16, 50, FULL) > BOUNDS["cpu"]
@@ -72,7 +68,7 @@ def test_a_wrong_backend_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("device", DEVICES)
-def test_ranks_equal_one_attention(device: str, size: int, packed: bool, method: str) -> None:
+def test_ranks_equal_one_attention(device, size, packed, method):
     """All ranks of a method are threads; out, dq, dk and dv are compared with torch's own in float64."""
     documents = DOCUMENTS[device] if packed else None
     work = AttentionShape(seq_length=DOCUMENTS[device][-1], head_dim=64 if device == "cuda" else 16)
@@ -96,16 +92,16 @@ STEPS = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", STEPS)
-def test_the_host_waits_for_nothing(device: str, packed: bool, name: str) -> None:
+def test_the_host_waits_for_nothing(device, packed, name):
     unwaited(step_named(name, device, DOCUMENTS[device], packed), device)
 
 
-def test_a_wait_for_new_documents_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_new_documents_is_seen(monkeypatch):
     """A step that was warmed copies no indices, in which a wait would be."""
     mode = ["default"]
 
     @cached_on_device(4)
-    def copied(device: torch.device) -> None:
+    def copied(device):
         if mode[-1] == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
 
@@ -116,7 +112,7 @@ def test_a_wait_for_new_documents_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert mode == ["default", "error", "default"]
 
 
-def error_of(name: str, device: str, width: int, length: int, kind: str) -> float:
+def error_of(name, device, width, length, kind):
     """Return the largest relative error of a backend's out, log-sum-exp, dq, dk and dv."""
     work = AttentionShape(seq_length=length + 8, num_heads=4, kv_heads=2, head_dim=width, dtype=DTYPE[device])
     q, k, v, dout = (x[:, 8:] for x in work.tensors(device))  # a slice: strides of the longer tensor
@@ -126,7 +122,7 @@ def error_of(name: str, device: str, width: int, length: int, kind: str) -> floa
     return relative_error(found, in_float64(q, k, v, dout, kind, scale))
 
 
-def in_float64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, kind: str, scale: float) -> list[Tensor]:
+def in_float64(q, k, v, dout, kind, scale):
     """Return out, lse, dq, dk and dv, a head at a time: scores of 8,192 tokens take half a gigabyte."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     group, outs, sums = q.shape[2] // k.shape[2], [], []
@@ -144,7 +140,7 @@ def in_float64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, kind: str, scale: 
     return [torch.stack(outs, 2), torch.stack(sums, 2), *gradients]
 
 
-def unwaited(step: Callable[[], object], device: str) -> None:
+def unwaited(step, device):
     """Run a step twice on a GPU, the second time with torch raising where the host waits; a CPU is never waited for."""
     step()  # kernels are chosen and compiled once
     if device != "cuda":
@@ -159,7 +155,7 @@ def unwaited(step: Callable[[], object], device: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def step_named(name: str, device: str, documents: Sequence[int], packed: bool) -> Callable[[], object]:
+def step_named(name, device, documents, packed):
     """Return forward + backward of two layers, of the scan, or of a rank's part by a method.
 
     The rank has no peers, and receives what it would send.
@@ -177,20 +173,20 @@ def step_named(name: str, device: str, documents: Sequence[int], packed: bool) -
         return partial(attend, plan, rank, HeadExchange(alone), (q, k, v, dout))
     leaves, backend = [x.requires_grad_() for x in (q, k, v)], name.rpartition(" ")[2]
 
-    def scan() -> None:
+    def scan():
         out, _ = linear_attention(q, k, v, [-0.1] * 4, documents=bounds, backend=backend)
         torch.autograd.grad(out, leaves, dout)
 
     return scan
 
 
-def layers(model: Llama, tokens: Tensor) -> None:
+def layers(model, tokens):
     with torch.autocast(tokens.device.type, torch.bfloat16):
         model(tokens).sum().backward()
 
 
 @torch.no_grad()
-def attend(plan: Plan, rank: Executor, heads: HeadExchange, tensors: Sequence[Tensor]) -> None:
+def attend(plan, rank, heads, tensors):
     local = [heads.to_heads(x[:, : plan.local_len]) for x in tensors]
     step_of(plan, rank, *local)()
     heads.to_tokens(local[3], 4)

@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,13 +21,13 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what h
 
 
 @pytest.fixture(autouse=True)
-def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_ceilings(monkeypatch):
     monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(ceilings.MATMUL_SIZES, "cpu", (64,))
 
 
 @without_gpu
-def test_without_a_gpu_one_line_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_and_nothing_written(tmp_path, capsys):
     assert gpu_check.main(["--output", str(tmp_path / "new")]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -38,7 +37,7 @@ def test_without_a_gpu_one_line_and_nothing_written(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path, capsys):
     assert gpu_check.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     ends = {line.split(":")[0]: line.partition(": ")[2] for line in lines if line.endswith(" s)")}
@@ -52,12 +51,10 @@ def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path: Path, caps
     assert found["training"]["256 tokens"]["tokens_per_second"] > 0
 
 
-def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(tmp_path, monkeypatch, capsys):
     said = iter(("dies", "hangs", {"wrong": ["a tile"]}, {"worst": 0.5}))
 
-    def ended(command: list[str], limit: float) -> tuple[int, str]:
+    def ended(command, limit):
         what = next(said)
         if what == "hangs":
             raise subprocess.TimeoutExpired(command, 1)
@@ -80,24 +77,22 @@ def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(
     assert list(read_records(next(tmp_path.iterdir()))["steps"]) == names
 
 
-def test_what_a_step_needs_and_is_not_here_is_named(tmp_path: Path) -> None:
-    def needs_more(device: str, folder: Path) -> dict[str, Any]:
+def test_what_a_step_needs_and_is_not_here_is_named(tmp_path):
+    def needs_more(device, folder):
         raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
 
     steps.in_process(steps.Step(needs_more, 1), "cpu", tmp_path / "figures.json")
     assert json.loads((tmp_path / "figures.json").read_text()) == {"not_run": "megatron is not installed"}
 
 
-def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
+def test_what_a_step_started_ends_with_it(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         steps.ended(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"], 0.3)
     wait_until(lambda: not runs(int((tmp_path / "pid").read_text())))
 
 
 @pytest.mark.parametrize(("last", "wrong"), [(3.5, 0), (4.5, 1), (math.nan, 1), (123456.0, 1)])
-def test_a_loss_that_does_not_fall_is_wrong(
-    last: float, wrong: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_loss_that_does_not_fall_is_wrong(last, wrong, monkeypatch, tmp_path):
     record = {"iteration": 1, "grad_norm": 1.0, "learning_rate": 1e-3, "iteration_time_ms": 9.0}
     record |= {"tokens_per_second": 9e4, "tflops_per_gpu": 1.0, "mfu": 0.5, "memory_gb": 2.0}
     lines = [progress_line(NextToken, [record | {"lm_loss": one}], 9, 1.0) for one in (*9 * (4.0,), last)]
@@ -105,17 +100,17 @@ def test_a_loss_that_does_not_fall_is_wrong(
     assert len(gpu_check.training("cpu", tmp_path)["wrong"]) == wrong
 
 
-def test_all_steps_end_within_8_minutes() -> None:
+def test_all_steps_end_within_8_minutes():
     assert sum(step.limit for step in gpu_check.STEPS.values()) <= 480
 
 
-def test_junit_is_counted(tmp_path: Path) -> None:
+def test_junit_is_counted(tmp_path):
     cases = "<testcase classname='a' name='good'/><testcase classname='a' name='bad'><failure/></testcase>"
     (tmp_path / "report.xml").write_text(f"<r>{cases}<testcase classname='a' name='away'><skipped/></testcase></r>")
     assert steps.count(tmp_path / "report.xml") == {"passed": 1, "skipped": 1, "wrong": ["a::bad"]}
 
 
-def test_many_wrong_cases_are_counted() -> None:
+def test_many_wrong_cases_are_counted():
     assert steps.verdict({"wrong": ["1", "2", "3", "4"]}) == "WRONG: 1; 2; 3; and 1 more"
     missed = {"name": "a", "bound": ">= 1", "ratio": 0.5, "met": False}
     assert steps.verdict({"targets": [missed, missed | {"met": True}]}) == "right; a >= 1: 0.500, MISSED"

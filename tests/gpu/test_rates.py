@@ -15,12 +15,12 @@ WORK = AttentionShape(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
 
 
 @pytest.fixture(autouse=True)
-def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_ceilings(monkeypatch):
     monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(ceilings.MATMUL_SIZES, "cpu", (64,))
 
 
-def test_kernels_and_simulated_steps_are_measured() -> None:
+def test_kernels_and_simulated_steps_are_measured():
     result = rates.measure("cpu", WORK, (32, 64), METHODS, 4, 2)
     assert result["skipped"] == {}
     measured = [(row["kernel"], row["seq_length"]) for row in result["kernels"]]
@@ -41,7 +41,7 @@ def test_kernels_and_simulated_steps_are_measured() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.0, float("nan")])
-def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch, wrong):
     monkeypatch.setitem(rates.BACKENDS, "cpu", ("aten", "flash_attn"))
     monkeypatch.setattr(rates, "block_forward", lambda q, *rest: (torch.full_like(q, wrong), q.sum(-1)))
     result = rates.measure("cpu", WORK, (32,), ("zigzag",), 2, 1)
@@ -51,7 +51,7 @@ def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch: pytes
     assert "skipped: flash_attn at 32: UserError" in rates.table(result)
 
 
-def test_figures_are_held_against_what_is_wanted() -> None:
+def test_figures_are_held_against_what_is_wanted():
     work = AttentionShape(seq_length=64, num_heads=2, kv_heads=2, head_dim=16)
     found = rates.measure("cpu", work, (32,), METHODS, 4, 1)
     seconds = {"cudnn": 1.0, "aten": 1.5, "triton": 2.0}
@@ -73,8 +73,8 @@ def test_figures_are_held_against_what_is_wanted() -> None:
     assert not any("best of" in one["name"] for one in rates.targets(found, "cudnn"))
 
 
-def test_steps_are_timed_after_warming_up() -> None:
-    calls: list[int] = []
+def test_steps_are_timed_after_warming_up():
+    calls = []
     taken = machine.time_steps(lambda: calls.append(1), "cpu", repeats=3, warm_up=2)
     assert len(taken) == 3
     assert len(calls) == 5
@@ -82,7 +82,7 @@ def test_steps_are_timed_after_warming_up() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
-def test_a_small_measurement_on_the_gpu() -> None:
+def test_a_small_measurement_on_the_gpu():
     work = AttentionShape(seq_length=256, num_heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
     result = rates.measure("cuda", work, (256,), METHODS, 4, 2)
     assert [row["kernel"] for row in result["kernels"]][:2] == ["sdpa", "aten"]

@@ -1,10 +1,7 @@
 """Block kernels against the naive twin, forward and every gradient, given global out and lse."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import attention, cudnn, reference
 from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, pad_heads, select_backend
@@ -15,16 +12,14 @@ from runtime.errors import UserError
 SCALE = 0.2
 
 
-def tensors(
-    queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype, width: int = 16, device: str = "cpu"
-) -> tuple[Tensor, ...]:
+def tensors(queries, keys, heads, kv_heads, dtype, width=16, device="cpu"):
     generator = torch.Generator().manual_seed(queries + keys)
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
     drawn = (torch.randn(2, *shape, width, generator=generator, dtype=torch.float64) for shape in shapes)
     return tuple(x.to(device, dtype) for x in drawn)
 
 
-def beside_the_naive_form(name: str, kind: str, given: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+def beside_the_naive_form(name, kind, given):
     """lse, out, dq, dk and dv of a backend, each with that of autograd of the naive form in float64."""
     q, k, v, dout = given
     backend = select_backend(name, q.device.type, q.dtype)
@@ -45,22 +40,22 @@ def beside_the_naive_form(name: str, kind: str, given: tuple[Tensor, ...]) -> li
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
 def test_forward_and_gradients_equal_autograd_of_the_naive_form(
-    name: str, queries: int, keys: int, kind: str, heads: int, kv_heads: int, dtype: torch.dtype, bound: float
-) -> None:
+    name, queries, keys, kind, heads, kv_heads, dtype, bound
+):
     pairs = beside_the_naive_form(name, kind, tensors(queries, keys, heads, kv_heads, dtype))
     # dq and dk of a single key are zero: the score does not matter then, so the bound is absolute below one
     assert max((a.double() - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs) < bound
 
 
 @pytest.mark.parametrize("width", [16, 13, 4])
-def test_heads_of_any_width_are_padded_to_what_a_gpus_kernel_takes(width: int) -> None:
+def test_heads_of_any_width_are_padded_to_what_a_gpus_kernel_takes(width):
     plain, seen = select_backend("reference", "cpu", torch.float64), list[int]()
 
-    def ahead(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def ahead(q, k, v, *rest):
         seen.extend(x.shape[-1] for x in (q, k, v))
         return plain.forward(q, k, v, *rest)
 
-    def back(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
+    def back(rows, keys, *rest):
         seen.extend(x.shape[-1] for x in (*rows[:3], *keys))
         return plain.backward(rows, keys, *rest)
 
@@ -75,7 +70,7 @@ def test_heads_of_any_width_are_padded_to_what_a_gpus_kernel_takes(width: int) -
 
 
 @pytest.mark.parametrize("name", ["aten", "reference"])
-def test_blocks_merge_to_the_whole_and_their_gradients_add_up(name: str) -> None:
+def test_blocks_merge_to_the_whole_and_their_gradients_add_up(name):
     """Keys in two blocks, merged; then each block's backward with the *global* out and lse."""
     backend = select_backend(name, "cpu", torch.float64)
     q, k, v, dout = tensors(24, 40, 8, 2, torch.float64)
@@ -95,7 +90,7 @@ def test_blocks_merge_to_the_whole_and_their_gradients_add_up(name: str) -> None
     torch.testing.assert_close(torch.cat([block[2] for block in blocks], 1), want[2], rtol=0, atol=1e-12)
 
 
-def test_merge_does_not_overflow_where_a_bare_exponential_would() -> None:
+def test_merge_does_not_overflow_where_a_bare_exponential_would():
     out, lse = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), float("-inf"))
     for value, block_lse in ((1.0, -2000.0), (2.0, 2000.0), (3.0, -2000.0)):
         merge_(out, lse, torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), block_lse))
@@ -103,7 +98,7 @@ def test_merge_does_not_overflow_where_a_bare_exponential_would() -> None:
     assert lse.item() == 2000.0
 
 
-def test_strided_views_are_fine() -> None:
+def test_strided_views_are_fine():
     q, k, v, _ = tensors(32, 32, 8, 2, torch.float32)
     whole, _ = block_forward(q[:, 8:24], k[:, 8:24], v[:, 8:24], CAUSAL, SCALE)
     copied, _ = block_forward(*(x[:, 8:24].clone() for x in (q, k, v)), CAUSAL, SCALE)
@@ -112,7 +107,7 @@ def test_strided_views_are_fine() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("odd", range(4))
-def test_a_head_that_lies_in_pieces_is_put_together(odd: int, dtype: torch.dtype) -> None:
+def test_a_head_that_lies_in_pieces_is_put_together(odd, dtype):
     q, k, v, dout = tensors(32, 32, 4, 4, dtype)
     want_out, lse = block_forward(q, k, v, CAUSAL, SCALE)
     want = block_backward(Rows(q, dout, want_out, lse), Keys(k, v), CAUSAL, SCALE)
@@ -133,13 +128,13 @@ def test_a_head_that_lies_in_pieces_is_put_together(odd: int, dtype: torch.dtype
         (("auto", "cuda", torch.float32), "use --bf16"),
     ],
 )
-def test_a_backend_that_cannot_serve_is_refused(arguments: tuple, message: str) -> None:
+def test_a_backend_that_cannot_serve_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         select_backend(*arguments)
 
 
 @pytest.mark.parametrize(("capability", "name"), [((8, 0), "aten"), ((9, 0), "cudnn"), ((10, 0), "cudnn")])
-def test_cudnn_is_taken_from_hopper_on(capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_taken_from_hopper_on(capability, name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(attention.flash_attn, "is_installed", lambda _: capability > (8, 0))
@@ -149,9 +144,7 @@ def test_cudnn_is_taken_from_hopper_on(capability: tuple[int, int], name: str, m
 @pytest.mark.parametrize(
     ("capability", "version", "widest"), [((9, 0), 91000, 256), ((9, 0), 90800, 128), ((10, 0), 91000, 128)]
 )
-def test_cudnn_gets_the_heads_and_keys_that_it_takes(
-    capability: tuple[int, int], version: int, widest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudnn_gets_the_heads_and_keys_that_it_takes(capability, version, widest, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
@@ -169,7 +162,7 @@ def test_cudnn_gets_the_heads_and_keys_that_it_takes(
 
 
 @pytest.mark.parametrize("kind", [CAUSAL, ANTI])
-def test_a_square_kind_refuses_a_rectangle(kind: str) -> None:
+def test_a_square_kind_refuses_a_rectangle(kind):
     q, k, v, _ = tensors(4, 6, 4, 4, torch.float32)
     with pytest.raises(ValueError, match=f"{kind} is square; this one has 4 queries and 6 keys"):
         block_forward(q, k, v, kind, SCALE)
@@ -182,9 +175,7 @@ def test_a_square_kind_refuses_a_rectangle(kind: str) -> None:
     ("queries", "keys", "kind"), [(128, 128, CAUSAL), (256, 64, FULL), (1000, 1000, CAUSAL), (1000, 1000, ANTI)]
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
-def test_cuda_blocks_equal_the_naive_form(
-    name: str, queries: int, keys: int, kind: str, heads: int, kv_heads: int
-) -> None:
+def test_cuda_blocks_equal_the_naive_form(name, queries, keys, kind, heads, kv_heads):
     given = tensors(queries, keys, heads, kv_heads, torch.bfloat16, 64, "cuda")
     (lse, want_lse), *others = beside_the_naive_form(name, kind, given)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=2e-3)

@@ -1,10 +1,8 @@
 """A function over chunks of rows is the function: results, gradients, and what is kept."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,49 +11,49 @@ from kernels.chunks import over_chunks, sum_over_chunks
 ROWS, WIDTH, INSIDE = 13, 6, 40  # of which no size but 1 and all divides the rows
 
 
-def problem(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:
+def problem(dtype=torch.float64):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDTH, INSIDE), nn.GELU(), nn.Linear(INSIDE, WIDTH)).to(dtype)
     return module, torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True), torch.randn(ROWS, WIDTH, dtype=dtype)
 
 
-def gradients(out: Tensor, dout: Tensor, module: nn.Module, x: Tensor) -> list[Tensor]:
+def gradients(out, dout, module, x):
     return [out, *torch.autograd.grad(out, [x, *module.parameters()], dout)]
 
 
-def chunked(module: nn.Module, x: Tensor, size: int) -> Tensor:
+def chunked(module, x, size):
     return over_chunks(lambda part, _: module(part), x, size, tuple(module.parameters()))
 
 
-def furthest(got: list[Tensor], want: list[Tensor]) -> float:
+def furthest(got, want):
     return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 4, ROWS, 100])
-def test_equals_the_whole_at_once(size: int) -> None:
+def test_equals_the_whole_at_once(size):
     module, x, dout = problem()
     want = gradients(module(x), dout, module, x)
     assert furthest(gradients(chunked(module, x, size), dout, module, x), want) < 1e-14
 
 
-def summed(module: nn.Module, x: Tensor, dout: Tensor, size: int) -> Tensor:
+def summed(module, x, dout, size):
     parameters = tuple(module.parameters())
     return sum_over_chunks(lambda part, rows: (module(part) * dout[rows]).sum(), x, size, parameters)
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
-def test_a_sum_and_the_rows_it_is_told(size: int) -> None:
+def test_a_sum_and_the_rows_it_is_told(size):
     module, x, dout = problem()
     factor = torch.tensor(3.0).double()
     want = gradients((module(x) * dout).sum(), factor, module, x)
     assert furthest(gradients(summed(module, x, dout, size), factor, module, x), want) < 1e-14
 
 
-def test_a_sum_computes_its_chunks_once() -> None:
+def test_a_sum_computes_its_chunks_once():
     _, x, _ = problem()
     weight = torch.randn(INSIDE, WIDTH, dtype=x.dtype, requires_grad=True)  # no module, whose calls the counter follows
 
-    def squares(part: Tensor, _: slice = slice(None)) -> Tensor:
+    def squares(part, _=slice(None)):
         return (part @ weight.t()).square().sum()
 
     counts = []
@@ -66,11 +64,11 @@ def test_a_sum_computes_its_chunks_once() -> None:
     assert counts == [3 * 2 * ROWS * WIDTH * INSIDE] * 2
 
 
-def test_a_sum_that_needs_no_gradient_computes_none() -> None:
+def test_a_sum_that_needs_no_gradient_computes_none():
     module, x, dout = problem()
-    seen: list[bool] = []
+    seen = []
 
-    def noted(part: Tensor, _: slice) -> Tensor:
+    def noted(part, _):
         seen.append(torch.is_grad_enabled())
         return module(part).sum()
 
@@ -83,11 +81,11 @@ def test_a_sum_that_needs_no_gradient_computes_none() -> None:
     assert furthest([dx], list(torch.autograd.grad((module(x) * dout).sum(), x))) < 1e-14
 
 
-def test_a_sum_in_a_checkpoint_computes_each_chunk_once() -> None:
+def test_a_sum_in_a_checkpoint_computes_each_chunk_once():
     _, x, _ = problem()
     weight, calls = torch.randn(INSIDE, WIDTH, dtype=x.dtype, requires_grad=True), list[slice]()
 
-    def squares(part: Tensor, rows: slice) -> Tensor:
+    def squares(part, rows):
         calls.append(rows)
         return (part @ weight.t()).square().sum()
 
@@ -97,7 +95,7 @@ def test_a_sum_in_a_checkpoint_computes_each_chunk_once() -> None:
     assert furthest([got], list(torch.autograd.grad((x @ weight.t()).square().sum(), weight))) < 1e-14
 
 
-def test_a_sum_has_one_backward() -> None:
+def test_a_sum_has_one_backward():
     module, x, dout = problem()
     total = summed(module, x, dout, 4)
     total.backward(retain_graph=True)
@@ -105,7 +103,7 @@ def test_a_sum_has_one_backward() -> None:
         total.backward()
 
 
-def test_what_needs_no_gradient_gets_none() -> None:
+def test_what_needs_no_gradient_gets_none():
     module, x, dout = problem()
     module[0].weight.requires_grad_(False)
     chunked(module, x.detach(), 4).backward(dout)
@@ -116,24 +114,24 @@ def test_what_needs_no_gradient_gets_none() -> None:
         assert not chunked(module, x, 4).requires_grad
 
 
-def test_keeps_its_rows_alone() -> None:
+def test_keeps_its_rows_alone():
     module, x, _ = problem()
-    kept: list[Tensor] = []
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         chunked(module, x, 4)
     assert [t.data_ptr() for t in kept] == [x.data_ptr()]
 
 
-def by_autograd(module: nn.Module, x: Tensor, size: int) -> Tensor:
+def by_autograd(module, x, size):
     """What over_chunks is there to improve on: autograd's own sum over the chunks, in the weights' dtype."""
     return torch.cat([module(part) for part in x.split(size)])
 
 
-def test_gradients_of_bfloat16_weights_are_rounded_once() -> None:
+def test_gradients_of_bfloat16_weights_are_rounded_once():
     torch.manual_seed(0)
     module = nn.Linear(WIDTH, INSIDE, bias=False).bfloat16()
     x, dout = (torch.randn(512, width).abs().bfloat16() for width in (WIDTH, INSIDE))  # sums that grow
-    errors: dict[Any, float] = {}
+    errors = {}
     exact = dout.double().T @ x.double()
     for run in (chunked, by_autograd):
         errors[run] = furthest(list(torch.autograd.grad(run(module, x, 1), module.weight, dout)), [exact])
@@ -141,7 +139,7 @@ def test_gradients_of_bfloat16_weights_are_rounded_once() -> None:
     assert errors[by_autograd] > 4 * errors[chunked]
 
 
-def test_a_dropped_chunk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_chunk_is_noticed(monkeypatch):
     """Negative control: the comparison above fails where the backward leaves out the last chunk."""
     module, x, dout = problem()
     want = gradients(module(x), dout, module, x)

@@ -6,14 +6,12 @@ The stand-in for version 3 computes, so that what goes through its operators is 
 import importlib
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from kernels import cudnn, flash_attn
-from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend, why_flash_attn_is_unused
+from kernels.attention import block_backward, block_forward, select_backend, why_flash_attn_is_unused
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
@@ -119,7 +117,7 @@ USABLE = {
     },
     "2.8": {"flash_attn/__init__.py": "__version__ = '2.8.3'", "flash_attn/flash_attn_interface.py": OPERATORS},
 }
-UNUSABLE: dict[str, tuple[dict[str, str], str]] = {
+UNUSABLE = {
     "2.5": (
         {"flash_attn/__init__.py": "__version__ = '2.5.8'", "flash_attn/flash_attn_interface.py": OLD},
         r"which is 2\.5\.8, whose functions take other arguments",
@@ -134,7 +132,7 @@ UNUSABLE: dict[str, tuple[dict[str, str], str]] = {
         {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": ""}, "cannot import name",
     ),
 }  # fmt: skip
-UNUSABLE_3: dict[str, tuple[str, str]] = {
+UNUSABLE_3 = {
     "that registers nothing": ("def flash_attn_func(): pass", "AttributeError.*flash_attn_3.*fwd"),
     "with other arguments": (FLASH_3.replace("max_seqlen_k", "most_k"), r"flash_attn_3\.fwd.* takes no max_seqlen_k"),
     "for another torch": (UNDEFINED, "undefined symbol"),
@@ -142,7 +140,7 @@ UNUSABLE_3: dict[str, tuple[str, str]] = {
 CUDA = ("cuda", torch.bfloat16)
 
 
-def forget() -> None:
+def forget():
     if library := getattr(sys.modules.get("flash_attn_interface"), "LIBRARY", None):
         library._destroy()  # a namespace of operators is defined once
     for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
@@ -153,7 +151,7 @@ def forget() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path, monkeypatch):
     """A folder before all others on the path, in which nothing has been imported before or is afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     forget()
@@ -163,11 +161,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch):
     monkeypatch.setattr(cudnn, "capability", lambda: cudnn.HOPPER)
 
 
-def install(place: Path, files: dict[str, str]) -> None:
+def install(place, files):
     for name, text in files.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text)
@@ -175,14 +173,14 @@ def install(place: Path, files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", USABLE)
-def test_a_known_version_is_used(name: str, place: Path) -> None:
+def test_a_known_version_is_used(name, place):
     install(place, USABLE[name])
     for asked in ("auto", "flash_attn"):
         assert select_backend(asked, *CUDA).name == "flash_attn"
         assert why_flash_attn_is_unused(asked, *CUDA) is None
 
 
-def test_what_it_returns_is_laid_out_as_everywhere(place: Path) -> None:
+def test_what_it_returns_is_laid_out_as_everywhere(place):
     install(place, USABLE["2.8 without torch's operators"])
     q = torch.randn(1, 3, 2, 8).bfloat16()
     out, lse = select_backend("auto", *CUDA).forward(q, q, q, True, 1.0)
@@ -190,7 +188,7 @@ def test_what_it_returns_is_laid_out_as_everywhere(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_another_one_is_passed_over_with_its_reason(name: str, place: Path) -> None:
+def test_another_one_is_passed_over_with_its_reason(name, place):
     files, reason = UNUSABLE[name]
     install(place, files)
     assert select_backend("auto", *CUDA).name == "aten"
@@ -205,7 +203,7 @@ def test_another_one_is_passed_over_with_its_reason(name: str, place: Path) -> N
 
 
 @pytest.mark.parametrize("name", UNUSABLE_3)
-def test_an_unusable_3_is_passed_over_where_it_would_be_taken(name: str, place: Path, hopper: None) -> None:
+def test_an_unusable_3_is_passed_over_where_it_would_be_taken(name, place, hopper):
     text, reason = UNUSABLE_3[name]
     install(place, {"flash_attn_interface.py": text} | USABLE["2.8"])
     assert select_backend("auto", *CUDA, documents=True).name == "flash_attn"
@@ -217,7 +215,7 @@ def test_an_unusable_3_is_passed_over_where_it_would_be_taken(name: str, place: 
         select_backend("flash_attn_3", *CUDA)
 
 
-def test_3_takes_packed_documents_on_hopper(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_3_takes_packed_documents_on_hopper(place, monkeypatch):
     install(place, {"flash_attn_interface.py": FLASH_3} | USABLE["2.8"])
     for capability, whole, packed in (((8, 0), "flash_attn", "flash_attn"), ((9, 0), "cudnn", "flash_attn_3")):
         monkeypatch.setattr(cudnn, "capability", lambda at=capability: at)
@@ -229,13 +227,13 @@ def test_3_takes_packed_documents_on_hopper(place: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def third(place: Path) -> AttentionBackend:
+def third(place):
     install(place, {"flash_attn_interface.py": FLASH_3})
     return select_backend("flash_attn_3", *CUDA)
 
 
 @pytest.mark.parametrize("kind", [FULL, CAUSAL, ANTI])
-def test_blocks_go_through_3s_operators(kind: str, third: AttentionBackend) -> None:
+def test_blocks_go_through_3s_operators(kind, third):
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 12, heads, 12) for heads in (4, 2, 2, 4))  # widths are padded to 16
     want, found = [], []
@@ -247,9 +245,7 @@ def test_blocks_go_through_3s_operators(kind: str, third: AttentionBackend) -> N
 
 
 @pytest.mark.parametrize("mask", ["documents", "window and documents"])
-def test_packed_tiles_go_through_3s_operators(
-    mask: str, third: AttentionBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_tiles_go_through_3s_operators(mask, third, monkeypatch):
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: third)
     test_packed.CALLS.clear()
     given = inputs(torch.float32)
@@ -257,7 +253,7 @@ def test_packed_tiles_go_through_3s_operators(
     assert max(tiles for tiles, _ in test_packed.CALLS) > 2, "packed tiles share a launch"
 
 
-def test_none_is_no_matter(place: Path) -> None:
+def test_none_is_no_matter(place):
     assert not any(map(flash_attn.is_installed, flash_attn.PACKAGES)), "these tests expect an environment without one"
     assert select_backend("auto", *CUDA).name == "aten"
     assert why_flash_attn_is_unused("auto", *CUDA) is None
@@ -265,10 +261,10 @@ def test_none_is_no_matter(place: Path) -> None:
         select_backend("flash_attn", *CUDA)
 
 
-def test_a_run_notes_it_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_notes_it_once(place, capsys):
     install(place, UNUSABLE["for another torch"][0])
     config = Config(mesh=MeshConfig(device="cuda"), train=TrainConfig(bf16=True), context=ContextConfig())
-    softmax_context(config, None, lambda *_: None)  # type: ignore[arg-type,return-value]
+    softmax_context(config, None, lambda *_: None)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(
         "note: attention_backend auto takes aten, not the flash-attn that is installed, whose import"

@@ -24,7 +24,7 @@ from tests.kernels.linear_cases import (
 )
 
 
-def recurrent(case: Case) -> list[torch.Tensor]:
+def recurrent(case):
     """The definition, one token after the other, float64: out and the outgoing state."""
     (q, k, v, state), _ = ([x.double() for x in group] for group in inputs(case))
     decay = torch.tensor(case.decays, dtype=torch.float64)[:, None, None]
@@ -38,7 +38,7 @@ def recurrent(case: Case) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", [Case(1), Case(65), Case(200, documents=PACKED)])
-def test_the_reference_is_the_recurrence(case: Case) -> None:
+def test_the_reference_is_the_recurrence(case):
     for a, b in zip(results(case, "reference", torch.float64), recurrent(case), strict=False):
         assert (a - b).norm() <= 1e-14 * b.norm()
 
@@ -47,7 +47,7 @@ def test_the_reference_is_the_recurrence(case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [*(Case(length) for length in LENGTHS), *(case for case in CASES if case.dtype == "float32")]
 )
-def test_chunked_equals_the_reference(case: Case, dtype: str, bound: float) -> None:
+def test_chunked_equals_the_reference(case, dtype, bound):
     found = errors(case._replace(dtype=dtype), "chunked")
     assert max(found.values()) <= bound, found
 
@@ -59,14 +59,14 @@ def test_chunked_equals_the_reference(case: Case, dtype: str, bound: float) -> N
         *(pytest.param(case, marks=pytest.mark.slow) for case in FAR),
     ],
 )
-def test_chunked_bfloat16_is_as_good_as_the_naive_form_and_so_is_all_far_away(case: Case) -> None:
+def test_chunked_bfloat16_is_as_good_as_the_naive_form_and_so_is_all_far_away(case):
     found = errors(case, "chunked")
     assert within_bounds(case, found), (case, found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in (*CASES, *FAR) if case.dtype == "float32"])
-def test_the_naive_form_in_float32_equals_itself_in_float64(case: Case) -> None:
+def test_the_naive_form_in_float32_equals_itself_in_float64(case):
     found = naive_errors(case)
     assert within_bounds(case, found), found
 
@@ -74,7 +74,7 @@ def test_the_naive_form_in_float32_equals_itself_in_float64(case: Case) -> None:
 @pytest.mark.parametrize(
     "fault", ["decay at the boundary", "mask", "state not handed on", "documents", "gradient of the state"]
 )
-def test_the_bounds_see_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bounds_see_a_fault(fault, monkeypatch):
     """Negative controls: each breaks one factor of the chunked form."""
     case = Case(200, documents=(0, 100, 200) if fault == "documents" else None)
     power, carry, chunks_of = linear_scan._power, linear_scan._carry, linear_scan.chunks_of
@@ -92,7 +92,7 @@ def test_the_bounds_see_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert max(errors(case, "chunked").values()) > 100 * BOUND
 
 
-def test_strong_decay_over_a_long_chunk_overflows_nowhere() -> None:
+def test_strong_decay_over_a_long_chunk_overflows_nowhere():
     """decay^-64 would be 1e64 here, which float32 does not have."""
     found = errors(Case(200, decays=(0.1, 1e-4, 1e-30)), "chunked")
     assert max(found.values()) <= BOUND
@@ -101,16 +101,16 @@ def test_strong_decay_over_a_long_chunk_overflows_nowhere() -> None:
 
 
 @pytest.mark.parametrize("documents", [None, (0, 30, 75, 160)])
-def test_ranks_pass_states_on_and_gradients_back(documents: tuple[int, ...] | None) -> None:
+def test_ranks_pass_states_on_and_gradients_back(documents):
     """As ranks that hold 50, 60 and 50 tokens would: all but ``from_state`` without what other ranks send."""
     case = Case(160, dtype="float64", documents=documents)
     (q, k, v, state), (dout, dfinal) = inputs(case)
     log_decay = [math.log(decay) for decay in case.decays]
     want = dict(zip(NAMES, results(case, "chunked"), strict=True))
     ranks = [(0, 50), (50, 110), (110, 160)]
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv")}
+    found = {name: [] for name in ("out", "dq", "dk", "dv")}
 
-    def inside(a: int, b: int) -> tuple[int, ...]:
+    def inside(a, b):
         return (0, *(d - a for d in documents or () if a < d < b), b - a)
 
     entering = []
@@ -141,12 +141,12 @@ def test_ranks_pass_states_on_and_gradients_back(documents: tuple[int, ...] | No
     assert (gradient - want["dstate"]).norm() <= 1e-13 * want["dstate"].norm()
 
 
-def test_memory_between_forward_and_backward_is_the_inputs() -> None:
-    saved: list[int] = []
+def test_memory_between_forward_and_backward_is_the_inputs():
+    saved = []
     (q, k, v, state), _ = inputs(Case(300))
     leaves = [x.requires_grad_() for x in (q, k, v, state)]
 
-    def pack(x: torch.Tensor) -> torch.Tensor:
+    def pack(x):
         saved.append(x.numel())
         return x
 
@@ -155,7 +155,7 @@ def test_memory_between_forward_and_backward_is_the_inputs() -> None:
     assert sum(saved) == sum(x.numel() for x in leaves)
 
 
-def test_a_loss_of_the_state_alone_and_inputs_without_gradients() -> None:
+def test_a_loss_of_the_state_alone_and_inputs_without_gradients():
     (q, k, v, _), _ = inputs(Case(70, dtype="float64"))
     for name in ("chunked", "reference"):
         k.requires_grad_()
@@ -185,14 +185,14 @@ def test_a_loss_of_the_state_alone_and_inputs_without_gradients() -> None:
         ({"backend": "triton"}, "triton"),
     ],
 )
-def test_bad_input_is_named(change: dict, message: str) -> None:
+def test_bad_input_is_named(change, message):
     (q, k, v, state), _ = inputs(Case(5))
     arguments = {"q": q, "k": k, "v": v, "log_decay": (0.0, -0.1, -1.0), "state": state} | change
     with pytest.raises(ValueError, match=message):
         linear_attention(**arguments)
 
 
-def test_backends_by_device_and_dtype() -> None:
+def test_backends_by_device_and_dtype():
     assert select_linear_backend("auto", "cpu", torch.bfloat16) == "chunked"
     assert select_linear_backend("auto", "cuda", torch.float32) == "chunked"
     assert reference.linear_attention(*inputs(Case(3, batch=2))[0][:3], (0.0, 0.0, 0.0))[1].shape == (2, 3, 16, 24)

@@ -1,10 +1,7 @@
 """Strips by oneDNN's products against the reference in float64: blocks of rows and of keys, masks, groups of heads."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import attention, onednn, products, strips
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
@@ -25,16 +22,14 @@ STRIPS = {
 }
 
 
-def made(rows: int, columns: int, heads: int = 4, groups: int = 2, width: int = 16) -> list[Tensor]:
+def made(rows, columns, heads=4, groups=2, width=16):
     """q, k, v, dout [B, T, H, D] with gaps between their rows, as slices of longer sequences have them."""
     torch.manual_seed(3)
     sizes = ((rows, heads), (columns, groups), (columns, groups), (rows, heads))
     return [torch.randn(2, n + 3, h, 2 * width)[:, 1:-2, :, width:] for n, h in sizes]
 
 
-def attended(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, mask: Tensor | None, functions: Any
-) -> list[Tensor]:
+def attended(q, k, v, dout, causal, mask, functions):
     """out, lse, dq, dk, dv, heads first."""
     q, k, v, dout = heads_first(q, k, v, dout)
     out, lse = functions.forward(q, k, v, causal, SCALE, mask)
@@ -45,31 +40,29 @@ class Truth:
     """Attention with all scores at hand, in float64."""
 
     @staticmethod
-    def scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    def scores(q, k, causal, mask):
         found = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * SCALE
         if causal:
             found = found.masked_fill(torch.ones(found.shape[2:], dtype=torch.bool).tril().logical_not(), -torch.inf)
         return found if mask is None else found + mask
 
     @classmethod
-    def forward(
-        cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, _: float, mask: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(cls, q, k, v, causal, _, mask):
         found = cls.scores(q, k, causal, mask)
         return found.softmax(-1) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1), found.logsumexp(-1)
 
     @classmethod
-    def backward(cls, rows: Rows, keys: Keys, *given: Any) -> tuple[Tensor, ...]:
+    def backward(cls, rows, keys, *given):
         leaves = [x.detach().requires_grad_() for x in (rows.q, *keys)]
         return torch.autograd.grad(cls.forward(*leaves, *given)[0], leaves, rows.dout)
 
 
-def off(found: list[Tensor], truth: list[Tensor]) -> list[float]:
+def off(found, truth):
     return [float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
 
 
 @pytest.mark.parametrize("name", STRIPS)
-def test_equals_float64(name: str) -> None:
+def test_equals_float64(name):
     rows, columns, kind = STRIPS[name]
     mask = triangle(CAUSAL, 512, torch.float32)[250 : 250 + rows, :columns] if kind == "mask" else None
     inputs = made(rows, columns)
@@ -81,7 +74,7 @@ def test_equals_float64(name: str) -> None:
     assert max(off(attended(*inputs, kind == "causal", mask, onednn), truth)) > 1e-5
 
 
-def test_a_forward_over_few_keys_takes_many_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_over_few_keys_takes_many_rows_at_once(monkeypatch):
     """Nothing is summed over rows there; one product makes scores, and one uses them."""
     shapes = list[torch.Size]()
     monkeypatch.setattr(onednn, "product", lambda x, weight: (shapes.append(x.shape), x @ weight.t())[1])
@@ -93,7 +86,7 @@ def test_a_forward_over_few_keys_takes_many_rows_at_once(monkeypatch: pytest.Mon
     assert len(shapes) == 12
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_scores_do_not_overflow():
     inputs = made(300, 1100)
     inputs[0] *= 300
     found = attended(*inputs, False, None, onednn)
@@ -103,7 +96,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_a_backend_takes_it_for_large_strips_alone(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
     """All tiles of a causal sequence, and an ANTI one, beside the reference; counted, who computed how many strips.
 
     Heads of a group of keys come ``apart`` if they are large, so that what comes back is small.
@@ -118,7 +111,7 @@ def test_a_backend_takes_it_for_large_strips_alone(apart: bool, monkeypatch: pyt
     taken = {True: 0, False: 0}
     suits = onednn.suits
 
-    def counted(*given: Any) -> bool:
+    def counted(*given):
         taken[suits(*given)] += 1
         return suits(*given)
 
@@ -139,7 +132,7 @@ def test_a_backend_takes_it_for_large_strips_alone(apart: bool, monkeypatch: pyt
     "change",
     ["another processor", "threads", "float64", "narrow", "little work", "odd"],
 )
-def test_leaves_the_rest_to_torchs_kernel(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_the_rest_to_torchs_kernel(change, monkeypatch):
     monkeypatch.setattr(products, "ONEDNN", change != "another processor")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if change == "threads" else 1)
     rows = {"little work": 64, "odd": 216}.get(change, 512)

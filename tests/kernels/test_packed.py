@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from kernels import packed, reference
-from kernels.attention import AttentionBackend, select_backend
+from kernels.attention import select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.packed import Lengths, Packed, launches, shared
 from tests.kernels import test_tiles
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, error, inputs, tiles_of, truth
 
-CALLS: list[tuple[int, bool]] = []
+CALLS = []
 """Tiles and kind of each launch of the stand-in."""
 
 
-def spans(lengths: Lengths) -> list[tuple[slice, slice]]:
+def spans(lengths):
     """Each tile's packed rows and columns; checks what a kernel takes for granted."""
     assert lengths.rows.dtype == lengths.columns.dtype == torch.int32
     sides = pairwise(lengths.rows.tolist()), pairwise(lengths.columns.tolist())
@@ -29,7 +29,7 @@ def spans(lengths: Lengths) -> list[tuple[slice, slice]]:
     return found
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q, k, v, lengths, causal, scale):
     found = spans(lengths)
     CALLS.append((len(found), causal))
     parts = [
@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, sca
     return out, lse
 
 
-def backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def backward(rows, keys, lengths, causal, scale):
     parts = []
     for at, to in spans(lengths):
         blocks = Rows(*(x[None, at] for x in rows)), Keys(*(x[None, to] for x in keys))
@@ -49,7 +49,7 @@ def backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: floa
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
+def stand_in(monkeypatch):
     """A backend that packs, in the place of the one that the cases of test_tiles ask for."""
     CALLS.clear()
     backend = replace(select_backend("reference", "cpu", torch.float64), packed=Packed(forward, backward))
@@ -59,9 +59,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
 
 @pytest.mark.parametrize("small", [0, 5_000, 1 << 20])
 @pytest.mark.parametrize("mask", MASKS)
-def test_out_and_every_gradient_are_those_of_the_naive_form(
-    mask: str, small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_and_every_gradient_are_those_of_the_naive_form(mask, small, monkeypatch):
     """With no tile small enough, some and all."""
     monkeypatch.setattr(packed, "SMALL", small)
     given = inputs(torch.float64)
@@ -69,7 +67,7 @@ def test_out_and_every_gradient_are_those_of_the_naive_form(
     assert bool(CALLS) == any(len(shared(tiles_of(mask)[part::2])[0]) > 1 for part in (0, 1))
 
 
-def test_all_squares_are_one_launch_and_all_rectangles_another() -> None:
+def test_all_squares_are_one_launch_and_all_rectangles_another():
     made = tiles_of("window and documents")
     attention_by_tiles("", inputs(torch.float64), made)
     for part in (made[::2], made[1::2]):
@@ -80,7 +78,7 @@ def test_all_squares_are_one_launch_and_all_rectangles_another() -> None:
     assert not CALLS
 
 
-def test_a_row_in_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_in_the_wrong_place_is_seen(monkeypatch):
     given = inputs(torch.float64)
     monkeypatch.setattr(packed, "_run", lambda start, stop, _: torch.arange(start, stop).numpy())  # ANTI unturned
     packed._launches.cache_clear()
@@ -88,7 +86,7 @@ def test_a_row_in_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     packed._launches.cache_clear()
 
 
-def test_documents_that_lie_in_order_are_not_copied() -> None:
+def test_documents_that_lie_in_order_are_not_copied():
     squares = [Tile(slice(a, b), slice(a, b), CAUSAL) for a, b in ((0, 3), (3, 10), (10, 12))]
     (launch,) = launches(squares, torch.empty(1, 12), torch.empty(1, 12))
     assert launch.rows == launch.columns == slice(0, 12)
@@ -100,7 +98,7 @@ def test_documents_that_lie_in_order_are_not_copied() -> None:
     assert launch.rows.tolist() == [*range(3, 12), *range(15, 24)]
 
 
-def test_no_row_and_no_column_appears_twice_in_a_pass() -> None:
+def test_no_row_and_no_column_appears_twice_in_a_pass():
     draw, batch, rows, columns = random.Random(2), 3, 60, 50
     tiles = []
     for _ in range(40):
@@ -118,7 +116,7 @@ def test_no_row_and_no_column_appears_twice_in_a_pass() -> None:
     assert packed_tiles == batch * len(tiles)
 
 
-def test_the_kernel_of_torch_takes_what_it_is_given() -> None:
+def test_the_kernel_of_torch_takes_what_it_is_given():
     """Shapes and arguments alone, without a GPU."""
     kernel = select_backend("aten", "cuda", torch.bfloat16).packed
     assert kernel is not None
@@ -134,7 +132,7 @@ def test_the_kernel_of_torch_takes_what_it_is_given() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 @pytest.mark.parametrize("mask", MASKS)
-def test_packed_on_a_gpu_equals_the_naive_form(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_on_a_gpu_equals_the_naive_form(mask, monkeypatch):
     backend = select_backend("aten", "cuda", torch.bfloat16)
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
     given = tuple(x.cuda() for x in inputs(torch.bfloat16))

@@ -2,21 +2,20 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from kernels.pointwise import gated
 
 
-def kept(gate: Tensor, up: Tensor, fused: bool) -> tuple[list[Tensor], int]:
+def kept(gate, up, fused):
     """The result and the gradients of gate and up, and how many tensors were kept for them."""
-    saved: list[int] = []
+    saved = []
     with saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
         out = gated(gate, up) if fused else F.silu(gate) * up
     return [out.detach(), *torch.autograd.grad(out, (gate, up), out.detach().cos())], len(set(saved))
 
 
-def test_the_gate_keeps_its_inputs_alone_and_changes_no_bit() -> None:
+def test_the_gate_keeps_its_inputs_alone_and_changes_no_bit():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         gate, up = (torch.randn(3, 50, dtype=dtype, requires_grad=True) for _ in range(2))
         (got, ours), (want, torchs) = kept(gate, up, fused=True), kept(gate, up, fused=False)

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import reference
 from kernels.attention import FULL, block_backward, select_backend
@@ -14,7 +13,7 @@ from kernels.merge import merged, sinks_gradient, with_sinks
 BOUND = 1e-12
 
 
-def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def inputs(dtype=torch.float64):
     """q, k, v, sinks and dout of 4 heads, two per key head; sinks far above and below the scores, too."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 9, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8), (2, 9, 4, 8)]
@@ -22,7 +21,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     return q, k, v, torch.tensor([0.3, -1.5, 30.0, -60.0], dtype=dtype), dout
 
 
-def expected() -> list[Tensor]:
+def expected():
     """Return out, dq, dk, dv and dsinks of transformers' gpt-oss, under no mask."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
@@ -33,7 +32,7 @@ def expected() -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), dout)]
 
 
-def in_blocks(gradient_lse: str = "with sinks") -> list[Tensor]:
+def in_blocks(gradient_lse="with sinks"):
     """Return the same from two blocks of keys, merged, then sinks; the backward takes the global results."""
     q, k, v, sinks, dout = inputs()
     halves = (slice(0, 5), slice(5, 12))
@@ -48,7 +47,7 @@ def in_blocks(gradient_lse: str = "with sinks") -> list[Tensor]:
     return [out, sum(dq), torch.cat(dk, 1), torch.cat(dv, 1), sinks_gradient(dout, out, taken, sinks)]
 
 
-def test_sinks_and_all_gradients_equal_those_of_gpt_oss() -> None:
+def test_sinks_and_all_gradients_equal_those_of_gpt_oss():
     want = expected()
     for got, wanted in zip(in_blocks(), want, strict=True):
         assert (got - wanted).abs().max() < BOUND * max(1.0, wanted.abs().max().item())
@@ -56,7 +55,7 @@ def test_sinks_and_all_gradients_equal_those_of_gpt_oss() -> None:
         assert (got - wanted).norm() > 1e-3 * wanted.norm()
 
 
-def test_a_row_without_keys_is_zero_and_has_the_sinks_lse() -> None:
+def test_a_row_without_keys_is_zero_and_has_the_sinks_lse():
     sinks = torch.tensor([0.5, -2.0])
     out, lse = with_sinks(torch.zeros(1, 3, 2, 4), torch.full((1, 3, 2), float("-inf")), sinks)
     assert torch.equal(out, torch.zeros(1, 3, 2, 4))
@@ -65,7 +64,7 @@ def test_a_row_without_keys_is_zero_and_has_the_sinks_lse() -> None:
 
 
 @pytest.mark.parametrize("sink", [-1e4, 1e4])
-def test_sinks_far_from_the_scores_overflow_nothing(sink: float) -> None:
+def test_sinks_far_from_the_scores_overflow_nothing(sink):
     """The first is as good as none, the second leaves nothing."""
     out, lse = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2)
     got, with_sink = with_sinks(out, lse, torch.full((2,), sink))
@@ -75,7 +74,7 @@ def test_sinks_far_from_the_scores_overflow_nothing(sink: float) -> None:
     assert torch.equal(gradient, torch.zeros(2))
 
 
-def test_bfloat16_sinks_are_added_in_the_dtype_of_lse() -> None:
+def test_bfloat16_sinks_are_added_in_the_dtype_of_lse():
     out, lse, sinks = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2), torch.tensor([0.1, -3.3]).bfloat16()
     for got, want in zip(with_sinks(out, lse, sinks), with_sinks(out, lse, sinks.float()), strict=True):
         assert got.dtype == torch.float32

@@ -1,14 +1,11 @@
 """Attention over lists of tiles against the naive form in float64: windows, documents, and both."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import reference
 from kernels.attention import select_backend
-from kernels.blocks import Keys, Tile
+from kernels.blocks import Keys
 from kernels.tiles import attend_tiles_
 from parallel.context.layout import Stride
 from parallel.context.tiles import pieces, tiles
@@ -30,26 +27,26 @@ MASKS = {
 }
 
 
-def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+def inputs(dtype):
     generator = torch.Generator().manual_seed(5)
     shapes = [(2, TOKENS, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
 
 
-def tiles_of(mask: str) -> tuple[Tile, ...]:
+def tiles_of(mask):
     reach, documents = MASKS[mask]
     held = pieces([Stride(0, TOKENS)], 1, documents[1:-1] if documents else ())
     return tiles(held, held, 1, reach)
 
 
-def attention_by_tiles(name: str, given: tuple[Tensor, ...], made: tuple[Tile, ...]) -> list[Tensor]:
+def attention_by_tiles(name, given, made):
     """[out, lse, dq, dk, dv] of all tiles; half of them in a second call."""
     q = given[0]
     wide = torch.promote_types(q.dtype, torch.float32)
     return folded(select_backend(name, "cpu", q.dtype), given, (made[::2], made[1::2]), SCALE, wide)
 
 
-def truth(given: tuple[Tensor, ...], mask: str) -> list[Tensor]:
+def truth(given, mask):
     window, documents = MASKS[mask]
     *leaves, dout = (x.double() for x in given)
     leaves = [x.requires_grad_() for x in leaves]
@@ -57,7 +54,7 @@ def truth(given: tuple[Tensor, ...], mask: str) -> list[Tensor]:
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def error(got: list[Tensor], want: list[Tensor]) -> float:
+def error(got, want):
     return max(
         ((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in zip(got, want, strict=True)
     )
@@ -66,9 +63,7 @@ def error(got: list[Tensor], want: list[Tensor]) -> float:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["aten", "reference"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-5)])
-def test_out_and_every_gradient_are_those_of_the_naive_form(
-    mask: str, name: str, dtype: torch.dtype, bound: float
-) -> None:
+def test_out_and_every_gradient_are_those_of_the_naive_form(mask, name, dtype, bound):
     given = inputs(dtype)
     assert error(attention_by_tiles(name, given, tiles_of(mask)), truth(given, mask)) < bound
 
@@ -81,14 +76,14 @@ def test_out_and_every_gradient_are_those_of_the_naive_form(
         ("documents", ((None, 0), (0, 1, 30, 251, 265, 600))),
     ],
 )
-def test_a_mask_off_by_one_is_seen(mask: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_off_by_one_is_seen(mask, wrong, monkeypatch):
     given = inputs(torch.float64)
     want = truth(given, mask)
     monkeypatch.setitem(MASKS, mask, wrong)
     assert error(attention_by_tiles("aten", given, tiles_of(mask)), want) > 1e-3
 
 
-def test_rows_without_keys_are_left_alone() -> None:
+def test_rows_without_keys_are_left_alone():
     q, k, v, _ = inputs(torch.float32)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
     attend_tiles_(out, lse, q, Keys(k, v), tiles_of("causal")[:0], SCALE, select_backend("aten", "cpu", q.dtype))

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 
@@ -53,10 +52,10 @@ def test_defaults_of_a_gpt():
     assert ModelConfig(model_type="gpt", max_position_embeddings=8, kv_channels=15).head_dim == 15
 
 
-TABLE: dict[str, Any] = {"model_type": "gpt", "max_position_embeddings": 8}
-TRANSNORMER: dict[str, Any] = {"model_type": "transnormer"}
-LINEAR: dict[str, Any] = {"model_type": "linear_transformer"}
-LEARNED: dict[str, Any] = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 8}
+TABLE = {"model_type": "gpt", "max_position_embeddings": 8}
+TRANSNORMER = {"model_type": "transnormer"}
+LINEAR = {"model_type": "linear_transformer"}
+LEARNED = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 8}
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,12 @@ CONFIGS = {"dit_s_2": 32_865_056, "dit_b_2": 130_315_808, "dit_l_2": 457_840_672
 CONFIGS["wallfacer_dit_1b"] = 1_028_981_824
 
 
-def shape_of(config: str) -> dict:
+def shape_of(config):
     return tomllib.loads((ROOT / "configs" / f"{config}.toml").read_text())["model"]
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['model']}-{row['patch']}")
-def test_parameters_and_multiply_adds_are_the_published_ones(row: dict) -> None:
+def test_parameters_and_multiply_adds_are_the_published_ones(row):
     """Within 1 %, what their rounding leaves; the paper's Gflops are multiply-adds."""
     size = row["model"].removeprefix("DiT-").lower()
     config = DiTConfig(**{**shape_of(f"dit_{size}_2"), "patch_size": int(row["patch"])})
@@ -45,7 +45,7 @@ def test_parameters_and_multiply_adds_are_the_published_ones(row: dict) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configurations_have_their_number_of_parameters(name: str) -> None:
+def test_configurations_have_their_number_of_parameters(name):
     config = DiTConfig(**shape_of(name))
     width, layers = config.hidden_size, config.num_layers
     layer = 18 * width**2 + 15 * width  # attention 4, feed-forward 8, modulation 6
@@ -54,7 +54,7 @@ def test_configurations_have_their_number_of_parameters(name: str) -> None:
     assert layers * layer + times + 1001 * width + ends == num_dit_parameters(config) == CONFIGS[name]
 
 
-def test_a_linear_layer_counts_as_torch_counts_it() -> None:
+def test_a_linear_layer_counts_as_torch_counts_it():
     """torch's own counter, in which a multiplication and its addition are two."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -66,12 +66,12 @@ def test_a_linear_layer_counts_as_torch_counts_it() -> None:
         assert counter.get_total_flops() == 2 * multiply_adds(config)
 
 
-def sines(places: np.ndarray, channels: int) -> np.ndarray:
+def sines(places, channels):
     angles = np.outer(places, 1 / 10000 ** (np.arange(channels // 2) / (channels / 2)))
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
-def test_positions_of_images_are_the_original_s() -> None:
+def test_positions_of_images_are_the_original_s():
     """The column in the first half, the row in the second."""
     config = DiTConfig(hidden_size=24, num_attention_heads=2, latent_shape=(4, 6, 10))
     column, row = np.meshgrid(np.arange(5.0), np.arange(3.0))
@@ -79,14 +79,14 @@ def test_positions_of_images_are_the_original_s() -> None:
     np.testing.assert_allclose(position_embedding(torch.arange(15), config).numpy(), want, atol=1e-15)
 
 
-def test_positions_of_video_have_the_frame_first() -> None:
+def test_positions_of_video_have_the_frame_first():
     frame, row, column = (place.ravel() for place in np.meshgrid(*(np.arange(n) for n in (3, 2, 4)), indexing="ij"))
     want = np.concatenate([sines(frame, 8), sines(column, 12), sines(row, 12)], axis=1)
     np.testing.assert_allclose(position_embedding(torch.arange(24), VIDEO).numpy(), want, atol=1e-15)
 
 
 @pytest.mark.parametrize("config", [IMAGE, VIDEO])
-def test_positions_are_those_of_the_patches_that_are_asked_for(config: DiTConfig) -> None:
+def test_positions_are_those_of_the_patches_that_are_asked_for(config):
     whole = position_embedding(torch.arange(config.num_patches), config)
     some = torch.tensor([7, 0, config.num_patches - 1])
     assert torch.equal(position_embedding(some, config), whole[some])
@@ -95,7 +95,7 @@ def test_positions_are_those_of_the_patches_that_are_asked_for(config: DiTConfig
 
 
 @pytest.mark.parametrize("config", [IMAGE, VIDEO])
-def test_patches_are_blocks_of_the_latents_with_channels_last(config: DiTConfig) -> None:
+def test_patches_are_blocks_of_the_latents_with_channels_last(config):
     x = torch.randn(2, *config.latent_shape)
     patches = patchify(x, config)
     assert patches.shape == (2, config.num_patches, config.patch_width)
@@ -107,7 +107,7 @@ def test_patches_are_blocks_of_the_latents_with_channels_last(config: DiTConfig)
     assert torch.equal(patchify(unpatchify(wide, config), config), wide)
 
 
-def test_a_new_model_is_the_identity_and_says_nought() -> None:
+def test_a_new_model_is_the_identity_and_says_nought():
     model = DiT(IMAGE)
     model.init_weights(3)
     x, times, labels = torch.randn(2, 16, 12), torch.tensor([0.0, 9.0]), torch.tensor([5, 0])
@@ -122,7 +122,7 @@ def test_a_new_model_is_the_identity_and_says_nought() -> None:
     assert not torch.equal(weight, model.state_dict()["layers.0.attention.wq.weight"])
 
 
-def test_parts_in_sequence_are_the_whole() -> None:
+def test_parts_in_sequence_are_the_whole():
     whole, parts = random_dit(VIDEO), [random_dit(VIDEO), random_dit(VIDEO)]
     for layer, part in enumerate(parts):
         part.keep(range(layer, layer + 1))
@@ -148,6 +148,6 @@ def test_parts_in_sequence_are_the_whole() -> None:
         ({"num_classes": 0}, "num_classes is 0; it must be 1 or more"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(changes: dict, message: str) -> None:
+def test_what_cannot_be_is_refused_with_the_reason(changes, message):
     with pytest.raises(ValueError, match=message):
         DiTConfig(**changes)

@@ -1,14 +1,13 @@
 """Adapters of low rank: which layers get them, what they compute, what is trained, and settings without sense."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.base import initial_weight
-from model.config import ModelConfig, architecture_of
+from model.config import architecture_of
 from model.lora import is_adapter, merge
 from model.registry import build_model, flops_per_token, num_parameters, num_trained
 from runtime.errors import UserError
@@ -25,11 +24,11 @@ KINDS = {
 TOKENS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-def adapted(config: ModelConfig, **settings: Any) -> ModelConfig:
+def adapted(config, **settings):
     return dataclasses.replace(config, **{"lora_rank": 3, "lora_alpha": 4.5} | settings)
 
 
-def model_of(config: ModelConfig) -> Any:
+def model_of(config):
     """A model in float64 whose adapters do something."""
     model = build_model(config).double()
     model.init_weights(5)
@@ -41,7 +40,7 @@ def model_of(config: ModelConfig) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_compute_what_adapters_do(kind: str) -> None:
+def test_merged_weights_compute_what_adapters_do(kind):
     config = adapted(KINDS[kind])
     model = model_of(config)
     state = model.state_dict()
@@ -53,7 +52,7 @@ def test_merged_weights_compute_what_adapters_do(kind: str) -> None:
         assert torch.allclose(whole(TOKENS), model(TOKENS), atol=1e-5) == same
 
 
-def test_merging_changes_nothing_of_what_it_reads() -> None:
+def test_merging_changes_nothing_of_what_it_reads():
     state = model_of(adapted(LLAMA)).float().state_dict()
     before = {name: weight.clone() for name, weight in state.items()}
     weights, read = merge(state, state.__getitem__, 1.5)
@@ -63,7 +62,7 @@ def test_merging_changes_nothing_of_what_it_reads() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_alone_have_gradients(kind: str) -> None:
+def test_adapters_alone_have_gradients(kind):
     """Every linear layer in a layer has one, and the output projection none."""
     config = adapted(KINDS[kind])
     model = model_of(config)
@@ -81,7 +80,7 @@ def test_adapters_alone_have_gradients(kind: str) -> None:
     assert num_trained(KINDS[kind]) == num_parameters(KINDS[kind])
 
 
-def test_a_model_begins_as_it_is_and_by_name_and_seed() -> None:
+def test_a_model_begins_as_it_is_and_by_name_and_seed():
     model = build_model(adapted(LLAMA))
     model.init_weights(5)
     base = build_model(LLAMA)
@@ -92,7 +91,7 @@ def test_a_model_begins_as_it_is_and_by_name_and_seed() -> None:
     assert not torch.equal(first, initial_weight(LLAMA, "layers.1.mlp.down.lora_A.weight", (3, 64), 5))
 
 
-def test_flops_are_those_that_torch_counts() -> None:
+def test_flops_are_those_that_torch_counts():
     """Two products of a frozen weight, three of an adapter's; the first layer's need no gradient of their input."""
     config = adapted(LLAMA, num_layers=1)
     model = model_of(config)
@@ -104,7 +103,7 @@ def test_flops_are_those_that_torch_counts() -> None:
     assert products == 12 * flops_per_token(config, 0)
 
 
-def test_peft_names_are_ours() -> None:
+def test_peft_names_are_ours():
     theirs = adapted(LLAMA, lora_target=("v_proj", "q_proj", "down_proj"))
     ours = adapted(LLAMA, lora_target=("wq", "down", "wv", "wq"))
     assert theirs.adapted_linears() == ours.adapted_linears() == ("wq", "wv", "down")
@@ -126,6 +125,6 @@ def test_peft_names_are_ours() -> None:
         (KINDS["gpt, tied"], {"lora_target": ("gate_proj",)}, "lora_target has gate_proj, and a layer"),
     ],
 )
-def test_settings_without_sense_are_refused(config: ModelConfig, settings: dict[str, Any], said: str) -> None:
+def test_settings_without_sense_are_refused(config, settings, said):
     with pytest.raises(UserError, match=said):
         adapted(config, **settings)

@@ -1,7 +1,6 @@
 """Scaled rope turns as transformers' ROPE_INIT_FUNCTIONS do, by positions alone, and refuses what makes no sense."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from model.rope import RopeConfig, frequencies
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="compares with transformers' tables")
 
 TRAINED, WIDTH = 64, 24
-TO: dict[str, Any] = {"original_max_position_embeddings": TRAINED}
-BANDS: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SCALINGS: dict[str, dict[str, Any]] = {
+TO = {"original_max_position_embeddings": TRAINED}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 3.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, **TO},
@@ -27,7 +26,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def of(scaling: dict[str, Any], base: float = 5000.0) -> RopeConfig:
+def of(scaling, base=5000.0):
     """Our settings for transformers'."""
     values = {f"rope_scaling_{name}": value for name, value in scaling.items() if name != "rope_type"}
     if scaling["rope_type"] == "dynamic":
@@ -35,7 +34,7 @@ def of(scaling: dict[str, Any], base: float = 5000.0) -> RopeConfig:
     return RopeConfig(rotary_base=base, rope_scaling_type=scaling["rope_type"], **values)
 
 
-def theirs(scaling: dict[str, Any], length: int, base: float = 5000.0) -> tuple[torch.Tensor, float]:
+def theirs(scaling, length, base=5000.0):
     """Frequencies [D/2] and attention scaling of transformers for a text of this length."""
     from transformers import LlamaConfig
 
@@ -50,7 +49,7 @@ def theirs(scaling: dict[str, Any], length: int, base: float = 5000.0) -> tuple[
 
 @pytest.mark.parametrize("length", [40, 300])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_tables_equal_transformers(scaling: dict[str, Any], length: int) -> None:
+def test_tables_equal_transformers(scaling, length):
     positions = torch.arange(length)
     expected, scale = theirs(scaling, length)
     turns, factor = frequencies(of(scaling), WIDTH, positions)
@@ -74,13 +73,13 @@ def test_tables_equal_transformers(scaling: dict[str, Any], length: int) -> None
         ("llama3", {"high_freq_factor": 3.0}),
     ],
 )
-def test_the_bound_sees_another_setting(name: str, change: dict[str, Any]) -> None:
+def test_the_bound_sees_another_setting(name, change):
     """Negative control."""
     turns, _ = frequencies(of(SCALINGS[name] | change), WIDTH, torch.arange(300))
     assert ((turns / theirs(SCALINGS[name], 300)[0].double()) - 1).abs().max() > 1e-3
 
 
-def test_a_rank_with_the_first_tokens_turns_them_as_the_whole_sequence_does() -> None:
+def test_a_rank_with_the_first_tokens_turns_them_as_the_whole_sequence_does():
     """Dynamic scaling goes by the length of the run, not by the last position that a rank holds."""
     fixed = dataclasses.replace(of(SCALINGS["dynamic"]), rope_scaling_seq_length=300)
     whole = Rotary(torch.arange(300), WIDTH, fixed, torch.float32)
@@ -90,7 +89,7 @@ def test_a_rank_with_the_first_tokens_turns_them_as_the_whole_sequence_does() ->
     assert (own.cos - part.cos).abs().max() > 0.1
 
 
-def test_an_architecture_has_the_scaling_only_where_it_is_set() -> None:
+def test_an_architecture_has_the_scaling_only_where_it_is_set():
     plain = ModelConfig(vocab_size=40, max_position_embeddings=4096)
     assert not [name for name in architecture_of(plain) if name.startswith("rope_scaling")]
     assert architecture_of(plain) == architecture_of(ModelConfig(vocab_size=40))
@@ -105,7 +104,7 @@ def test_an_architecture_has_the_scaling_only_where_it_is_set() -> None:
     assert architecture_of(dataclasses.replace(yarn, rope_scaling_beta_fast=32.0)) == found
 
 
-FACTORS: dict[str, Any] = {"factor": 2.0, **TO}
+FACTORS = {"factor": 2.0, **TO}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ FACTORS: dict[str, Any] = {"factor": 2.0, **TO}
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(kind: str | None, values: dict[str, Any], message: str) -> None:
+def test_what_makes_no_sense_is_refused(kind, values, message):
     others = ("rotary_base", "model_type", "max_position_embeddings")
     named = {name if name in others else f"rope_scaling_{name}": value for name, value in values.items()}
     with pytest.raises(ValueError, match=f"^rope_scaling_{message}"):

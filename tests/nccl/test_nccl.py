@@ -21,20 +21,18 @@ from tools.common.report import read_records
 ROWS = [("llama", Case(cp=2, method=name)) for name in ("ring", "zigzag")]
 
 
-def found(gradient: float = 0.25) -> Found:
+def found(gradient=0.25):
     records = [{"iteration": n, "lm_loss": 8.0, "grad_norm": 1.0, "iteration_time_ms": 1.0} for n in (1, 2)]
     tensors = {"initial": torch.ones(2), "gradients": torch.tensor([gradient]), "final": torch.ones(2)}
     return Found(records, {name: {"weight": value} for name, value in tensors.items()})
 
 
 @pytest.fixture
-def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_data(monkeypatch):
     monkeypatch.setattr(nccl, "prepare", lambda *_, **__: None)
 
 
-def test_too_few_gpus_or_too_many_processes_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_gpus_or_too_many_processes_are_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert nccl.main(["--output", str(tmp_path)]) == 1
     assert nccl.main(["--device", "cpu", "--nproc", "9", "--output", str(tmp_path)]) == 1
@@ -46,8 +44,8 @@ def test_too_few_gpus_or_too_many_processes_are_one_line(
 
 
 @pytest.mark.usefixtures("no_data")
-def test_a_mesh_that_differs_and_one_that_fails_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(processes: int, cases: dict[str, list[str]], folder: Path) -> dict[str, object]:
+def test_a_mesh_that_differs_and_one_that_fails_are_named(tmp_path, monkeypatch):
+    def trained(processes, cases, folder):
         there = [merged([found()]), merged([found(0.25 + 2e-7)]), "RuntimeError: a hang"]
         return dict(zip(cases, there if processes > 1 else there[:1], strict=True))
 
@@ -63,10 +61,10 @@ def test_a_mesh_that_differs_and_one_that_fails_are_named(tmp_path: Path, monkey
     assert len(nccl.compared(2, "cuda", tmp_path, rows)["wrong"]) == 1  # ten times the bound
 
 
-def test_after_a_failure_the_other_cases_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_the_other_cases_are_trained(tmp_path, monkeypatch):
     launches = []
 
-    def launched(processes: int, *command: str) -> tuple[int, str]:
+    def launched(processes, *command):
         launches.append(names := [*nccl.json.loads((tmp_path / nccl.CASES).read_text())])
         for name in names:
             for rank in range(processes - (name == "bad")):
@@ -85,12 +83,10 @@ def test_after_a_failure_the_other_cases_are_trained(tmp_path: Path, monkeypatch
 
 @pytest.mark.usefixtures("no_data")
 @pytest.mark.parametrize("struck", [False, True])
-def test_a_rank_that_is_not_killed_or_not_named_is_wrong(
-    struck: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_not_killed_or_not_named_is_wrong(struck, tmp_path, monkeypatch):
     monkeypatch.setenv(nccl.PLAN, "")
 
-    def launched(processes: int, *command: str) -> tuple[int, str]:
+    def launched(processes, *command):
         if struck:
             (tmp_path / "struck").touch()
         return 1, "error: no such flag\n"
@@ -105,7 +101,7 @@ def test_a_rank_that_is_not_killed_or_not_named_is_wrong(
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_flags_suit_the_device(device: str) -> None:
+def test_the_flags_suit_the_device(device):
     rows = [("llama", Case(cp=2, method=method)) for method in METHODS]
     rows += [("transnormer", Case(cp=2, method=method)) for method in LINEAR_METHODS]
     for kind, case in (*rows, ("llama", reference_of("llama")), ("transnormer", reference_of("transnormer"))):
@@ -118,7 +114,7 @@ def test_the_flags_suit_the_device(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_step_runs_under_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_step_runs_under_gloo(tmp_path, capsys):
     assert nccl.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     ends = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" s)")]
     assert [line.split(",")[0] for line in ends] == [f"{step.__name__}: right" for step in nccl.STEPS]

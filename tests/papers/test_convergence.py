@@ -1,7 +1,6 @@
 """LASP's table of convergence: what is run, what is kept, and what is outside the bound."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,7 +8,7 @@ from papers import convergence as lasp
 from train.config.language import parse_args, validate
 
 
-def result(without: float, with_lasp: float) -> dict[str, Any]:
+def result(without, with_lasp):
     runs = {"transnormer/ddp/without": [5.0, without], "transnormer/ddp/lasp": [5.0, with_lasp]}
     return {
         "settings": {"iterations": 2, "ranks": 4, "sequences": 8, "seq_length": 256, "vocabulary": 1024},
@@ -18,13 +17,13 @@ def result(without: float, with_lasp: float) -> dict[str, Any]:
     }
 
 
-def test_the_papers_table_has_our_rows() -> None:
+def test_the_papers_table_has_our_rows():
     found = lasp.published()
     assert list(found) == lasp.rows()
     assert found["transnormer/fsdp"] == {"without": 3.717, "lasp": 3.714}
 
 
-def test_every_run_is_one_that_the_entry_takes() -> None:
+def test_every_run_is_one_that_the_entry_takes():
     for row in lasp.rows():
         sizes = []
         for way in lasp.WAYS:
@@ -37,11 +36,11 @@ def test_every_run_is_one_that_the_entry_takes() -> None:
 @pytest.mark.parametrize(
     ("loss", "wrong"), [(4.019, []), (4.021, ["transnormer/ddp"]), (float("nan"), ["transnormer/ddp"])]
 )
-def test_a_loss_outside_the_bound_is_named(loss: float, wrong: list[str]) -> None:
+def test_a_loss_outside_the_bound_is_named(loss, wrong):
     assert lasp.outside(result(4.0, loss)) == wrong
 
 
-def test_a_control_that_is_no_further_off_than_lasp_is_named() -> None:
+def test_a_control_that_is_no_further_off_than_lasp_is_named():
     found = result(4.0, 4.00001)
     for last, wrong in ((4.00002, ["transnormer/ddp/dropped"]), (4.1, [])):
         found["runs"]["transnormer/ddp/dropped"] = lasp.figures([5.0, last])
@@ -50,7 +49,7 @@ def test_a_control_that_is_no_further_off_than_lasp_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_row_is_trained_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
     flags = ["--rows", "transnormer/zero1", "--iterations", "3", "--results", str(tmp_path / "results")]
     assert lasp.main([*flags, "--data", str(tmp_path / "stdlib")]) == 0
     assert "transnormer/zero1               lasp" in capsys.readouterr().out
@@ -66,7 +65,7 @@ def test_a_row_is_trained_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
     assert "holds runs of" in capsys.readouterr().err
 
 
-def test_the_committed_runs_are_all_and_within_the_bound() -> None:
+def test_the_committed_runs_are_all_and_within_the_bound():
     path = lasp.RESULTS
     kept = lasp.kept(path)
     assert kept is not None

@@ -20,12 +20,12 @@ DOCUMENTS = (0, 100, 260, 512)
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("method", ["ring", "striped", "zigzag", "wallfacer", "ulysses"])
-def test_at_the_models_rate_the_emulated_cost_is_the_models(method: str, documents: tuple[int, ...] | None) -> None:
+def test_at_the_models_rate_the_emulated_cost_is_the_models(method, documents):
     plan = make_plan(method, seq_len=512, size=4, documents=documents)
     of, made = sizes(plan.geometry, 1, 4, 4, 16, 2), list[int]()
     model = AttentionCost(plan, of, CLUSTER)
 
-    def at_rate(step: object, tiles: Tiles) -> float:
+    def at_rate(step, tiles):
         made.append(sum(tile.pairs for tile in tiles))
         return made[-1] * of.batch * of.heads * of.head_dim / model._rate
 
@@ -38,12 +38,12 @@ def test_at_the_models_rate_the_emulated_cost_is_the_models(method: str, documen
     assert slower.forward() > 100 * model.forward()
 
 
-def test_rounds_with_the_same_tiles_are_timed_once_and_every_step_computes() -> None:
+def test_rounds_with_the_same_tiles_are_timed_once_and_every_step_computes():
     plan, steps = make_plan("zigzag", seq_len=64, size=4), list[Tiles]()
 
-    def run(step: object, tiles: Tiles) -> float:
+    def run(step, tiles):
         steps.append(tiles)
-        step()  # type: ignore[operator]
+        step()
         return 1.0
 
     of = sizes(plan.geometry, 1, 4, 2, 16, 4)
@@ -53,7 +53,7 @@ def test_rounds_with_the_same_tiles_are_timed_once_and_every_step_computes() -> 
     assert np.all(busy[None] == 1)
 
 
-def test_the_command_prints_a_row_per_method(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_row_per_method(capsys):
     sized = ["--seq-length", "256", "--num-heads", "2", "--head-dim", "16", "--repeats", "1"]
     emulate.main(["--methods", "ring", "striped", "--context-parallel-size", "4", *sized])
     lines = capsys.readouterr().out.splitlines()
@@ -61,7 +61,7 @@ def test_the_command_prints_a_row_per_method(capsys: pytest.CaptureFixture[str])
     assert [line.split()[0] for line in lines[-2:]] == ["ring", "striped"]
 
 
-def test_a_method_that_passes_states_is_refused() -> None:
+def test_a_method_that_passes_states_is_refused():
     plan = make_plan("lasp", seq_len=64, size=4)
     with pytest.raises(UserError, match="lasp passes states, and has no rounds"):
         emulate.emulate(plan, sizes(plan.geometry, 1, 4, 4, 16, 4), "cpu", torch.float32, lambda *_: 1.0)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from papers import jobs, lasp, ring, rows, striped, wallfacer
-from papers.rows import Row
 from planner.cluster import CLUSTERS
 from runtime.machine import commit_of
 from tests.pretraining import pretrain
@@ -31,17 +30,9 @@ RING = ring, "max_context", "32x-a100-infiniband-13b-32", A100
         (lasp, "scalability", "fsdp-64-131072", A100, ["nodes=8", "--seq-length 131072", "sharding-strategy fsdp"]),
     ],
 )
-def test_a_row_of_each_paper_is_a_job(
-    paper: object,
-    table: str,
-    row: str,
-    cluster: str,
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_row_of_each_paper_is_a_job(paper, table, row, cluster, words, tmp_path, capsys):
     given = ["--table", table, "--row", row, "--submit", cluster, "--dry-run", "--runs", str(tmp_path)]
-    assert paper.main(given) == 0  # type: ignore[attr-defined]
+    assert paper.main(given) == 0
     name, _, text = capsys.readouterr().out.partition(": ")
     assert name.endswith(row)
     for word in words:
@@ -50,12 +41,10 @@ def test_a_row_of_each_paper_is_a_job(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_does_not_fit_is_said_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_said_in_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rows, "check_login_node", lambda: None)
 
-    def said(*given: str) -> list[str]:
+    def said(*given):
         assert wallfacer.main(["--table", "gains", "--dry-run", "--runs", str(tmp_path), *given]) == 0
         return capsys.readouterr().out.splitlines()
 
@@ -71,10 +60,8 @@ def test_what_does_not_fit_is_said_in_a_line(
     assert capsys.readouterr().out == "flops: no row has a job: it needs no run: operations are counted\n"
 
 
-def test_a_row_is_submitted_once_and_nothing_is_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripts: list[str] = []
+def test_a_row_is_submitted_once_and_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
+    scripts = []
     monkeypatch.setattr(jobs, "write_data", lambda job, data: None)
     monkeypatch.setattr(jobs, "submit", lambda text: scripts.append(text) or "Submitted batch job 7")
     monkeypatch.setattr(rows, "check_login_node", lambda: None)
@@ -91,9 +78,7 @@ def test_a_row_is_submitted_once_and_nothing_is_overwritten(
     assert len(scripts) == 1
 
 
-def test_without_slurm_nothing_is_predicted_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_slurm_nothing_is_predicted_first(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(rows, "_submit", lambda *_: pytest.fail("it began"))
     assert striped.main(["--submit", A100]) == 1
@@ -101,7 +86,7 @@ def test_without_slurm_nothing_is_predicted_first(
 
 
 @pytest.mark.parametrize(("last", "stays"), [(12, True), (12, False), (8, True)])
-def test_the_job_removes_checkpoints_of_a_finished_run_alone(tmp_path: Path, last: int, stays: bool) -> None:
+def test_the_job_removes_checkpoints_of_a_finished_run_alone(tmp_path, last, stays):
     row = next(row for row in lasp.scalability() if row.job)
     assert row.job
     text = jobs.script_of(row.job, tmp_path / "a" / "b" / "c", tmp_path / "data", A100)
@@ -122,7 +107,7 @@ def test_the_job_removes_checkpoints_of_a_finished_run_alone(tmp_path: Path, las
     assert (run / "commit").read_text().split()[0] == commit_of().split()[0]
 
 
-def test_lengths_that_ran_and_runs_that_were_out_of_memory(tmp_path: Path) -> None:
+def test_lengths_that_ran_and_runs_that_were_out_of_memory(tmp_path):
     row = next(row for row in lasp.ablation() if row.of["method"] == "FSDP+LASP")
     assert row.job
     for n, folder in enumerate(row.job.runs(tmp_path).values()):
@@ -141,24 +126,22 @@ def test_lengths_that_ran_and_runs_that_were_out_of_memory(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_runs_of_the_real_entry_are_a_measured_row(
-    default_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_the_real_entry_are_a_measured_row(default_data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rows, "check_login_node", lambda: None)
     folder = tmp_path / "striped" / "speedups" / ROW
 
-    def shown() -> Row:
+    def shown():
         assert striped.main(["--json", "--runs", str(tmp_path)]) == 0
         data = json.loads(capsys.readouterr().out)
         return next(row for row in data if row["of"]["seq_len"] == 8192 and row["of"]["mesh"] == "1B 1 x 2")
 
     for n, method in enumerate(("ring", "striped")):
-        assert shown()["measured"] is None  # type: ignore[index]
+        assert shown()["measured"] is None
         flags = ["--train-iters", "12", "--context-parallel-method", method, "--context-parallel-size", "2"]
         pretrain(2, default_data, folder / str(n), *flags)
         capsys.readouterr()
         (folder / str(n) / "commit").write_text("0" * 40 + "\n")
-    found = shown()["measured"]  # type: ignore[index]
+    found = shown()["measured"]
     assert found["speedup"] == pytest.approx(found["striped_tokens_per_s"] / found["ring_tokens_per_s"], rel=1e-3)
     for words in ("cpu, 20", "commit 000", "ANOTHER DEVICE than A100 of 80 GB", "ANOTHER COMMIT"):
         assert words in found["on"]
@@ -167,7 +150,7 @@ def test_runs_of_the_real_entry_are_a_measured_row(
 
 
 @pytest.mark.slow
-def test_what_runs_read_is_as_long_as_the_longest(tmp_path: Path) -> None:
+def test_what_runs_read_is_as_long_as_the_longest(tmp_path):
     row = next(row for row in lasp.scalability() if row.job)
     assert row.job
     jobs.write_data(row.job, tmp_path)
@@ -177,9 +160,7 @@ def test_what_runs_read_is_as_long_as_the_longest(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.needs(*PROGRAMS, unless=missing)
-def test_a_row_on_a_virtual_cluster_is_measured_once_its_job_has_ended(
-    default_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_on_a_virtual_cluster_is_measured_once_its_job_has_ended(default_data, tmp_path, monkeypatch):
     """Two of a node's GPUs, which are only names: an array of two runs, by Slurm's own controller."""
     tiny = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --global-batch-size 2"
     job = jobs.Job(

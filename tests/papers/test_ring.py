@@ -7,7 +7,7 @@ from model.registry import flops_per_token
 from papers import ring
 
 
-def test_minimal_blocks_are_as_printed_but_one() -> None:
+def test_minimal_blocks_are_as_printed_but_one():
     found = {str(row.of["device"]): row for row in ring.minimal_blocks()}
     assert len(found) == 5
     wrong = [name for name, row in found.items() if row.published != row.analytic]
@@ -16,14 +16,14 @@ def test_minimal_blocks_are_as_printed_but_one() -> None:
     assert max(found[wrong[0]].difference.values()) < 0.021
 
 
-def test_a_ring_holds_the_papers_six_blocks() -> None:
+def test_a_ring_holds_the_papers_six_blocks():
     *others, own = ring.activations()
     assert own.published["bytes"] == 6 * 8192 * 4096
     assert own.difference == {"bytes": 1.0}  # six blocks of two bytes an element
     assert all(row.analytic["bytes"] is None for row in others)
 
 
-def test_flops_grow_as_printed_and_as_the_registry_counts() -> None:
+def test_flops_grow_as_printed_and_as_the_registry_counts():
     stated = [row for row in ring.flops() if row.published["ratio"]]
     assert [(row.published["ratio"], row.analytic["ratio"]) for row in stated] == [(162.6, 162.6)]
     model = ModelConfig(
@@ -38,7 +38,7 @@ def test_flops_grow_as_printed_and_as_the_registry_counts() -> None:
     assert ratio == pytest.approx(ring.flops_ratio(4096, 1 << 20, share=0.5), rel=1e-3)
 
 
-def test_every_longest_context_is_within_a_factor_of_two() -> None:
+def test_every_longest_context_is_within_a_factor_of_two():
     rows = ring.max_context()
     assert len(rows) == 13
     assert [row.of for row in rows if not ring.within(row)] == []

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ ROWS = [
 ]
 
 
-def test_what_is_published_and_predicted_is_compared() -> None:
+def test_what_is_published_and_predicted_is_compared():
     assert ROWS[0].difference == {"speedup": 0.25}
     assert ROWS[1].difference == {}
     head, cells = flat(ROWS)
@@ -25,7 +24,7 @@ def test_what_is_published_and_predicted_is_compared() -> None:
     assert as_csv(ROWS, "a commit").splitlines()[1] == "1B,2,,2.5,,0.25,a commit"
 
 
-def test_json_has_every_row_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_row_with_its_source(capsys):
     assert ring.main(["--table", "minimal_block", "--json", "--measure"]) == 0
     shown = capsys.readouterr()
     data = json.loads(shown.out)
@@ -37,7 +36,7 @@ def test_json_has_every_row_with_its_source(capsys: pytest.CaptureFixture[str]) 
     assert "minimal_block is not measured, but predicted" in shown.err
 
 
-def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_written(tmp_path, capsys):
     assert ring.main(["--table", "flops", "--results", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ring_flops.csv", "ring_flops.png"]
     assert "appendix C" in capsys.readouterr().out
@@ -45,9 +44,7 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_equal_files_stay_those_of_the_commit_that_made_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: bool
-) -> None:
+def test_equal_files_stay_those_of_the_commit_that_made_them(tmp_path, capsys, changed):
     given = ["--table", "minimal_block", "--results", str(tmp_path)]
     assert ring.main(given) == 0
     table = tmp_path / "ring_minimal_block.csv"
@@ -60,7 +57,7 @@ def test_equal_files_stay_those_of_the_commit_that_made_them(
     assert (made_by(table) == "0123abc, 2026-01-02") == (not changed)
 
 
-def test_measured_figures_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_figures_are_not_lost(tmp_path, capsys):
     sheet = next(sheet for sheet in ring.SHEETS if sheet.name == "minimal_block")
     rows = sheet.rows()
     write(tmp_path / "one", sheet, [replace(rows[0], measured={"block": 2.0}), *rows[1:]])
@@ -76,7 +73,7 @@ def test_measured_figures_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "one.csv").read_text() != before
 
 
-def test_an_unknown_table_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_table_lists_those_there_are(capsys):
     assert ring.main(["--table", "nothing"]) == 2
     assert "minimal_block" in (said := capsys.readouterr().err)
     assert said.count("\n") == 1

@@ -1,8 +1,6 @@
 """Striped Attention's speed-ups: every printed maximum, the tiles of the paper, the planner's exact work."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +11,7 @@ from papers.ring import device
 ROWS = rows.published("striped_speedups")
 
 
-def test_every_printed_maximum_is_ours() -> None:
+def test_every_printed_maximum_is_ours():
     assert len(ROWS) == 137
     for row in ROWS:
         ranks, tokens = int(row["sequence_parallel"]), int(row["seq_len"])
@@ -24,14 +22,14 @@ def test_every_printed_maximum_is_ours() -> None:
         assert f"{other:.2f}" != row["theoretical_max_speedup"] or other > 1.8, row
 
 
-def test_tiles_are_computed_whole() -> None:
+def test_tiles_are_computed_whole():
     """Section 3.2: at blocks of 4,096 the A100's tiles save nothing, a TPU's a quarter."""
     assert striped.computed_share(4096, striped.TILES["A100"]) == 1
     assert striped.computed_share(4096, striped.TILES["TPU"]) == 0.75
     assert striped.computed_share(1 << 20, striped.TILES["A100"]) == pytest.approx(0.5, abs=0.01)
 
 
-def test_emulated_ranks_gain_what_their_work_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated_ranks_gain_what_their_work_says(monkeypatch):
     """Of two ranks the ring's slowest does 1.5 blocks, a striped half of each of two: 1.5, if no product counts."""
     found = []
     for products in (0.0, 1e12):
@@ -42,7 +40,7 @@ def test_emulated_ranks_gain_what_their_work_says(monkeypatch: pytest.MonkeyPatc
     assert found == [pytest.approx(1.5, rel=1e-2), 1.0]
 
 
-def test_a_jobs_figure_stands_beside_the_emulated_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_jobs_figure_stands_beside_the_emulated_one(monkeypatch, tmp_path):
     row = next(row for row in striped.speedups() if row.job)
     here = replace(row, measured={"emulated_speedup": 1.4, "emulated_on": "a CPU"})
     monkeypatch.setattr(rows, "measured", lambda job, folder: {"speedup": 1.2, "on": "an A100"})
@@ -50,11 +48,11 @@ def test_a_jobs_figure_stands_beside_the_emulated_one(monkeypatch: pytest.Monkey
     assert "a CPU" not in str(rows._with_runs(row, tmp_path).measured)
 
 
-def test_what_emulated_ranks_time_is_a_layers_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_emulated_ranks_time_is_a_layers_work(monkeypatch):
     """Forward, again, and backward: four products of the forward's operations."""
     counts = []
 
-    def counted(step: Callable[[], None], tiles: object) -> float:
+    def counted(step, tiles):
         with FlopCounterMode(display=False) as counter:
             step()
         counts.append(counter.get_total_flops())
@@ -66,7 +64,7 @@ def test_what_emulated_ranks_time_is_a_layers_work(monkeypatch: pytest.MonkeyPat
     assert counts[:4] == [8 * rows * a * b for a, b in ((width, width), (width, ffn), (ffn, width), (width, vocab))]
 
 
-def test_the_planner_has_what_the_maximum_leaves_where_sending_is_hidden() -> None:
+def test_the_planner_has_what_the_maximum_leaves_where_sending_is_hidden():
     """Recomputation and the backward keep the ratio of attention to the rest roughly as it is."""
     row = next(row for row in ROWS if row["hardware"] == "TPUv4 x16" and row["seq_len"] == "524288")
     found = striped.planned(striped.model(row["model"]), device("TPU v4"), 2, 8, 524288)

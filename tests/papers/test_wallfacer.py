@@ -6,13 +6,12 @@ import pytest
 
 from bench.link.network import NetworkError
 from papers import links, wallfacer
-from papers.rows import Row
 from parallel.context import make_plan
 from runtime.ranks import run_ranks
 from tests.bench.link.test_link import permitted
 
 
-def test_the_worked_example_is_as_printed() -> None:
+def test_the_worked_example_is_as_printed():
     found = wallfacer.volumes()
     assert [row.published["gib"] for row in found] == [1.625, 0.152, 0.406, 0.558]
     assert [round(float(row.analytic["gib"] or 0), 3) for row in found] == [1.625, 0.152, 0.406, 0.559]
@@ -20,7 +19,7 @@ def test_the_worked_example_is_as_printed() -> None:
     assert [(row.published, row.analytic) for row in wallfacer.memory()] == [({"a": 68},) * 2, ({"a": 77},) * 2]
 
 
-def test_real_ranks_send_what_is_planned() -> None:
+def test_real_ranks_send_what_is_planned():
     cases = [("wallfacer", {"team_size": team}, False) for team in (1, 2)]
     found = run_ranks(wallfacer.count, 4, cases)[1]
     plans = [make_plan("wallfacer", seq_len=wallfacer.TOKENS, size=4, team_size=team) for team in (1, 2)]
@@ -30,11 +29,11 @@ def test_real_ranks_send_what_is_planned() -> None:
 
 
 @pytest.fixture(scope="module")
-def gains() -> list[Row]:
+def gains():
     return wallfacer.gains()
 
 
-def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains: list[Row]) -> None:
+def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains):
     known = [row for row in gains if row.published["team"]]
     assert len(known) == 8
     assert [row.analytic["team"] for row in known] == [row.published["team"] for row in known]
@@ -43,16 +42,14 @@ def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains: list[
         assert float(row.analytic["gain_hidden_percent"] or 0) < float(row.analytic["gain_percent"] or 0)
 
 
-def test_gains_on_links_are_predicted() -> None:
+def test_gains_on_links_are_predicted():
     found = links.gains()
     assert [tuple(row.of.values()) for row in found] == links.SETTINGS
     assert all(1.2 < float(row.analytic["times_as_fast"] or 0) < 3 for row in found)
 
 
-def test_without_namespaces_the_prediction_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused() -> None:
+def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
+    def refused():
         raise NetworkError("no namespaces here")
 
     monkeypatch.setattr(links, "prepare_machine", refused)
@@ -65,7 +62,7 @@ def test_without_namespaces_the_prediction_is_shown(
 @pytest.mark.slow
 @permitted
 @pytest.mark.parametrize("model", ["dit", "gpt"])
-def test_a_gain_is_measured_on_a_link(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gain_is_measured_on_a_link(model, monkeypatch):
     monkeypatch.setattr(links, "SETTINGS", [("rails", model, 1024)])
     monkeypatch.setattr(links, "TURNS", 1)
     (row,) = links.measured_gains()
@@ -75,7 +72,7 @@ def test_a_gain_is_measured_on_a_link(model: str, monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_supported_lengths_are_the_published_ones_but_one() -> None:
+def test_supported_lengths_are_the_published_ones_but_one():
     found = wallfacer.supported()
     wrong = [(row.of, way) for row in found for way in row.published if row.published[way] != row.analytic[way]]
     assert wrong == [({"model": "7B", "ktokens": 512}, "ring_attention")]

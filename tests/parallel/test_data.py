@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -36,14 +35,14 @@ LLAMA3_8B = parse_args(
 )
 
 
-def weights(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+def weights(rank, world_size):
     model = sharded(world_size)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_weights_are_the_whole_models_on_any_number_of_ranks(size: int) -> None:
+def test_weights_are_the_whole_models_on_any_number_of_ranks(size):
     want = dict(whole_model().named_parameters())
     for got in run_ranks(weights, size):
         assert got.keys() == want.keys()
@@ -51,7 +50,7 @@ def test_weights_are_the_whole_models_on_any_number_of_ranks(size: int) -> None:
             assert torch.equal(got[name], want[name]), name
 
 
-def drawn_by_shards(rank: int, world_size: int) -> torch.Tensor:
+def drawn_by_shards(rank, world_size):
     """What `init_parameters` is there to avoid: the library's own way after to_empty."""
     model = sharded(world_size)
     torch.manual_seed(SEED)
@@ -61,14 +60,14 @@ def drawn_by_shards(rank: int, world_size: int) -> torch.Tensor:
     return full(weight)
 
 
-def test_drawn_by_shards_the_weights_would_repeat_and_depend_on_the_ranks() -> None:
+def test_drawn_by_shards_the_weights_would_repeat_and_depend_on_the_ranks():
     one, two = run_ranks(drawn_by_shards, 1)[0], run_ranks(drawn_by_shards, 2)[0]
     assert not torch.equal(one, two)
     assert torch.equal(*two.chunk(2))
     assert not torch.equal(*dict(whole_model().named_parameters())["layers.0.mlp.down.weight"].chunk(2))
 
 
-def in_tiles(rank: int, world_size: int, tp: int) -> list[dict[str, torch.Tensor]]:
+def in_tiles(rank, world_size, tp):
     """Gather a model whose weights are drawn in small tiles; then again, as if every rank were the first."""
     tensors.WHOLE, tensors.TILE = 16, (4, 5)
     with distributed_mesh(split.mesh_config(tp)) as mesh:
@@ -78,7 +77,7 @@ def in_tiles(rank: int, world_size: int, tp: int) -> list[dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("ranks", "tp"), [(3, 1), (4, 2)])
-def test_drawn_in_tiles_the_weights_are_the_whole_models(ranks: int, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_in_tiles_the_weights_are_the_whole_models(ranks, tp, monkeypatch):
     """Sharded by FSDP unevenly; by tensor parallelism along either dimension, by FSDP along the first."""
     monkeypatch.setattr(tensors, "WHOLE", 16)
     monkeypatch.setattr(tensors, "TILE", (4, 5))
@@ -90,12 +89,12 @@ def test_drawn_in_tiles_the_weights_are_the_whole_models(ranks: int, tp: int, mo
 
 
 @pytest.mark.parametrize(("tp", "most"), [(1, 1.01), (2, 1.01), (8, 1.02)])
-def test_one_rank_of_eight_draws_about_an_eighth(tp: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_eight_draws_about_an_eighth(tp, most, monkeypatch):
     """Of Llama 3 8B with two layers."""
     count, config = 0, replace(LLAMA3_8B.model, num_layers=2)
     total = num_parameters(config)
 
-    def normal(tile: torch.Tensor, mean: float, std: float, generator: torch.Generator) -> torch.Tensor:
+    def normal(tile, mean, std, generator):
         nonlocal count
         count += tile.numel()
         return tile
@@ -111,22 +110,22 @@ def test_one_rank_of_eight_draws_about_an_eighth(tp: int, most: float, monkeypat
     assert 0.99 / 8 < count / total < most / 8
 
 
-def gradients(rank: int, world_size: int, bf16: bool = False) -> dict[str, torch.Tensor]:
+def gradients(rank, world_size, bf16=False):
     model = sharded(world_size, bf16)
     (loss_sum(model, rank) / sum(VALID[:world_size])).backward()
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
     return gradients_of(model)
 
 
-def reference(world_size: int, weigh: Any) -> dict[str, torch.Tensor]:
+def reference(world_size, weigh):
     """One process' gradient of the ranks' loss sums, each weighed."""
     model = whole_model()
-    sum(loss_sum(model, rank) * weigh(rank) for rank in range(world_size)).backward()  # type: ignore[union-attr]
+    sum(loss_sum(model, rank) * weigh(rank) for rank in range(world_size)).backward()
     return gradients_of(model)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_gradients_are_summed_over_ranks_with_unequal_numbers_of_tokens(size: int) -> None:
+def test_gradients_are_summed_over_ranks_with_unequal_numbers_of_tokens(size):
     tokens = sum(VALID[:size])
     mean_over_tokens = reference(size, lambda rank: 1 / tokens)
     mean_of_means = reference(size, lambda rank: 1 / VALID[rank] / size)
@@ -135,7 +134,7 @@ def test_gradients_are_summed_over_ranks_with_unequal_numbers_of_tokens(size: in
         assert difference(got, mean_of_means) > 1e-2
 
 
-def with_weights_on_their_way(rank: int, world_size: int, prefetch: bool) -> tuple[list[bool], dict[str, torch.Tensor]]:
+def with_weights_on_their_way(rank, world_size, prefetch):
     """Whether, when a layer but the last is computed, the next one's weights are being gathered; and the gradients."""
     model, posted = sharded(world_size, prefetch=prefetch), list[bool]()
     for layer, following in pairwise(model.layers):
@@ -147,7 +146,7 @@ def with_weights_on_their_way(rank: int, world_size: int, prefetch: bool) -> tup
     return posted, gradients_of(model)
 
 
-def test_a_layers_weights_are_gathered_while_the_layer_before_is_computed() -> None:
+def test_a_layers_weights_are_gathered_while_the_layer_before_is_computed():
     for (with_it, got), (without, want) in zip(
         run_ranks(with_weights_on_their_way, 2, True), run_ranks(with_weights_on_their_way, 2, False), strict=True
     ):
@@ -156,7 +155,7 @@ def test_a_layers_weights_are_gathered_while_the_layer_before_is_computed() -> N
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def averaged(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+def averaged(rank, world_size):
     """As FSDP does unless it is told otherwise."""
     model = sharded(world_size)
     for module in model.modules():
@@ -166,23 +165,23 @@ def averaged(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     return gradients_of(model)
 
 
-def test_an_average_over_ranks_would_be_seen() -> None:
+def test_an_average_over_ranks_would_be_seen():
     want = reference(2, lambda rank: 1 / sum(VALID[:2]))
     assert difference(run_ranks(averaged, 2)[0], want) == pytest.approx(0.5, rel=1e-3)
 
 
-def test_bf16_computes_coarsely_and_keeps_float32_masters() -> None:
+def test_bf16_computes_coarsely_and_keeps_float32_masters():
     want = reference(2, lambda rank: 1 / sum(VALID[:2]))
     assert 1e-4 < difference(run_ranks(gradients, 2, True)[0], want) < 0.1
 
 
-def a_plain_model(rank: int, world_size: int) -> bool:
+def a_plain_model(rank, world_size):
     model = whole_model()
     set_gradient_sync(model, False)  # for a model that nothing shards there is nothing to hold back
     loss_sum(model, rank).backward()
     return dist.is_initialized() and all(p.grad is not None for p in model.parameters())
 
 
-def test_a_plain_model_is_left_alone() -> None:
+def test_a_plain_model_is_left_alone():
     assert a_plain_model(0, 1) is False  # no process group here
     assert run_ranks(a_plain_model, 1) == [True]

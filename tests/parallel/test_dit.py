@@ -10,11 +10,10 @@ from model.dit import DiT, initial_dit_weight, patchify
 from model.dit_config import DiTConfig
 from parallel.context import context_parallel
 from parallel.data import finish_gradients, init_parameters, shard_model
-from parallel.mesh import Mesh, distributed_mesh
+from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_dit
 from runtime.ranks import run_ranks
-from runtime.tensors import Part
 from tests.parallel.split import GRADIENT, LOSS, Step, check_step, difference, keep_parts, mesh_config, summed
 from tests.parallel.whole import full, gradients_of, weights_of
 
@@ -34,7 +33,7 @@ MESHES = {"tp2": (2, 2, 1), "tp4": (4, 4, 1), "tp2 cp2": (4, 2, 2), "tp2 dp2": (
 BATCH, SEED = 4, 5
 
 
-def weight_of(config: DiTConfig, name: str, shape: torch.Size, part: Part = ()) -> Tensor:
+def weight_of(config, name, shape, part=()):
     """Return initial weights, random instead of zero where zeros would let no gradient through."""
     weight = initial_dit_weight(config, name, shape, SEED)
     if not weight.any():
@@ -42,7 +41,7 @@ def weight_of(config: DiTConfig, name: str, shape: torch.Size, part: Part = ()) 
     return weight[part]
 
 
-def data(config: DiTConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def data(config):
     """Noisy patches [B, T, P], times and labels [B], and what the output [B, T, P'] is to be."""
     generator = torch.Generator().manual_seed(SEED)
     x = patchify(torch.randn(BATCH, *config.latent_shape, generator=generator), config)
@@ -50,7 +49,7 @@ def data(config: DiTConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, torch.tensor([0.0, 999.0, 3.5, 250.0]), torch.tensor([0, 4, 5, 1]), target
 
 
-def whole_step(config: DiTConfig) -> Step:
+def whole_step(config):
     model = DiT(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -62,7 +61,7 @@ def whole_step(config: DiTConfig) -> Step:
     return Step(loss.item(), weights_of(model), gradients_of(model))
 
 
-def split_step(mesh: Mesh, config: DiTConfig, recompute: RecomputeConfig, method: str) -> Step:
+def split_step(mesh, config, recompute, method):
     tokens = config.num_patches
     cp = context_parallel(method, seq_len=tokens, group=mesh.cp.get_group(), multiple=mesh.tp.size(), causal=False)
     with torch.device("meta"):
@@ -82,12 +81,12 @@ def split_step(mesh: Mesh, config: DiTConfig, recompute: RecomputeConfig, method
     return Step(summed(loss, mesh), weights_of(model), gradients_of(model))
 
 
-def steps(rank: int, world_size: int, tp: int, cp: int, recompute: RecomputeConfig, method: str) -> list[Step]:
+def steps(rank, world_size, tp, cp, recompute, method):
     with distributed_mesh(mesh_config(tp, cp)) as mesh:
         return [split_step(mesh, config, recompute, method) for config in CONFIGS]
 
 
-def check(mesh: str, recompute: RecomputeConfig, method: str) -> None:
+def check(mesh, recompute, method):
     ranks, tp, cp = MESHES[mesh]
     results = run_ranks(steps, ranks, tp, cp, recompute, method)
     for index, config in enumerate(CONFIGS):
@@ -98,27 +97,27 @@ def check(mesh: str, recompute: RecomputeConfig, method: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_one_step_is_that_of_one_process(mesh: str) -> None:
+def test_one_step_is_that_of_one_process(mesh):
     check(mesh, RecomputeConfig(), "ring")
 
 
-def test_recomputed_layers_and_another_method_are_the_same_step() -> None:
+def test_recomputed_layers_and_another_method_are_the_same_step():
     check("tp2 cp2", RecomputeConfig(recompute_granularity="attention_boundary", ffn_chunk_size=3), "ulysses")
 
 
-def without_the_sum(rank: int, world_size: int) -> Step:
+def without_the_sum(rank, world_size):
     keep_parts()
     with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, IMAGE, RecomputeConfig(), "ring")
 
 
-def test_parts_that_are_not_summed_are_noticed() -> None:
+def test_parts_that_are_not_summed_are_noticed():
     step, want = run_ranks(without_the_sum, 2)[0], whole_step(IMAGE)
     for name in ("layers.0.adaLN_modulation.1.weight", "t_embedder.mlp.0.weight", "y_embedder.weight"):
         assert (step.gradients[name] - want.gradients[name]).abs().max() > 100 * GRADIENT, name
 
 
-def parts_in_sequence(rank: int, world_size: int) -> Step:
+def parts_in_sequence(rank, world_size):
     """Two parts of the model with one layer each, as pipeline stages are, in one process per tp rank."""
     with distributed_mesh(mesh_config(tp=2)) as mesh:
         cp = context_parallel("ring", seq_len=VIDEO.num_patches, multiple=2, causal=False)
@@ -136,21 +135,21 @@ def parts_in_sequence(rank: int, world_size: int) -> Step:
         assert sent.shape == (BATCH, VIDEO.num_patches // 2, VIDEO.hidden_size)
         loss = (parts[1](sent, cp.positions, times, labels) - target).square().mean()
         loss.backward()
-        gradients: dict[str, Tensor] = {}
+        gradients = {}
         for part in parts:
             for name, p in part.named_parameters():
                 gradients[name] = gradients.get(name, torch.zeros(p.shape)) + full(p.grad)
         return Step(loss.item(), {}, gradients)
 
 
-def test_parts_hand_on_plain_tensors_and_share_the_embedders_gradients() -> None:
+def test_parts_hand_on_plain_tensors_and_share_the_embedders_gradients():
     want = whole_step(VIDEO)
     for step in run_ranks(parts_in_sequence, 2):
         assert abs(step.loss - want.loss) < LOSS
         assert difference(step, want) < GRADIENT
 
 
-def in_bfloat16(rank: int, world_size: int) -> float:
+def in_bfloat16(rank, world_size):
     """Return how far rounding the times to bfloat16 moves the output; zero would mean that they are rounded."""
     model = DiT(IMAGE)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
@@ -162,5 +161,5 @@ def in_bfloat16(rank: int, world_size: int) -> float:
     return (outs[0] - outs[1]).abs().max().item()
 
 
-def test_times_are_not_rounded_with_the_weights() -> None:
+def test_times_are_not_rounded_with_the_weights():
     assert all(found > 0 for found in run_ranks(in_bfloat16, 2))

@@ -1,7 +1,7 @@
 """Under bfloat16 modules that ask for it compute in float32, and their gradients are summed as all others are."""
 
 from functools import cache, partial
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -18,13 +18,11 @@ CONFIG = ModelConfig(model_type="transnormer", num_layers=2, hidden_size=24, num
 ANGLES = "layers.0.attention.lrpe.theta"
 
 
-def gradients(
-    rank: int, world_size: int, strategy: Strategy, granularity: Any = "none", data_rank: int | None = None
-) -> dict[str, torch.Tensor]:
+def gradients(rank, world_size, strategy, granularity="none", data_rank=None):
     """Of a TransNormer that computes in bfloat16, over two micro-batches; its angles are seen in float32."""
     seen = []
     forward = LRPE.forward
-    LRPE.forward = lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs)  # type: ignore
+    LRPE.forward = lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs)
     model = sharded(world_size, True, strategy, config=CONFIG, granularity=granularity)
     for micro in range(2):
         set_gradient_sync(model, micro == 1, strategy)
@@ -36,7 +34,7 @@ def gradients(
 
 
 @cache
-def sum_of_two() -> dict[str, torch.Tensor]:
+def sum_of_two():
     """The same of either rank's tokens by one process each, added up."""
     one, two = (run_ranks(partial(gradients, data_rank=rank), 1, "zero3")[0] for rank in range(2))
     assert one[ANGLES].norm() > 0
@@ -45,6 +43,6 @@ def sum_of_two() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("granularity", ["none", "full"])
 @pytest.mark.parametrize("strategy", get_args(Strategy))
-def test_angles_stay_in_float32_and_gradients_are_summed(strategy: Strategy, granularity: str) -> None:
+def test_angles_stay_in_float32_and_gradients_are_summed(strategy, granularity):
     for got in run_ranks(gradients, 2, strategy, granularity):
         assert difference(got, sum_of_two()) <= 1e-5

@@ -3,10 +3,8 @@
 import os
 import re
 import socket
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,25 +18,25 @@ from runtime.processes import join, launched_world_size
 Environment = dict[str, str]
 
 
-def by_torchrun(node: int, local: int, nodes: int, each: int) -> Environment:
+def by_torchrun(node, local, nodes, each):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     values = (node * each + local, nodes * each, local, each, nodes)
     return dict(zip(names, map(str, values), strict=True))
 
 
-def by_srun(node: int, local: int, nodes: int, each: int) -> Environment:
+def by_srun(node, local, nodes, each):
     names = ("JOB_ID", "STEP_ID", "STEP_NUM_TASKS", "PROCID", "LOCALID", "NODEID", "STEP_TASKS_PER_NODE")
     values = (7, 0, nodes * each, node * each + local, local, node, f"{each}(x{nodes})")
     found = {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
     return found | {"SLURM_STEP_NODELIST": f"node[0-{nodes - 1}]"}
 
 
-def own(local: int) -> Environment:
+def own(local):
     """One GPU a task, as srun --gpus-per-task 1 has it."""
     return {"CUDA_VISIBLE_DEVICES": str(local)}
 
 
-LAUNCHERS: dict[str, Any] = {
+LAUNCHERS = {
     "torchrun": by_torchrun,
     "torchrun, listed": lambda *at: by_torchrun(*at) | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(at[3])))},
     "torchrun, one a process": lambda *at: by_torchrun(*at) | own(at[1]),
@@ -48,16 +46,14 @@ LAUNCHERS: dict[str, Any] = {
 }
 
 
-def gpu_of(
-    patch: pytest.MonkeyPatch, environment: Environment, node: int, gpus: int, device: str = "auto"
-) -> tuple[str, str] | None:
+def gpu_of(patch, environment, node, gpus, device="auto"):
     """Join as one process of a launch; return its host and GPU, as ``_check_apart`` compares them, or None."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     visible = [int(x) for x in listed.split(",")] if listed else [*range(gpus)]
     taken, said = list[torch.device](), list[tuple[str, str]]()
 
     @contextmanager
-    def joined(backend: str, timeout: Any) -> Iterator[None]:
+    def joined(backend, timeout):
         wanted = ("cpu:gloo,cuda:nccl", 1) if gpus else ("gloo", 0)
         assert (backend, len(taken)) == wanted, "NCCL is told of no other device later"
         assert not gpus or mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys(), "told before NCCL starts"
@@ -86,7 +82,7 @@ def gpu_of(
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_process_has_a_gpu_of_its_own(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_has_a_gpu_of_its_own(launcher, monkeypatch):
     for nodes, each in ((1, 2), (1, 8), (2, 1), (2, 8)):
         found = []
         for rank in range(nodes * each):
@@ -96,14 +92,14 @@ def test_every_process_has_a_gpu_of_its_own(launcher: str, monkeypatch: pytest.M
         assert found == [(f"node{node}", str(gpu)) for node in range(nodes) for gpu in range(each)]
 
 
-def test_a_process_that_nothing_launched_takes_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_nothing_launched_takes_the_first_gpu(monkeypatch):
     for environment, gpus in (({}, 1), ({}, 8), ({"CUDA_VISIBLE_DEVICES": "5"}, 8)):
         with monkeypatch.context() as patch:
             assert gpu_of(patch, environment, 0, gpus) == ("node0", environment.get("CUDA_VISIBLE_DEVICES", "0"))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher, monkeypatch):
     for nodes, each in ((1, 1), (1, 2), (2, 8)):
         for rank in range(nodes * each):
             node, local = divmod(rank, each)
@@ -115,7 +111,7 @@ def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher: str, monkey
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_a_process_more_than_gpus_is_refused(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_more_than_gpus_is_refused(launcher, monkeypatch):
     """Before it joins; also where it sees a single GPU, that no launcher gave it."""
     for gpus in (1, 2):
         with (
@@ -126,7 +122,7 @@ def test_a_process_more_than_gpus_is_refused(launcher: str, monkeypatch: pytest.
         assert not dist.is_initialized()
 
 
-def test_all_tasks_on_one_gpu_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tasks_on_one_gpu_are_not_apart(monkeypatch):
     """Negative control: where every task sees the same GPU alone, what is compared is the same."""
     found = set()
     for local in range(2):

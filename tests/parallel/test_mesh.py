@@ -1,7 +1,6 @@
 """Processes and how they are arranged; their GPUs are in test_launches.py."""
 
 from types import SimpleNamespace
-from typing import Literal
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from runtime.ranks import run_ranks
         ({"device": "cpu", "distributed_backend": "nccl"}, "distributed_backend is nccl and device is cpu"),
     ],
 )
-def test_a_wrong_setting_is_named(settings: dict, words: str) -> None:
+def test_a_wrong_setting_is_named(settings, words):
     with pytest.raises(ValueError, match=words):
         MeshConfig(**settings)
 
@@ -42,17 +41,13 @@ def test_a_wrong_setting_is_named(settings: dict, words: str) -> None:
         (False, {}, "cpu", "gloo"),
     ],
 )
-def test_auto_takes_what_is_there(
-    gpu: bool, settings: dict, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_what_is_there(gpu, settings, device, backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     config = MeshConfig(**settings)
     assert (config.device_type, config.backend) == (device, backend)
 
 
-def places(
-    rank: int, world_size: int, names: str, sizes: tuple[int, int, int], balance_over: Literal["cp", "dp_cp"] = "cp"
-) -> list[list[int]]:
+def places(rank, world_size, names, sizes, balance_over="cp"):
     """The ranks of this one's groups of each of these dimensions, on a mesh of [pp, cp, tp]."""
     config = MeshConfig(device="cpu", balance_over=balance_over, **dict(zip(SIZES, sizes, strict=True)))
     with distributed_mesh(config) as mesh:
@@ -62,7 +57,7 @@ def places(
     return found
 
 
-def test_context_parallel_ranks_are_neighbours() -> None:
+def test_context_parallel_ranks_are_neighbours():
     everyone = [0, 1, 2, 3]
     assert run_ranks(places, 4, "dp cp dp_cp", (1, 2, 1)) == [
         [[0, 2], [0, 1], everyone],
@@ -74,7 +69,7 @@ def test_context_parallel_ranks_are_neighbours() -> None:
     assert run_ranks(places, 1, "dp cp dp_cp", (1, 1, 1)) == [[[0], [0], [0]]]
 
 
-def test_tensor_parallel_ranks_are_the_nearest_neighbours() -> None:
+def test_tensor_parallel_ranks_are_the_nearest_neighbours():
     assert run_ranks(places, 4, "tp cp dp dp_cp", (1, 2, 2)) == [
         [[0, 1], [0, 2], [0], [0, 2]],
         [[0, 1], [1, 3], [1], [1, 3]],
@@ -84,13 +79,13 @@ def test_tensor_parallel_ranks_are_the_nearest_neighbours() -> None:
     assert run_ranks(places, 4, "tp cp dp dp_cp", (1, 1, 2))[3] == [[2, 3], [3], [1, 3], [1, 3]]
 
 
-def test_joined_data_parallel_ranks_are_context_parallel_ones() -> None:
+def test_joined_data_parallel_ranks_are_context_parallel_ones():
     first, *_, last = run_ranks(places, 8, "pp dp cp dp_cp", (2, 2, 1), "dp_cp")
     assert first == [[0, 4], [0], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert last == [[3, 7], [7], [4, 5, 6, 7], [4, 5, 6, 7]]
 
 
-def alone(rank: int, world_size: int, fails: bool) -> bool:
+def alone(rank, world_size, fails):
     """A process that no launcher started; returns whether its group is still there at the end."""
     dist.destroy_process_group()
     try:
@@ -112,12 +107,12 @@ def alone(rank: int, world_size: int, fails: bool) -> bool:
     return remains
 
 
-def test_a_process_started_alone_needs_no_launcher_and_leaves_its_group_after_an_error_too() -> None:
+def test_a_process_started_alone_needs_no_launcher_and_leaves_its_group_after_an_error_too():
     """Its threads would otherwise be cut off at exit, and now and then abort the process."""
     assert [run_ranks(alone, 1, fails) for fails in (False, True)] == [[False], [False]]
 
 
-def timeouts(rank: int, world_size: int) -> list[float]:
+def timeouts(rank, world_size):
     """Of the mesh's groups, and of those of two copies of the optimizer's shards."""
     copies = DataParallelConfig(num_distributed_optimizer_instances=2)
     with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2, distributed_timeout_minutes=0.2)) as mesh:
@@ -126,11 +121,11 @@ def timeouts(rank: int, world_size: int) -> list[float]:
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
-def test_every_group_waits_no_longer_than_the_run_allows() -> None:
+def test_every_group_waits_no_longer_than_the_run_allows():
     assert run_ranks(timeouts, 4) == [[12.0] * 6] * 4
 
 
-def with_gpu(rank: int, world_size: int, uuids: list[int]) -> str:
+def with_gpu(rank, world_size, uuids):
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=uuids[rank])
     try:
         _check_apart(torch.device("cuda", 0))
@@ -139,7 +134,7 @@ def with_gpu(rank: int, world_size: int, uuids: list[int]) -> str:
     return ""
 
 
-def test_two_processes_on_one_gpu_are_named() -> None:
+def test_two_processes_on_one_gpu_are_named():
     assert run_ranks(with_gpu, 3, [7, 8, 9]) == [""] * 3
     said = run_ranks(with_gpu, 3, [7, 8, 7])
     assert all("ranks 0 and 2 have the same GPU of " in line for line in said)

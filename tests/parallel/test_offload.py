@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor
 
 from model.attention import sdpa
 from model.config import ModelConfig
@@ -21,39 +20,37 @@ KEPT = {"full": 1, "attention_boundary": 3}
 TOKENS = torch.randint(37, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def model_of(granularity: str, moved: bool) -> Llama:
+def model_of(granularity, moved):
     model = Llama(MODEL, sdpa)
     model.init_weights(3)
-    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity, recompute_offload=moved))  # type: ignore[arg-type]
+    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity, recompute_offload=moved))
     return model
 
 
-def gradients(model: Llama) -> list[Tensor]:
+def gradients(model):
     model.zero_grad()
     model(TOKENS.to(next(model.parameters()).device)).square().sum().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[Offload]:
-    made: list[Offload] = []
+def pools(monkeypatch):
+    made = []
     init = Offload.__init__
     monkeypatch.setattr(Offload, "__init__", lambda self: made.append(self) or init(self))
     return made
 
 
-def buffers(pools: list[Offload]) -> list[int]:
+def buffers(pools):
     return sorted(x.data_ptr() for pool in pools for idle in pool.idle.values() for x in idle)
 
 
 @pytest.mark.parametrize("granularity", KEPT)
-def test_nothing_races_and_no_bit_changes(
-    granularity: str, monkeypatch: pytest.MonkeyPatch, pools: list[Offload]
-) -> None:
+def test_nothing_races_and_no_bit_changes(granularity, monkeypatch, pools):
     want = gradients(model_of(granularity, False))
     with streams(monkeypatch) as device:
         model = model_of(granularity, True)
-        made: list[list[int]] = []
+        made = []
         for _ in range(3):
             device.log.clear()
             assert all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
@@ -77,9 +74,7 @@ def test_nothing_races_and_no_bit_changes(
         (("compute", "back"), "out writes what back reads"),  # a buffer that is used again
     ],
 )
-def test_every_wait_is_needed(
-    granularity: str, dropped: tuple[str, str], race: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_wait_is_needed(granularity, dropped, race, monkeypatch):
     with streams(monkeypatch, dropped) as device:
         model = model_of(granularity, True)
         for _ in range(2):
@@ -87,7 +82,7 @@ def test_every_wait_is_needed(
     assert race in device.races
 
 
-def lead(log: list[tuple[str, str]]) -> list[int]:
+def lead(log):
     """Operators of the computation between the call for each copy back and the wait for it."""
     called, found, done = list[int](), list[int](), 0
     for stream, what in log:
@@ -100,7 +95,7 @@ def lead(log: list[tuple[str, str]]) -> list[int]:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead, monkeypatch):
     size = TOKENS.numel() * MODEL.hidden_size * 4
     monkeypatch.setattr(offload, "FETCH_AHEAD", size if ahead else size - 1)
     want = gradients(model_of("full", False))
@@ -112,12 +107,10 @@ def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead: bool, monkeyp
 
 
 @pytest.mark.parametrize("granularity", KEPT)
-def test_a_backward_that_never_came_or_that_ends_early(
-    granularity: str, monkeypatch: pytest.MonkeyPatch, pools: list[Offload]
-) -> None:
+def test_a_backward_that_never_came_or_that_ends_early(granularity, monkeypatch, pools):
     with streams(monkeypatch) as device:
         model = model_of(granularity, True)
-        inside: list[Tensor] = []
+        inside = []
         model.layers[1].register_forward_hook(lambda *given: inside.append(given[-1]))
         gradients(model)
         model(TOKENS)
@@ -132,7 +125,7 @@ def test_a_backward_that_never_came_or_that_ends_early(
     assert not device.races
 
 
-def test_a_graph_may_be_gone_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_may_be_gone_through_again(monkeypatch):
     want = [2 * x for x in gradients(model_of("full", False))]
     with streams(monkeypatch) as device:
         model = model_of("full", True)
@@ -143,7 +136,7 @@ def test_a_graph_may_be_gone_through_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert not device.races
 
 
-def test_order_of_dimensions_is_kept() -> None:
+def test_order_of_dimensions_is_kept():
     layer = Offload().layer(first=True)
     for x in (torch.randn(3, 4, 5).transpose(0, 2), torch.randn(7, 6)[1:5, ::2], torch.tensor([2.0]).bfloat16()):
         kept = layer.pack(x)
@@ -155,7 +148,7 @@ def test_order_of_dimensions_is_kept() -> None:
         assert got.stride() == torch.empty_like(x).stride()
 
 
-def test_numbers_stay_where_they_are() -> None:
+def test_numbers_stay_where_they_are():
     """Some kernels for CUDA return seeds on the host, which has no streams."""
     layer = Offload().layer(first=True)
     for x in (torch.tensor(2), torch.empty(0, 3)):
@@ -167,7 +160,7 @@ def test_numbers_stay_where_they_are() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 @pytest.mark.parametrize("granularity", KEPT)
-def test_cuda_steps_pin_memory_once_and_wait_no_more_than_without(granularity: str, pools: list[Offload]) -> None:
+def test_cuda_steps_pin_memory_once_and_wait_no_more_than_without(granularity, pools):
     waits, found = [], []
     for moved in (False, True):
         model = model_of(granularity, moved).to("cuda", torch.bfloat16)

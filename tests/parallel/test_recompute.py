@@ -1,9 +1,6 @@
 """No policy changes a loss or a gradient; each computes again what it says, and keeps what it says."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,27 +34,27 @@ FORWARDS = {"none": 1, "full": 2, "selective": 2, "attention_boundary": 1}
 class Attentions(TorchDispatchMode):
     """Counts the attention forwards that are computed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.name() in ATTENTION
         return func(*args, **(kwargs or {}))
 
 
-def batch() -> dict[str, Tensor]:
+def batch():
     tokens = torch.randint(37, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, 1:].clone()
     labels[1, 4:9] = -100
     return {"tokens": tokens[:, :-1], "labels": labels}
 
 
-def config(granularity: str, **settings: Any) -> RecomputeConfig:
-    return RecomputeConfig(recompute_granularity=granularity, **settings)  # type: ignore[arg-type]
+def config(granularity, **settings):
+    return RecomputeConfig(recompute_granularity=granularity, **settings)
 
 
-def step(chosen: RecomputeConfig, method: str = "striped", attend: Callable[..., Tensor] | None = None) -> list[Tensor]:
+def step(chosen, method="striped", attend=None):
     """Loss and gradients of one process, float64."""
     cp = context_parallel(method, seq_len=LENGTH)
     model = Llama(MODEL, attend or cp.attend)
@@ -69,17 +66,17 @@ def step(chosen: RecomputeConfig, method: str = "striped", attend: Callable[...,
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def furthest(got: list[Tensor], want: list[Tensor]) -> float:
+def furthest(got, want):
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 
 
-def same(got: list[Tensor], want: list[Tensor]) -> bool:
+def same(got, want):
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("granularity", FORWARDS)
 @pytest.mark.parametrize("attend", [None, sdpa], ids=["context_parallel", "sdpa"])
-def test_a_policy_changes_no_bit_and_repeats_what_it_says(granularity: str, attend: Any) -> None:
+def test_a_policy_changes_no_bit_and_repeats_what_it_says(granularity, attend):
     with Attentions() as attentions:
         got = step(config(granularity), attend=attend)
     assert same(got, step(config("none"), attend=attend))
@@ -87,7 +84,7 @@ def test_a_policy_changes_no_bit_and_repeats_what_it_says(granularity: str, atte
 
 
 @pytest.mark.parametrize("granularity", FORWARDS)
-def test_chunks_inside_of_every_policy(granularity: str) -> None:
+def test_chunks_inside_of_every_policy(granularity):
     chosen = config(granularity, ffn_chunk_size=7, loss_chunk_size=5)  # neither divides the 48 tokens
     with Attentions() as attentions:
         got = step(chosen)
@@ -96,7 +93,7 @@ def test_chunks_inside_of_every_policy(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["ffn_chunk_size", "loss_chunk_size"])
-def test_a_dropped_chunk_would_be_noticed(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_chunk_would_be_noticed(size, monkeypatch):
     whole = step(config("none"))
     chunks = kernels.chunks._chunks
     monkeypatch.setattr(kernels.chunks, "_chunks", lambda x, size: list(chunks(x, size))[:-1])
@@ -105,7 +102,7 @@ def test_a_dropped_chunk_would_be_noticed(size: str, monkeypatch: pytest.MonkeyP
         assert furthest(step(config("none", **{size: 7})), whole) > 1e-3
 
 
-def layer_output(chosen: RecomputeConfig) -> tuple[Tensor, list[Tensor]]:
+def layer_output(chosen):
     """One layer's output, and the tensors that autograd's own store holds between forward and backward."""
     cp = context_parallel("striped", seq_len=LENGTH)
     model = Llama(MODEL, cp.attend)
@@ -114,7 +111,7 @@ def layer_output(chosen: RecomputeConfig) -> tuple[Tensor, list[Tensor]]:
     weights = {p.data_ptr() for p in model.parameters()}
     rotary = Rotary(cp.positions, MODEL.head_dim, MODEL, torch.float32)
     x = torch.randn(2, LENGTH, MODEL.hidden_size, requires_grad=True)
-    kept: list[Tensor] = []
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = model.layers[0](x, rotary)
     # torch before 2.13 keeps an empty tensor besides
@@ -122,15 +119,15 @@ def layer_output(chosen: RecomputeConfig) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
-def test_a_layer_keeps_its_input(granularity: str) -> None:
+def test_a_layer_keeps_its_input(granularity):
     assert [tuple(t.shape) for t in layer_output(config(granularity))[1]] == [(2, LENGTH, MODEL.hidden_size)]
     everything = sum(t.numel() for t in layer_output(config("none"))[1])
     assert everything > 10 * 2 * LENGTH * MODEL.hidden_size
 
 
 @pytest.mark.parametrize(("granularity", "kept"), [("full", 1), ("attention_boundary", 3)])
-def test_offload_moves_all_that_is_kept(granularity: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[torch.Size] = []
+def test_offload_moves_all_that_is_kept(granularity, kept, monkeypatch):
+    moved = []
     monkeypatch.setattr(offload, "ON_DEVICE", 1)  # so that the first of two layers is read from host memory
     pack = Layer.pack
     monkeypatch.setattr(Layer, "pack", lambda layer, x: moved.append(x.shape) or pack(layer, x))
@@ -140,20 +137,20 @@ def test_offload_moves_all_that_is_kept(granularity: str, kept: int, monkeypatch
     assert [tuple(shape) for shape in moved if shape.numel()] == of_a_layer[:kept] * MODEL.num_layers
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_hand(q, k, v):
     """Attention of many operators, each of which would be computed again."""
     k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).to(v.dtype), v)
 
 
-def test_an_attention_that_cannot_be_kept_is_refused() -> None:
+def test_an_attention_that_cannot_be_kept_is_refused():
     with pytest.raises(RecomputeError, match="no single operator"):
         step(config("attention_boundary"), attend=by_hand)
     step(config("full"), attend=by_hand)
 
 
-def test_what_was_kept_serves_one_backward() -> None:
+def test_what_was_kept_serves_one_backward():
     out, _ = layer_output(config("attention_boundary"))
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="for one backward"):
@@ -169,12 +166,12 @@ def test_what_was_kept_serves_one_backward() -> None:
         ({"recompute_offload": True, "recompute_granularity": "selective"}, "use full or attention_boundary"),
     ],
 )
-def test_contradictions_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_contradictions_are_refused(settings, words):
     with pytest.raises(RecomputeError, match=words):
         RecomputeConfig(**settings)
 
 
-def sharded_step(chosen: RecomputeConfig, world_size: int, bf16: bool) -> tuple[list[Tensor], int]:
+def sharded_step(chosen, world_size, bf16):
     """As `step`, over context-parallel ranks that share the weights too; and the attention forwards of this rank."""
     cp = context_parallel("zigzag", seq_len=LENGTH, group=dist.group.WORLD)
     with torch.device("meta"):
@@ -195,7 +192,7 @@ def sharded_step(chosen: RecomputeConfig, world_size: int, bf16: bool) -> tuple[
 CHUNKED = {"loss_chunk_size": 5, "ffn_chunk_size": 7}
 
 
-def on_two_ranks(rank: int, world_size: int, bf16: bool) -> dict[str, tuple[list[Tensor], int]]:
+def on_two_ranks(rank, world_size, bf16):
     found = {name: sharded_step(config(name), world_size, bf16) for name in FORWARDS}
     offload.ON_DEVICE = 1  # so that the first of two layers is read from host memory
     for name in ("full", "attention_boundary"):
@@ -204,7 +201,7 @@ def on_two_ranks(rank: int, world_size: int, bf16: bool) -> dict[str, tuple[list
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_with_context_parallelism_and_sharded_weights(bf16: bool) -> None:
+def test_with_context_parallelism_and_sharded_weights(bf16):
     for found in run_ranks(on_two_ranks, 2, bf16):
         want, _ = found["none"]
         assert len(want) == 1 + len(list(Llama(MODEL).parameters()))
@@ -215,7 +212,7 @@ def test_with_context_parallelism_and_sharded_weights(bf16: bool) -> None:
             assert furthest(found[f"{name} in chunks"][0], want) < (2**-7 if bf16 else 2e-7)
 
 
-def exchanged(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], float]]:
+def exchanged(rank, world_size):
     """Of every policy: loss and gradients, and how much of the forward's exchange of heads the backward repeats."""
     found = {}
     for name in FORWARDS:
@@ -232,7 +229,7 @@ def exchanged(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], float
     return found
 
 
-def test_the_heads_exchanged_back_are_kept_at_the_attention_boundary() -> None:
+def test_the_heads_exchanged_back_are_kept_at_the_attention_boundary():
     """Going there, q and twice the KV heads, is done again; coming back, as many as q, is not."""
     there = (MODEL.num_attention_heads + 2 * MODEL.query_groups) / (
         2 * MODEL.num_attention_heads + 2 * MODEL.query_groups
@@ -248,7 +245,7 @@ def test_the_heads_exchanged_back_are_kept_at_the_attention_boundary() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 @pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
-def test_cuda_offload_frees_the_device(granularity: str) -> None:
+def test_cuda_offload_frees_the_device(granularity):
     shape = replace(MODEL, num_layers=6, hidden_size=256)
     tokens, found, held = torch.randint(37, (1, 4096), device="cuda"), [], []
     for moved in (False, True):
@@ -266,7 +263,7 @@ def test_cuda_offload_frees_the_device(granularity: str) -> None:
     assert furthest(found[1], found[0]) < 2**-8
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_another_policy(default_data: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_checkpoint_of_another_policy(default_data, tmp_path):
     split = ("--context-parallel-size", "2")
     whole = pretrain(2, default_data, tmp_path / "whole", *split, "--train-iters", "4")
     memory = ("--recompute-granularity", "full", "--loss-chunk-size", "50", "--ffn-chunk-size", "50")

@@ -5,7 +5,7 @@ It is that of one process. In a hybrid, layers of softmax attention go by anothe
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention import HybridAttention, linear, sdpa
-from model.config import ModelConfig
 from model.registry import build_model
 from parallel.context import context_parallel
 from parallel.context.config import HybridConfig
@@ -29,7 +28,6 @@ from parallel.tensor import styles as tensor_styles
 from runtime.ranks import run_ranks
 from tests.parallel.split import (
     GRADIENT,
-    Step,
     check_step,
     config,
     difference,
@@ -43,7 +41,7 @@ LINEAR = ("transnormer", "linear_transformer")
 WINDOWED = ("windowed", "off-by-one")
 WINDOW = {"window_size": "5,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"}
 HYBRID = {"model_type": "transnormer", "num_query_groups": None, "num_layers": 3, "softmax_every": 2}
-MODELS: dict[str, ModelConfig] = {
+MODELS = {
     **{kind: config(model_type=kind, num_query_groups=None) for kind in LINEAR},
     "hybrid": config(**HYBRID),
     "windowed": config(num_layers=3, **WINDOW),
@@ -67,7 +65,7 @@ class Case(NamedTuple):
 
 
 # Every strategy with either way of passing states on, tp and Ulysses alone and with others.
-CASES: dict[str, list[Case]] = {
+CASES = {
     "2 ranks": [
         Case("transnormer", "lasp", 1, 2, policy="attention_boundary"),
         Case("linear_transformer", "lasp", 1, 2, "legacy_ddp", "full"),
@@ -119,28 +117,28 @@ CASES: dict[str, list[Case]] = {
 
 
 @cache
-def one_process(kind: str) -> Step:
+def one_process(kind):
     model = MODELS[kind]
     attend = HybridAttention(linear, sdpa) if model.softmax_every else linear if model.linear_attention else sdpa
     return whole_step(model, plain(model, attend))
 
 
-def steps(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Step, int]]:
+def steps(rank, world_size, cases):
     """The step of every case and how many states this rank sent in it to its neighbours."""
     found = []
-    sent: list[int] = []
+    sent = []
     post = Transport.isend_irecv
 
-    def counted(self: Transport, sends: list[tuple[int, Any]], *rest: Any, **more: Any) -> Any:
+    def counted(self, sends, *rest, **more):
         sent.extend(peer for peer, _ in sends)
         return post(self, sends, *rest, **more)
 
-    Transport.isend_irecv = counted  # type: ignore[method-assign]
+    Transport.isend_irecv = counted
     for case in cases:
         sent.clear()
-        recompute = RecomputeConfig(recompute_granularity=case.policy)  # type: ignore[arg-type]
+        recompute = RecomputeConfig(recompute_granularity=case.policy)
         sharding = DataParallelConfig(data_parallel_sharding_strategy=case.strategy)
-        hybrid = HybridConfig(hybrid_softmax_method=case.softmax, hybrid_softmax_layout=case.layout)  # type: ignore[arg-type]
+        hybrid = HybridConfig(hybrid_softmax_method=case.softmax, hybrid_softmax_layout=case.layout)
         with distributed_mesh(mesh_config(case.tp, case.cp)) as mesh:
             step = split_step(mesh, MODELS[case.kind], recompute, sharding, method=case.method, hybrid=hybrid)[1]
         found.append((step, len(sent)))
@@ -148,7 +146,7 @@ def steps(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Step, int
 
 
 @pytest.mark.parametrize("name", [*list(CASES)[:2], pytest.param("4 ranks", marks=pytest.mark.slow)])
-def test_a_step_over_ranks_is_that_of_one_process(name: str) -> None:
+def test_a_step_over_ranks_is_that_of_one_process(name):
     softmax = one_process("hybrid").gradients
     assert "layers.1.attention.wu.weight" not in softmax
     assert softmax["layers.1.attention.wk.weight"].abs().max() > 100 * GRADIENT
@@ -157,7 +155,7 @@ def test_a_step_over_ranks_is_that_of_one_process(name: str) -> None:
             check_step(got, one_process(case.kind), case)
 
 
-def test_a_kept_state_is_not_passed_on_again() -> None:
+def test_a_kept_state_is_not_passed_on_again():
     """Rank 0 of 2 sends one state per layer forward; a policy that computes the attention again sends it again."""
     policies = ("none", "attention_boundary", "full", "selective")
     first, last = run_ranks(steps, 2, [Case("transnormer", "lasp", 1, 2, "ddp", policy) for policy in policies])
@@ -165,57 +163,57 @@ def test_a_kept_state_is_not_passed_on_again() -> None:
     assert [count for _, count in last] == [2, 2, 2, 2]
 
 
-def undecayed(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+def undecayed(rank, world_size, case):
     from parallel.context.linear import state
 
     state.passed_on = lambda carried, *_: carried
     return steps(rank, world_size, [case])
 
 
-def with_parts_of_the_norm(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+def with_parts_of_the_norm(rank, world_size, case):
     """What reaches the sum of squares is each rank's part, taken for the whole."""
-    tensor_styles._Sum.backward = staticmethod(lambda ctx, *gradients: (gradients[0], None))  # type: ignore[method-assign]
+    tensor_styles._Sum.backward = staticmethod(lambda ctx, *gradients: (gradients[0], None))
     return steps(rank, world_size, [case])
 
 
-def with_the_first_heads_decays(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
-    def first(self: Any, module: Any, mesh: Any) -> Any:
+def with_the_first_heads_decays(rank, world_size, case):
+    def first(self, module, mesh):
         if hasattr(module, "log_decay"):
             module.log_decay = module.log_decay[: len(module.log_decay) // mesh.size()]
         return tensor_styles.AllTokens._apply(self, module, mesh)
 
-    tensor_styles.OwnHeads._apply = first  # type: ignore[method-assign]
+    tensor_styles.OwnHeads._apply = first
     return steps(rank, world_size, [case])
 
 
-def without_the_way_back(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+def without_the_way_back(rank, world_size, case):
     """Outputs are left in the other layout."""
-    relayout.Relayout.outward = lambda self, x: x  # type: ignore[method-assign]
+    relayout.Relayout.outward = lambda self, x: x
     return steps(rank, world_size, [case])
 
 
-def with_sinks_of_other_heads(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+def with_sinks_of_other_heads(rank, world_size, case):
     """Ranks that split heads among them take each other's sinks."""
     own = HeadExchange.own
-    HeadExchange.own = lambda self, x: own(self, x.roll(len(x) // 2))  # type: ignore[method-assign]
+    HeadExchange.own = lambda self, x: own(self, x.roll(len(x) // 2))
     return steps(rank, world_size, [case])
 
 
-def with_sinks_one_head_off(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+def with_sinks_one_head_off(rank, world_size, case):
     """Each tensor-parallel rank takes its own, in another order."""
     split = tensor_styles.OwnHeads._apply
 
-    def off(self: Any, module: Any, mesh: Any) -> Any:
+    def off(self, module, mesh):
         module = split(self, module, mesh)
         own = module.own_sinks
         module.own_sinks = lambda like: own(like).roll(1)
         return module
 
-    tensor_styles.OwnHeads._apply = off  # type: ignore[method-assign]
+    tensor_styles.OwnHeads._apply = off
     return steps(rank, world_size, [case])
 
 
-def with_a_window_one_off(rank: int, world_size: int, case: Case) -> list[tuple[Step, int]]:
+def with_a_window_one_off(rank, world_size, case):
     MODELS[case.kind] = replace(MODELS[case.kind], window_size="6,0")
     return steps(rank, world_size, [case])
 
@@ -233,7 +231,7 @@ def with_a_window_one_off(rank: int, world_size: int, case: Case) -> list[tuple[
         (with_a_window_one_off, Case("windowed", "zigzag", 1, 2)),
     ],
 )
-def test_what_is_wrong_in_silence_would_be_seen(wrong: Any, case: Case) -> None:
+def test_what_is_wrong_in_silence_would_be_seen(wrong, case):
     ((got, _),) = run_ranks(wrong, case.tp * case.cp, case)[0]
     assert difference(got, one_process(case.kind)) > (1000 if case.kind == "windowed" else 100) * GRADIENT
 
@@ -241,11 +239,11 @@ def test_what_is_wrong_in_silence_would_be_seen(wrong: Any, case: Case) -> None:
 class Collectives(TorchDispatchMode):
     """Elements that this rank sends in collectives of ``size`` ranks: what a ring of them sends, its own part kept."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self.size, self.matrices, self.numbers = size, 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as what it sends
         name = func.name()
@@ -258,9 +256,9 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def elements(rank: int, world_size: int, lengths: list[int]) -> dict[str, list[tuple[int, int]]]:
+def elements(rank, world_size, lengths):
     """What a rank sends in a layer's forward and in its backward, by method and length; rank 1 has both neighbours."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    found = {}
     wide = 4  # bytes
     for method in ("lasp", "ulysses", "megatron"):
         with distributed_mesh(mesh_config(world_size if method == "megatron" else 1)) as mesh:
@@ -288,7 +286,7 @@ def elements(rank: int, world_size: int, lengths: list[int]) -> dict[str, list[t
     return found
 
 
-def test_elements_sent_per_layer_and_direction_are_constant_for_lasp_alone() -> None:
+def test_elements_sent_per_layer_and_direction_are_constant_for_lasp_alone():
     """LASP B d^2 / h; Ulysses (P - 1) / P of 4 B N d / P; Megatron-SP four times (P - 1) / P of B N d."""
     batch, width, heads, ranks, lengths = 2, 24, 4, 4, [16, 32, 64, 128]
     found = run_ranks(elements, ranks, lengths)[1]

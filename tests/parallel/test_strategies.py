@@ -1,16 +1,13 @@
 """What each data-parallel strategy divides, sends and sums; on meshes with tensor parallelism too."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from model.llama import Llama
 from parallel.data import (
     DataParallelConfig,
     Strategy,
@@ -34,7 +31,7 @@ CASES = [(strategy, ranks, 1) for strategy in STRATEGIES for ranks in (2, 3)]
 CASES += [("zero1", 4, 2), ("zero2", 4, 2), ("zero3", 4, 2), ("zero3", 2, 2)]
 
 
-def shares(strategy: Strategy, ranks: int, copies: int) -> list[int]:
+def shares(strategy, ranks, copies):
     """Copies over all ranks of the weights and their gradients between micro-batches, then of both after a step.
 
     Between micro-batches of zero2 and zero3 the gradients are in shards: of the weights with one copy; with more, not
@@ -46,7 +43,7 @@ def shares(strategy: Strategy, ranks: int, copies: int) -> list[int]:
     return [*first, copies, copies]
 
 
-def traffic(strategy: Strategy, ranks: int, copies: int) -> list[set[tuple[str, int]]]:
+def traffic(strategy, ranks, copies):
     """What sends gradients in the first and in the last micro-batch and after it: the collective, among how many."""
     scatter, reduce = ("reduce_scatter", ranks // copies), ("all_reduce", copies if copies > 1 else ranks)
     if strategy in ("ddp", "legacy_ddp"):
@@ -56,12 +53,12 @@ def traffic(strategy: Strategy, ranks: int, copies: int) -> list[set[tuple[str, 
 
 
 @contextmanager
-def recorded() -> Iterator[list[tuple[str, int]]]:
+def recorded():
     """The collectives that send gradients, and among how many ranks, more than one."""
-    calls: list[tuple[str, int]] = []
+    calls = []
 
-    def recording(name: str, original: Any) -> Any:
-        def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+    def recording(name, original):
+        def call(*args, group=None, **kwargs):
             size = dist.get_world_size(group)
             calls.extend([(name, size)] if size > 1 else [])
             return original(*args, group=group, **kwargs)
@@ -75,15 +72,13 @@ def recorded() -> Iterator[list[tuple[str, int]]]:
         yield calls
 
 
-def elements(model: Llama, what: str) -> int:
+def elements(model, what):
     """How many of the weights', or their gradients', elements lie on this rank."""
     tensors = [parameter if what == "weights" else parameter.grad for parameter in model.parameters()]
     return sum(to_local(t).numel() for t in tensors if t is not None)
 
 
-def accumulated(
-    rank: int, world_size: int, strategy: Strategy, copies: int = 1, bf16: bool = False, finish: bool = True
-) -> tuple[dict[str, torch.Tensor], list[int], list[list[tuple[str, int]]], float]:
+def accumulated(rank, world_size, strategy, copies=1, bf16=False, finish=True):
     """Gradients of two micro-batches, what this rank held after the first and at the end, what was sent, the norm."""
     model = sharded(world_size, bf16, strategy, copies)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -103,16 +98,14 @@ def accumulated(
     return gradients_of(model), held, sent, norm
 
 
-def accumulated_in_one_process(ranks: int) -> dict[str, torch.Tensor]:
+def accumulated_in_one_process(ranks):
     model = whole_model()
-    sum(loss_sum(model, rank, micro) / 10 for rank in range(ranks) for micro in range(2)).backward()  # type: ignore[union-attr]
+    sum(loss_sum(model, rank, micro) / 10 for rank in range(ranks) for micro in range(2)).backward()
     return gradients_of(model)
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "copies"), CASES)
-def test_micro_batches_accumulate_and_each_strategy_divides_and_sends_what_it_says(
-    strategy: Strategy, ranks: int, copies: int
-) -> None:
+def test_micro_batches_accumulate_and_each_strategy_divides_and_sends_what_it_says(strategy, ranks, copies):
     want, size = accumulated_in_one_process(ranks), elements(whole_model(), "weights")
     results = run_ranks(accumulated, ranks, strategy, copies)
     for got, _, sent, norm in results:
@@ -124,34 +117,34 @@ def test_micro_batches_accumulate_and_each_strategy_divides_and_sends_what_it_sa
     assert totals == [share * size for share in shares(strategy, ranks, copies)]
 
 
-def test_gradients_that_legacy_ddp_does_not_sum_would_be_seen() -> None:
+def test_gradients_that_legacy_ddp_does_not_sum_would_be_seen():
     want = accumulated_in_one_process(2)
     for got, _, _, norm in run_ranks(accumulated, 2, "legacy_ddp", 1, False, False):
         assert difference(got, want) > 0.1
         assert abs(norm / gradient_norm_of(want) - 1) > 0.1
 
 
-def test_legacy_ddp_in_bf16_is_ddp_in_bf16_to_the_bit() -> None:
+def test_legacy_ddp_in_bf16_is_ddp_in_bf16_to_the_bit():
     (want, *_), (got, *_) = (run_ranks(accumulated, 2, name, 1, True)[0] for name in ("ddp", "legacy_ddp"))
     assert all(torch.equal(got[name], want[name]) for name in want)
     assert 1e-4 < difference(got, accumulated_in_one_process(2)) < 0.1
 
 
-def refused(rank: int, world_size: int) -> None:
+def refused(rank, world_size):
     model, mesh = whole_model(), init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
     with pytest.raises(ValueError, match="applied to one rank alone, not 2"):
         shard_model(model, model.layers, mesh, bf16=False, strategy="legacy_ddp")
 
 
-def test_legacy_ddp_over_ranks_that_the_library_sums_over_too_is_refused() -> None:
+def test_legacy_ddp_over_ranks_that_the_library_sums_over_too_is_refused():
     run_ranks(refused, 2)
 
 
-def of(strategy: Strategy, copies: int = 1) -> DataParallelConfig:
+def of(strategy, copies=1):
     return DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
 
 
-def step(rank: int, world_size: int, tp: int, cp: int, config: DataParallelConfig) -> tuple[split.Step, float]:
+def step(rank, world_size, tp, cp, config):
     with distributed_mesh(split.mesh_config(tp, cp)) as mesh:
         model, found = split.split_step(mesh, split.config(), data_parallel=config)
         return found, gradient_norm(model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy)).item()
@@ -160,9 +153,7 @@ def step(rank: int, world_size: int, tp: int, cp: int, config: DataParallelConfi
 @pytest.mark.parametrize(
     ("ranks", "cp", "strategy", "copies"), [(8, 2, "zero3", 2), (4, 2, "zero1", 2), (4, 1, "legacy_ddp", 1)]
 )
-def test_with_tensor_parallelism_a_step_is_that_of_one_process(
-    ranks: int, cp: int, strategy: Strategy, copies: int
-) -> None:
+def test_with_tensor_parallelism_a_step_is_that_of_one_process(ranks, cp, strategy, copies):
     """The first on all dimensions: tp 2, in it 2 ranks that divide the weights, 2 copies."""
     want = split.whole_step(split.config())
     for got, norm in run_ranks(step, ranks, 2, cp, of(strategy, copies)):
@@ -170,7 +161,7 @@ def test_with_tensor_parallelism_a_step_is_that_of_one_process(
         assert norm == pytest.approx(gradient_norm_of(want.gradients), rel=1e-6)
 
 
-def test_a_checkpoint_goes_from_one_strategy_to_another_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_from_one_strategy_to_another_bit_for_bit(tmp_path):
     """From copies on tp 2 over zero3 and legacy_ddp to other copies, moments and all."""
     folders = [tmp_path / name for name in "abcd"]
     first = run_ranks(split.train_and_save, 8, folders[0], 2, 2, None, of("zero2", 2))[0]
@@ -193,10 +184,10 @@ def test_a_checkpoint_goes_from_one_strategy_to_another_bit_for_bit(tmp_path: Pa
         ),
     ],
 )
-def test_a_wrong_number_of_copies_is_named(settings: dict, words: str) -> None:
+def test_a_wrong_number_of_copies_is_named(settings, words):
     with pytest.raises(ValueError, match=words):
         DataParallelConfig(**settings)
 
 
-def test_fsdp_is_zero3() -> None:
+def test_fsdp_is_zero3():
     assert DataParallelConfig(data_parallel_sharding_strategy="fsdp").strategy == "zero3"

@@ -1,6 +1,5 @@
 """A user's run, shrunk, equals one process on its mesh; bugs planted there are found, and their module is named."""
 
-from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
@@ -15,13 +14,12 @@ from parity.samples import samples_of
 from parity.shrink import shrunk
 from tests.parity import bugs
 from tools.parity import configured
-from train.config.common import CommonConfig
 
 ROOT = Path(__file__).parents[2] / "configs"
 RING = "llama_tiny --context-parallel-method ring --context-parallel-size 3 --global-batch-size 2"
 LEGACY = "llama_tiny --data-parallel-sharding-strategy legacy_ddp"
 LABEL = (bugs.label_lost, "llama_tiny --global-batch-size 2", "batch: labels")
-BUGS: list[tuple[Callable[[], None], str, str]] = [
+BUGS = [
     (bugs.mask_shifted, "llama_tiny", "layers.0.attention.attend"),
     (bugs.window_ignored, "llama_tiny --window-size 99,0 --window-attn-skip-freq 2", "layers.0.attention.attend"),
     (bugs.no_sum_over_tp, "llama_tiny --tensor-model-parallel-size 2", "layers.0.attention"),
@@ -51,37 +49,37 @@ EQUAL = (
 )
 
 
-def asked(words: str) -> CommonConfig:
+def asked(words):
     name, *flags = words.split()
     return configured(ROOT / f"{name}.toml", flags)
 
 
-def check(bug: Callable[[], None], words: str, first: str) -> None:
+def check(bug, words, first):
     started = monotonic()
     found = compared(asked(words), sabotage=bug)
     assert report(found).startswith(f"differs first: {first}, by ")
     assert monotonic() - started < 300
 
 
-def test_a_lost_label_is_found() -> None:
+def test_a_lost_label_is_found():
     check(*LABEL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bug", "words", "first"), BUGS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_planted_bug_is_found_and_named(bug: Callable[[], None], words: str, first: str) -> None:
+def test_a_planted_bug_is_found_and_named(bug, words, first):
     check(bug, words, first)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", EQUAL)
-def test_a_run_of_every_kind_equals_one_process(words: str) -> None:
+def test_a_run_of_every_kind_equals_one_process(words):
     found = compared(asked(words))
     assert report(found).startswith("equal to one process"), report(found)
     assert {"gradient of layers.0", "grad_norm of step 2", "validation_loss of step 2"} <= {one.what for one in found}
 
 
-def test_samples_are_the_own_ones_thinned(default_data: Path) -> None:
+def test_samples_are_the_own_ones_thinned(default_data):
     """Every fourth token, with its label and the beginnings of documents since the one before."""
     flags = f"llama_tiny --data-path {default_data} --tokenizer-model {default_data}.model --reset-position-ids"
     whole = asked(flags + " --seq-length 512")
@@ -101,7 +99,7 @@ def test_samples_are_the_own_ones_thinned(default_data: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.toml")), ids=lambda path: path.stem)
-def test_every_configuration_is_shrunk_in_width_alone(path: Path) -> None:
+def test_every_configuration_is_shrunk_in_width_alone(path):
     if path.parent.name == "clusters":
         return
     whole = configured(path, [])

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -20,7 +19,7 @@ from parity import cases as parity_cases
 from parity import run as parity
 from parity.cases import chosen_cases, reference_of
 from parity.rank import Masked
-from parity.run import Row, Run, compare, main
+from parity.run import Row, compare, main
 from tests.parity import bugs
 from tests.starts import interruptible, wait_until
 from tools.common.cases import DIMENSIONS, Case
@@ -52,7 +51,7 @@ SLOW += [
 ]
 
 
-CONTROLS: tuple[tuple[Callable[[], None], str, Case], ...] = (
+CONTROLS = (
     (bugs.layer_not_reduced, "llama", Case(dp=2, mode="legacy_ddp")),
     (bugs.local_means, "llama", Case(dp=2)),
     (bugs.alike_shards, "llama", Case(dp=2)),
@@ -62,12 +61,12 @@ CONTROLS: tuple[tuple[Callable[[], None], str, Case], ...] = (
 )
 
 
-def trained(kind: str, case: Case, data: Path, sabotage: Callable[[], None] | None = None) -> Run:
+def trained(kind, case, data, sabotage=None):
     return parity.trained(kind, case, data, sabotage, iterations=STEPS)
 
 
 @pytest.fixture(scope="module")
-def reference(default_data: Path) -> Callable[[str], Run]:
+def reference(default_data):
     """One process of a kind of model, of softmax attention with plain SDPA."""
     return cache(lambda kind: trained(kind, reference_of(kind), default_data))
 
@@ -77,9 +76,7 @@ def reference(default_data: Path) -> Callable[[str], Run]:
     [*MESHES, *(pytest.param(*slow, marks=pytest.mark.slow) for slow in SLOW)],
     ids=lambda value: getattr(value, "title", value),
 )
-def test_a_mesh_trains_as_one_process_does(
-    kind: str, case: Case, default_data: Path, reference: Callable[[str], Run]
-) -> None:
+def test_a_mesh_trains_as_one_process_does(kind, case, default_data, reference):
     """Loss, first gradients, gradient norms and initial weights, with unequal numbers of valid tokens per rank."""
     row = compare(trained(kind, case, default_data), reference(kind))
     assert row.within, row.cells
@@ -87,9 +84,7 @@ def test_a_mesh_trains_as_one_process_does(
 
 
 @pytest.mark.parametrize(("bug", "kind", "case"), CONTROLS, ids=lambda value: getattr(value, "__name__", value))
-def test_what_is_broken_is_outside_of_the_bounds(
-    bug: Callable[[], None], kind: str, case: Case, default_data: Path, reference: Callable[[str], Run]
-) -> None:
+def test_what_is_broken_is_outside_of_the_bounds(bug, kind, case, default_data, reference):
     row = compare(trained(kind, case, default_data, bug), reference(kind))
     assert not row.within
     seen = {
@@ -103,12 +98,12 @@ def test_what_is_broken_is_outside_of_the_bounds(
     assert seen[bug], row.cells
 
 
-def test_every_combination_is_there() -> None:
+def test_every_combination_is_there():
     found = chosen_cases("llama")
     assert len(found) == len(set(found)) >= 40
     assert max(case.ranks for case in found) == 8
 
-    def has(**values: object) -> bool:
+    def has(**values):
         return any(all(getattr(case, name) == value for name, value in values.items()) for case in found)
 
     assert all(
@@ -135,12 +130,12 @@ def test_every_combination_is_there() -> None:
     assert any(case.loss_chunk for case in found)
 
 
-def test_ranks_hold_unequal_numbers_of_valid_tokens() -> None:
+def test_ranks_hold_unequal_numbers_of_valid_tokens():
     class Ones:
-        def __len__(self) -> int:
+        def __len__(self):
             return 8
 
-        def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        def __getitem__(self, index):
             return {"loss_mask": torch.ones(128)}
 
     masks = torch.stack([Masked(Ones())[index]["loss_mask"] for index in range(8)])
@@ -151,7 +146,7 @@ def test_ranks_hold_unequal_numbers_of_valid_tokens() -> None:
     assert Ones()[0]["loss_mask"].sum() == 128
 
 
-def test_a_row_outside_of_any_bound_is_marked() -> None:
+def test_a_row_outside_of_any_bound_is_marked():
     bounds = {"loss": parity.LOSS, "norm": parity.NORM, "gradients": parity.GRADIENTS}
     row = Row(**bounds, weights=1.0, same_start=True, memory_mb=1.0, seconds=1.0, copies_differ=())
     assert row.within
@@ -162,14 +157,12 @@ def test_a_row_outside_of_any_bound_is_marked() -> None:
     assert not replace(row, copies_differ=("x",)).within
 
 
-def test_the_command_writes_its_table_and_fails_where_a_row_is_outside(
-    default_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command_writes_its_table_and_fails_where_a_row_is_outside(default_data, tmp_path, monkeypatch, capsys):
     flags = ["--kind", "gpt", "--only", "pp 2", "--data", str(default_data), "--output", str(tmp_path / "x.md")]
     monkeypatch.setattr(parity_cases, "SOFTMAX", "pp=2 GPipe\n dp=2\n pp=2")
     honest = parity.trained
 
-    def broken(kind: str, case: Case, data: Path) -> Run:
+    def broken(kind, case, data):
         return honest(kind, case, data, bugs.samples_skipped if case == Case(pp=2) else None)
 
     monkeypatch.setattr(parity, "trained", broken)
@@ -186,7 +179,7 @@ def test_the_command_writes_its_table_and_fails_where_a_row_is_outside(
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_process_behind(told: signal.Signals, default_data: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_no_process_behind(told, default_data, tmp_path):
     """Ctrl-C reaches the terminal's foreground processes all at once; SIGTERM reaches make alone."""
     arguments = f"--data {default_data} --output {tmp_path / 'x.md'} --only dp --kind llama"
     command = ["make", "parity", f"PY={sys.executable}", f"ARGS={arguments}"]
@@ -205,7 +198,7 @@ def test_an_interrupted_run_leaves_no_process_behind(told: signal.Signals, defau
     assert not (tmp_path / "x.md").exists()
 
 
-def in_session(leader: int) -> list[int]:
+def in_session(leader):
     """Processes of a session that are alive."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):

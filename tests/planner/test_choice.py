@@ -1,7 +1,6 @@
 """The method and the layout that ``auto`` takes."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import tomli_w
@@ -16,17 +15,16 @@ from tests.planner.test_search import A100, config
 from tests.pretraining import pretrain
 from train.config import diffusion
 from train.config.derive import with_method
-from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config
 
 
-def hybrid(size: int, **fields: str) -> Config:
+def hybrid(size, **fields):
     model = ModelConfig(model_type="transnormer", num_attention_heads=4, softmax_every=2, vocab_size=512)
-    return replace(config(size), model=model, hybrid=HybridConfig(**fields))  # type: ignore[arg-type]
+    return replace(config(size), model=model, hybrid=HybridConfig(**fields))
 
 
-def test_a_layout_is_left_to_no_one() -> None:
+def test_a_layout_is_left_to_no_one():
     assert with_layout(config(4)) == config(4)  # no hybrid
     for size, fields in ((1, {}), (4, {"hybrid_softmax_method": "ulysses"}), (4, {})):
         chosen = with_layout(hybrid(size, **fields)).hybrid
@@ -37,9 +35,9 @@ def test_a_layout_is_left_to_no_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["transnormer", "linear_transformer"])
-def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kind: str, tmp_path: Path) -> None:
+def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kind, tmp_path):
     """A state to the next rank waits for all before it: one latency after the other; gathered they hide."""
-    model = ModelConfig(model_type=kind, hidden_size=512, num_attention_heads=8, vocab_size=512)  # type: ignore[arg-type]
+    model = ModelConfig(model_type=kind, hidden_size=512, num_attention_heads=8, vocab_size=512)
     linear = replace(config(16), model=model)
     assert {c.config.context.context_parallel_method for c in rank([linear], 16, A100).candidates} == {"lasp", "lasp2"}
     node = replace(load_cluster(CLUSTERS / "cpu.toml"), gpus_per_node=16, inside_gb_per_s=1e3)
@@ -53,7 +51,7 @@ def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kin
     assert chosen == ["lasp", "lasp2"]
 
 
-def test_a_diffusion_transformer_gets_what_is_planned_first_for_it() -> None:
+def test_a_diffusion_transformer_gets_what_is_planned_first_for_it():
     dit = replace(diffusion.load_config(CLUSTERS.parent / "dit_tiny.toml"), mesh=config(2).mesh)
     wanted = replace(dit, context=FullContextConfig(context_parallel_method="auto"))
     chosen = with_method(wanted, 2, CHOICES.method)
@@ -62,7 +60,7 @@ def test_a_diffusion_transformer_gets_what_is_planned_first_for_it() -> None:
     assert with_method(dit, 2, CHOICES.method) == dit
 
 
-def test_auto_says_why_it_finds_nothing(tmp_path: Path) -> None:
+def test_auto_says_why_it_finds_nothing(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.001 "))
     wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
@@ -71,7 +69,7 @@ def test_auto_says_why_it_finds_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["transnormer_tiny", "transnormer_hybrid_tiny"])
-def test_a_linear_run_with_auto_trains_by_states(name: str, default_data: Path, tmp_path: Path) -> None:
+def test_a_linear_run_with_auto_trains_by_states(name, default_data, tmp_path):
     flags = ("--context-parallel-size", "2", "--context-parallel-method", "auto", "--train-iters", "2")
     linear = ("--config", str(CLUSTERS.parent / f"{name}.toml"), "--num-query-groups", "none", "--num-layers", "4")
     assert len(pretrain(2, default_data, tmp_path / "run", *flags, *linear)) == 2

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import tomli_w
@@ -13,7 +12,7 @@ from planner.cluster import CLUSTERS, ClusterError, default_cluster, load_cluste
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path: Path) -> None:
+def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path):
     found = load_cluster(path)
     assert found.inside_gb_per_s >= found.between_gb_per_s
     assert found.node_gb_per_s == found.between_gb_per_s * (found.gpus_per_node if found.between_link == "rank" else 1)
@@ -38,7 +37,7 @@ def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path: Path
         ({"speed": 3}, "c.toml: unknown key speed; known are name, gpus_per_node"),
     ],
 )
-def test_what_is_no_cluster_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+def test_what_is_no_cluster_is_refused(tmp_path, change, message):
     values = asdict(load_cluster(CLUSTERS / "a100_pod.toml")) | change
     path = tmp_path / "c.toml"
     path.write_text(tomli_w.dumps({name: value for name, value in values.items() if value is not None}))
@@ -46,7 +45,7 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path, change: dict, message: st
         load_cluster(path)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(ClusterError, match=r"none.toml: cannot be read .*; name a file"):
         load_cluster(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("name = ")
@@ -57,7 +56,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         load_cluster(tmp_path / "pipe.toml")
 
 
-def test_the_device_decides_where_no_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_decides_where_no_file_does(monkeypatch):
     assert default_cluster("cpu") == load_cluster(CLUSTERS / "cpu.toml")
     for name, wanted in (
         ("NVIDIA A100-SXM4-80GB", "a100_pod"),

@@ -1,7 +1,6 @@
 """Typical documents, drawn from stated lengths or from data, and the methods that are chosen for them."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +14,15 @@ from planner.search import rank
 from runtime.errors import DataError
 from tests.data.text.corpora import write_documents
 from tests.planner.test_search import config
-from train.config.entries import Config
 
 
-def packed(size: int = 4, data_path: tuple[str, ...] = (), **fields: int) -> Config:
+def packed(size=4, data_path=(), **fields):
     found = config(size)
     data = DataConfig(data_path=data_path, reset_attention_mask=True, reset_position_ids=True)
     return replace(found, data=data, train=replace(found.train, **fields))
 
 
-def test_a_micro_batch_s_documents_have_the_stated_lengths_and_end_with_samples() -> None:
+def test_a_micro_batch_s_documents_have_the_stated_lengths_and_end_with_samples():
     found = typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
     assert found is not None
     assert found[0] == 0
@@ -36,17 +34,17 @@ def test_a_micro_batch_s_documents_have_the_stated_lengths_and_end_with_samples(
     assert typical_documents(config(4), (40, 90)) is None
 
 
-def test_lengths_are_those_of_the_data_by_weight(tmp_path: Path) -> None:
+def test_lengths_are_those_of_the_data_by_weight(tmp_path):
     short = write_documents(tmp_path / "short", [[1] * 10] * 50)
     long = write_documents(tmp_path / "long", [[1] * 400] * 5)
     found = typical_documents(packed(data_path=("0.9", short, "0.1", long), seq_length=40000))
-    lengths = np.diff(found)  # type: ignore[arg-type]
+    lengths = np.diff(found)
     assert lengths[lengths == 10].sum() / 40000 == pytest.approx(0.9, abs=0.05)
-    by_size = np.diff(typical_documents(packed(data_path=(short, long), seq_length=40000)))  # type: ignore[arg-type]
+    by_size = np.diff(typical_documents(packed(data_path=(short, long), seq_length=40000)))
     assert by_size[by_size == 10].sum() / 40000 == pytest.approx(0.2, abs=0.08)
 
 
-def test_unknown_lengths_are_refused(tmp_path: Path) -> None:
+def test_unknown_lengths_are_refused(tmp_path):
     with pytest.raises(DocumentsError, match="--document-lengths"):
         typical_documents(packed())
     with pytest.raises(DocumentsError, match="document_lengths has 0"):
@@ -55,7 +53,7 @@ def test_unknown_lengths_are_refused(tmp_path: Path) -> None:
         typical_documents(packed(data_path=(str(tmp_path / "none"),)))
 
 
-def test_an_exchange_is_chosen_for_packed_documents_over_nodes_and_offered_for_nothing_else() -> None:
+def test_an_exchange_is_chosen_for_packed_documents_over_nodes_and_offered_for_nothing_else():
     cluster = replace(load_cluster("configs/clusters/h100_pod.toml"), gpus_per_node=4)
     asked = packed(16, seq_length=131072)
     found = rank([asked], 16, cluster, (300, 2000, 20000)).candidates
@@ -65,9 +63,7 @@ def test_an_exchange_is_chosen_for_packed_documents_over_nodes_and_offered_for_n
     assert "exchange" not in {c.config.context.context_parallel_method for c in rank([whole], 16, cluster).candidates}
 
 
-def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_whose_documents_attend_to_most(
-    default_data: Path, tmp_path: Path
-) -> None:
+def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_whose_documents_attend_to_most(default_data, tmp_path):
     tokenizer = load_tokenizer(f"{default_data}.model")
     own = [[tokenizer.eod + 1] * (length - 1) + [tokenizer.eod] for length in (100, 100, 100, 1900) * 20]
     mixed = write_documents(tmp_path / "mixed", own)

@@ -5,7 +5,6 @@ import shlex
 import time
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,13 +26,13 @@ FILES = [path for path in sorted((ROOT / "configs").rglob("*.toml")) if path.par
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def alone(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)  # where no data are
 
 
-def run(path: Path, *flags: str) -> None:
+def run(path, *flags):
     """Dry-run a configuration by the entry that takes it; one without a vocabulary has one of 1,000 entries."""
     text = path.read_text()
     entry = pretrain_dit if "latent_shape" in text or "digits" in text else pretrain_gpt
@@ -41,7 +40,7 @@ def run(path: Path, *flags: str) -> None:
     entry.main(["--config", str(path), "--dry-run", *vocabulary, *flags])
 
 
-def test_the_report_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_and_the_commands(capsys):
     run(ROOT / "configs" / "llama_tiny.toml", "--world-size", "8", "--context-parallel-size", "4", "--bf16", *H100)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("dry run of 8 processes on H100 80GB pod")
@@ -55,9 +54,7 @@ def test_the_report_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[-1] == f"or: python -m slurm.submit --cluster {H100[1]} --nodes 1 {command}"
 
 
-def test_it_says_which_rank_it_runs_and_what_is_not_here(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys, monkeypatch):
     flags = "--num-layers 2 --pipeline-model-parallel-size 2 --vocab-size 64 --global-batch-size 2"
     monkeypatch.setattr(progress, "LOGS", -1.0)  # every look is told
     pretrain_gpt.main(["--dry-run", *flags.split()])
@@ -72,7 +69,7 @@ def test_it_says_which_rank_it_runs_and_what_is_not_here(
         pretrain_gpt.main(["--config", str(TINY), "--dry-run"])
 
 
-def test_the_command_that_starts_the_run_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_that_starts_the_run_is_whole(capsys):
     flags = "--num-layers 2 --vocab-size 64 --world-size 8"
     pretrain_gpt.main(["--dry-run", *flags.split(), "--bf16", *H100])
     lines = capsys.readouterr().out.splitlines()
@@ -86,9 +83,7 @@ def test_the_command_that_starts_the_run_is_whole(capsys: pytest.CaptureFixture[
         assert not config.dry.dry_run
 
 
-def test_the_commands_name_the_cluster_that_auto_chooses_for_and_submit_takes_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_commands_name_the_cluster_that_auto_chooses_for_and_submit_takes_them(capsys):
     size = ["--world-size", "8", "--context-parallel-size", "4", "--bf16", "--global-batch-size", "64"]
     run(TINY, *size, "--context-parallel-method", "auto", "--save", "none", *H100)
     start, by_slurm = (shlex.split(line) for line in capsys.readouterr().out.splitlines()[-2:])
@@ -98,11 +93,11 @@ def test_the_commands_name_the_cluster_that_auto_chooses_for_and_submit_takes_th
     assert submit.main(["--dry-run", *by_slurm[4:]]) == 0
 
 
-def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
     """After the whole report; what fits has its verdict there."""
     flags = ["--dry-run", "--config", str(TINY), "--vocab-size", "64", "--context-parallel-size", "1", "--bf16"]
 
-    def verdict(**limits: float) -> tuple[int, str, str]:
+    def verdict(**limits):
         text = Path(H100[1]).read_text()
         for name, value in limits.items():
             text = re.sub(rf"^{name} = \S+", f"{name} = {value}", text, flags=re.M)
@@ -140,13 +135,13 @@ def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys: pytest.CaptureF
         (("--cluster", "none.toml"), "none.toml: cannot be read"),
     ],
 )
-def test_what_a_run_would_be_refused_for(flags: tuple[str, ...], said: str) -> None:
+def test_what_a_run_would_be_refused_for(flags, said):
     with pytest.raises(UserError, match=re.escape(said)) as error:
         run(ROOT / "configs" / "llama_tiny.toml", *flags)
     assert "\n" not in str(error.value)
 
 
-def test_a_number_of_processes_is_for_a_dry_run_and_a_dry_run_for_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_processes_is_for_a_dry_run_and_a_dry_run_for_no_launcher(monkeypatch):
     with pytest.raises(ConfigError, match="world_size is 8 without dry_run"):
         pretrain_gpt.main(["--world-size", "8"])
     monkeypatch.setenv("RANK", "0")
@@ -154,15 +149,15 @@ def test_a_number_of_processes_is_for_a_dry_run_and_a_dry_run_for_no_launcher(mo
         pretrain_gpt.main(["--dry-run"])
 
 
-def at_size(path: Path) -> tuple[str, ...]:
+def at_size(path):
     return () if "tiny" in path.stem else ("--bf16", *H100)
 
 
-def settings(path: Path) -> dict[str, Any]:
+def settings(path):
     return {name: value for part in tomllib.loads(path.read_text()).values() for name, value in part.items()}
 
 
-def one_of_a_kind() -> list[Path]:
+def one_of_a_kind():
     """Return the first configuration of each model with each method of context parallelism and kind of tuning."""
     kinds = {}
     for path in FILES:
@@ -174,7 +169,7 @@ def one_of_a_kind() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", one_of_a_kind(), ids=lambda path: path.stem)
-def test_every_kind_of_configuration_on_its_mesh(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_configuration_on_its_mesh(path, capsys):
     """With a layer a stage, and sequences of 4,096 tokens at most."""
     given = settings(path)
     layers = max(given.get("pipeline_model_parallel_size", 1), given.get("softmax_every", 1))
@@ -185,7 +180,7 @@ def test_every_kind_of_configuration_on_its_mesh(path: Path, capsys: pytest.Capt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_configuration_at_its_size(path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_configuration_at_its_size(path, capsys, tmp_path):
     """Some give a shape alone, which no 80 GB hold before recomputation."""
     large = tmp_path / "large.toml"
     large.write_text(Path(H100[1]).read_text().replace("\nmemory_gb = 80", "\nmemory_gb = 1000"))
@@ -194,7 +189,7 @@ def test_every_configuration_at_its_size(path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_70b_on_512_gpus_takes_less_than_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+def test_70b_on_512_gpus_takes_less_than_a_minute(capsys):
     began = time.process_time()  # of this process, whatever else the machine does
     run(ROOT / "configs" / "llama2_70b.toml", "--world-size", "512", *H100)
     seconds = time.process_time() - began

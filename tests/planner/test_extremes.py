@@ -15,7 +15,6 @@ from planner.search import Weighed, arrangements, bytes_needed, candidates_of, f
 from runtime.errors import UserError
 from tests.planner.test_search import A100
 from tests.planner.test_search import config as small
-from train.config.entries import Config
 from train.config.language import load_config
 
 H100 = load_cluster(CLUSTERS / "h100_pod.toml")
@@ -24,19 +23,19 @@ CONFIG = load_config("configs/llama3_8b.toml")
 
 
 @pytest.fixture
-def config() -> Config:
+def config():
     """Half a billion parameters."""
     return replace(CONFIG, model=replace(CONFIG.model, num_layers=4, hidden_size=2048, ffn_hidden_size=4096))
 
 
-def test_the_longest_sequence_fits_and_a_longer_one_does_not(config: Config) -> None:
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(config):
     found = longest(config, 4, SMALL)
     assert found % STEP == 0
     assert fits(of_length(config, found), 4, SMALL)
     assert not fits(of_length(config, found + found // PRECISION + STEP), 4, SMALL)
 
 
-def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config: Config) -> None:
+def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config):
     found = longest(config, 4, SMALL)
     at = of_length(config, found)
     every = [
@@ -51,7 +50,7 @@ def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config: Confi
     assert not rank(list(arrangements(beyond, 4)), 4, SMALL, vary=least_memory).candidates
 
 
-def test_moments_go_to_host_memory_where_nothing_else_fits(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_go_to_host_memory_where_nothing_else_fits(config, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("planner.levers.MOMENTS", replace(levers.MOMENTS, values=lambda *_: [(False,)]))
         kept = longest(config, 4, SMALL)
@@ -64,7 +63,7 @@ def test_moments_go_to_host_memory_where_nothing_else_fits(config: Config, monke
         assert one.prediction.seconds["optimizer offload"] > 0
 
 
-def test_the_fewest_processes_hold_it_and_fewer_do_not(config: Config) -> None:
+def test_the_fewest_processes_hold_it_and_fewer_do_not(config):
     for tokens in (16 * STEP, 512 * STEP, 4096 * STEP):
         at = of_length(config, tokens)
         found = fewest(at, SMALL)
@@ -74,13 +73,13 @@ def test_the_fewest_processes_hold_it_and_fewer_do_not(config: Config) -> None:
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 63, 64, 100, 1000])
-def test_the_last_number_is_found(last: int) -> None:
+def test_the_last_number_is_found(last):
     assert _last(lambda n: n <= last, 1, 5000, exact=True) == last
     assert last - last // PRECISION <= _last(lambda n: n <= last, 1, 5000) <= last
     assert _last(lambda n: True, 1, 700, exact=True) == 700
 
 
-def test_what_fits_nowhere_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_nowhere_is_refused(config, monkeypatch):
     with pytest.raises(UserError, match="memory_gb of H100 80GB pod is 1 and the smallest of"):
         longest(config, 2, replace(SMALL, memory_gb=1))
     monkeypatch.setattr("planner.extremes.MOST_PROCESSES", 64)
@@ -90,20 +89,20 @@ def test_what_fits_nowhere_is_refused(config: Config, monkeypatch: pytest.Monkey
         fewest(of_length(config, 1 << 20), replace(SMALL, memory_gb=0.01))
 
 
-def test_what_is_no_matter_of_memory_is_said(config: Config) -> None:
+def test_what_is_no_matter_of_memory_is_said(config):
     batch = replace(config, train=replace(config.train, micro_batch_size=3, global_batch_size=4))
     with pytest.raises(UserError, match="global_batch_size is 4, not a multiple of micro_batch_size 3"):
         longest(batch, 8, SMALL)
 
 
-def test_a_node_of_six_is_tried_whole(config: Config) -> None:
+def test_a_node_of_six_is_tried_whole(config):
     six = replace(SMALL, gpus_per_node=6)
     at = of_length(config, longest(config, 6, six))
     assert not fits(at, 4, six)
     assert fewest(at, six) == 6
 
 
-def test_every_policy_is_tried_with_chunks_and_in_host_memory() -> None:
+def test_every_policy_is_tried_with_chunks_and_in_host_memory():
     asked = replace(CONFIG, recompute=RecomputeConfig(ffn_chunk_size=100))
     found = [one.recompute for one in settings(asked, H100) if one.data_parallel == asked.data_parallel]
     assert len(found) == len(set(found)) == 2 * 3 + 2 * 2  # loss in chunks or not; what none keeps is not moved
@@ -113,7 +112,7 @@ def test_every_policy_is_tried_with_chunks_and_in_host_memory() -> None:
     assert all(one.recompute.ffn_chunk_size and one.recompute.loss_chunk_size for one in least_memory(CONFIG, H100))
 
 
-def test_what_the_host_cannot_hold_is_told_as_that(config: Config) -> None:
+def test_what_the_host_cannot_hold_is_told_as_that(config):
     at = of_length(replace(config, mesh=replace(config.mesh, context_parallel_size=4)), 1024 * STEP)
     *_, moved = least_memory(at, SMALL)
     assert moved.recompute.recompute_offload
@@ -132,12 +131,12 @@ def test_what_the_host_cannot_hold_is_told_as_that(config: Config) -> None:
     assert said.endswith("use more processes or a lower seq_length, or leave recompute_offload out")
 
 
-def test_what_was_tried_is_not_advised_and_not_tried_twice(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_tried_is_not_advised_and_not_tried_twice(config, monkeypatch):
     small = replace(SMALL, memory_gb=0.01)
     as_given = nothing_left(rank([config], 8, small), small)
     assert "more processes, loss_chunk_size, ffn_chunk_size, recompute_granularity, recompute_offload, opt" in as_given
     assert "offload" not in nothing_left(rank([config], 8, nowhere := replace(small, host_gb_per_s=0.0)), nowhere)
-    asked: list[Config] = []
+    asked = []
     monkeypatch.setattr("planner.search.weigh", lambda one, *_: asked.append(one) or Weighed(one, 1e12, 0.0))
     for vary in (least_memory, settings):
         asked.clear()
@@ -147,7 +146,7 @@ def test_what_was_tried_is_not_advised_and_not_tried_twice(config: Config, monke
         assert not any(one in asked[:place] for place, one in enumerate(asked))
 
 
-def run_of(size: int, method: str) -> Config:
+def run_of(size, method):
     """Return a small model's run on long sequences, whose heads are wide."""
     one = small(size, heads=32, groups=32)
     context = replace(one.context, context_parallel_method=method)
@@ -159,7 +158,7 @@ def run_of(size: int, method: str) -> Config:
     )
 
 
-def test_the_last_change_fits_with_heads_in_stages() -> None:
+def test_the_last_change_fits_with_heads_in_stages():
     one = run_of(2, "ulysses")
     least = min(found.prediction.bytes for found in rank([one], 2, A100, vary=least_memory).candidates)
     short = replace(A100, memory_gb=0.999 * least / 1e9)
@@ -170,7 +169,7 @@ def test_the_last_change_fits_with_heads_in_stages() -> None:
 
 
 @pytest.mark.parametrize("method", ["none", "zigzag"])
-def test_one_process_keeps_its_method(method: str) -> None:
+def test_one_process_keeps_its_method(method):
     one = run_of(1, method)
     whole = bytes_needed(one, 1, A100, None)
     assert whole == bytes_needed(run_of(1, "striped"), 1, A100, None)
@@ -193,7 +192,7 @@ LARGER, AGAIN = "--context-parallel-size 16 --global-batch-size 2", "--recompute
         (16, 30, [AGAIN, "--recompute-offload"]),
     ],
 )
-def test_levers_are_pulled_in_the_order_of_the_page(size: int, memory_gb: float, flags: list[str]) -> None:
+def test_levers_are_pulled_in_the_order_of_the_page(size, memory_gb, flags):
     """LLaMA 2 13B on 524,288 tokens and 16 A100."""
     one, cluster = load_config("configs/llama2_13b.toml"), load_cluster(CLUSTERS / "a100_pod.toml")
     one = replace(one, train=replace(one.train, seq_length=1 << 19, bf16=True))

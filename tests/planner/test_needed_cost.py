@@ -1,17 +1,15 @@
 """Costs of an attention of which only the rows needed travel: bytes as the plan counts them, and what wins where."""
 
-from typing import Any
-
 import pytest
 
-from parallel.context import Plan, make_plan
+from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import AttentionCost, needed_of_all, slots
 from planner.cluster import load_cluster
 from tests.parallel.context.arcs.packings import filled, lognormal
 
 H100 = "configs/clusters/h100_pod.toml"
-CASES: list[tuple[str, dict[str, Any]]] = [
+CASES = [
     ("zigzag", {}),
     ("striped", {}),
     ("double_ring", {"ranks_per_node": 4}),
@@ -22,12 +20,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def packed(method: str, tokens: int, size: int, **options: Any) -> Plan:
+def packed(method, tokens, size, **options):
     return make_plan(method, seq_len=tokens, size=size, documents=filled(lognormal, tokens, 0), **options)
 
 
 @pytest.mark.parametrize(("method", "options"), CASES)
-def test_all_ranks_bytes_are_the_plan_s(method: str, options: dict[str, Any]) -> None:
+def test_all_ranks_bytes_are_the_plan_s(method, options):
     plan = packed(method, 4096, 8, **options)
     heads = {"heads": 8, "kv_heads": 4, "head_dim": 16, "element_size": 2}
     of = sizes(plan.geometry, 1, *heads.values())
@@ -37,17 +35,17 @@ def test_all_ranks_bytes_are_the_plan_s(method: str, options: dict[str, Any]) ->
         between = sum(traffic.between_nodes(rank, 4) for rank, traffic in enumerate(sent))
         assert needed_of_all(plan, of, moves, 4) == (sum(traffic.total for traffic in sent) - between, between)
         found = slots(plan, of, "kv", gradients=gradients)
-        apart = [(slot.size[slot.ranks != slot.peers]).sum() for slot in found]  # type: ignore[index]
+        apart = [(slot.size[slot.ranks != slot.peers]).sum() for slot in found]
         assert sum(apart) == pytest.approx(sum(traffic.p2p.total() for traffic in sent))
 
 
-def seconds(method: str, tokens: int, size: int, **options: Any) -> float:
+def seconds(method, tokens, size, **options):
     plan = packed(method, tokens, size, **options)
     cost = AttentionCost(plan, sizes(plan.geometry, 1, 32, 8, 128, 2), load_cluster(H100))
     return cost.forward() + cost.backward()
 
 
-def test_an_exchange_is_predicted_to_win_between_nodes_and_not_to_lose_inside_one() -> None:
+def test_an_exchange_is_predicted_to_win_between_nodes_and_not_to_lose_inside_one():
     """128K log-normal tokens on 32 ranks in nodes of 8, and on 8 ranks of one."""
     exchange = seconds("exchange", 131072, 32, ranks_per_node=8)
     assert exchange < seconds("exchange", 131072, 32)

@@ -1,24 +1,19 @@
 """A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in test_dry_run.py."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from torch import Tensor
 
 import pretrain_gpt
 from bench.memory import measured
-from parallel.mesh import Mesh
 from planner import recorder
-from planner.recorder import BETWEEN, INSIDE, Recorder, Rehearsal
+from planner.recorder import BETWEEN, INSIDE, Recorder
 from planner.rehearsal import rehearse
 from runtime import tensors
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from train.assemble import Run
-from train.config.entries import Config
 from train.config.language import parse_args
 
 MODEL = (
@@ -40,14 +35,14 @@ SMALL = (
 )
 
 
-def broken(change: Callable[[Tensor], Tensor]) -> Callable[[Config, Mesh], Any]:
+def broken(change):
     """Build as the entry does, with the last layer's output changed."""
 
-    def build(config: Config, mesh: Mesh) -> Run[Config]:
+    def build(config, mesh):
         run = pretrain_gpt.resolve(config, mesh)
 
-        def changed() -> Any:
-            model: Any = run.build()
+        def changed():
+            model = run.build()
             for layer in model.layers:
                 layer.register_forward_hook(lambda module, inputs, out: change(out))
             return model
@@ -57,7 +52,7 @@ def broken(change: Callable[[Tensor], Tensor]) -> Callable[[Config, Mesh], Any]:
     return build
 
 
-def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch):
     monkeypatch.setattr(tensors, "generator_of", None)  # no number is drawn
     config = parse_args(SMALL)
     found = rehearse(config, pretrain_gpt.resolve, 0, 4, per_node=2)
@@ -73,7 +68,7 @@ def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch: pytest.Mo
         rehearse(config, broken(lambda x: x[..., 1:]), 2, 4, per_node=2)
 
 
-def test_documents_decide_what_an_exchange_receives() -> None:
+def test_documents_decide_what_an_exchange_receives():
     flags = "--context-parallel-size 4 --context-parallel-method exchange --recompute-granularity full"
     config = parse_args([*MODEL, *flags.split(), "--reset-attention-mask", "--num-layers", "1", "--vocab-size", "64"])
     one, many = (
@@ -82,7 +77,7 @@ def test_documents_decide_what_an_exchange_receives() -> None:
     assert many < 0.97 * one
 
 
-def test_for_a_gpu_norms_keep_what_its_kernel_keeps() -> None:
+def test_for_a_gpu_norms_keep_what_its_kernel_keeps():
     flags = "--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --device cpu"
     flags += " --micro-batch-size 1 --global-batch-size 1 --vocab-size 8192"  # logits are at the peak
     config = parse_args(flags.split())
@@ -93,7 +88,7 @@ def test_for_a_gpu_norms_keep_what_its_kernel_keeps() -> None:
     assert found["cpu"]["activations"] > 1.2 * kept
 
 
-def test_what_is_in_host_memory_is_not_on_the_device() -> None:
+def test_what_is_in_host_memory_is_not_on_the_device():
     """Of 4 layers a stage, 2 micro-batches in flight, the inputs of 2 layers are on the device: those of 6 are not."""
     flags = "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64"
     config = parse_args([*MODEL, *flags.split(), "--num-layers", "8", "--vocab-size", "64"])
@@ -105,12 +100,12 @@ def test_what_is_in_host_memory_is_not_on_the_device() -> None:
     assert rehearse(shorter, pretrain_gpt.resolve, 0, 2, 2).host == less.host, "torch pins powers of two"
 
 
-def test_in_a_zero_bubble_gradients_wait_for_the_weights() -> None:
+def test_in_a_zero_bubble_gradients_wait_for_the_weights():
     """Against the same stages with whole backwards; more rounds of micro-batches than it runs change nothing."""
     flags = [*SMALL, "--vocab-size", "1024", "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
     flags += ["--data-parallel-sharding-strategy", "zero1", "--pipeline-schedule"]
 
-    def taken(schedule: str, batch: int) -> Rehearsal:
+    def taken(schedule, batch):
         config = parse_args([*flags, schedule, "--global-batch-size", str(batch)])
         return rehearse(config, pretrain_gpt.resolve, 2, 4, per_node=2)
 
@@ -122,7 +117,7 @@ def test_in_a_zero_bubble_gradients_wait_for_the_weights() -> None:
     assert split.sent[BETWEEN] == whole.sent[BETWEEN]
 
 
-def test_moments_in_host_memory_are_not_on_the_device_either() -> None:
+def test_moments_in_host_memory_are_not_on_the_device_either():
     config = parse_args([*MODEL, "--vocab-size", "64", "--device", "cpu"])
     moved = replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
     kept, less = (rehearse(one, pretrain_gpt.resolve, 0, 1, 1) for one in (config, moved))
@@ -134,7 +129,7 @@ def test_moments_in_host_memory_are_not_on_the_device_either() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:
+def test_memory_is_that_of_eight_real_processes(mesh):
     flags = [*MODEL, *MESHES[mesh].split()]
     config, real = parse_args(flags), [one["bytes"] for one in run_ranks(measured, 8, " ".join(flags))]
     for rank in (0, 4):
@@ -153,7 +148,7 @@ def test_memory_is_that_of_eight_real_processes(mesh: str) -> None:
         "--context-parallel-size 8 --lora-rank 4 --bf16",
     ],
 )
-def test_what_no_other_test_rehearses(flags: str) -> None:
+def test_what_no_other_test_rehearses(flags):
     """Methods, tensor parallelism and pipelines are in test_step_memory.py."""
     config = parse_args([*MODEL, *flags.split()])
     found = rehearse(config, pretrain_gpt.resolve, 0, 8, per_node=4)
@@ -161,7 +156,7 @@ def test_what_no_other_test_rehearses(flags: str) -> None:
     assert found.sent[INSIDE] + found.sent[BETWEEN] > 0
 
 
-def test_a_norm_without_a_weight_is_rehearsed_for_a_gpu() -> None:
+def test_a_norm_without_a_weight_is_rehearsed_for_a_gpu():
     flags = (*MODEL, "--model-type", "transnormer", "--device", "cuda", "--bf16")
     assert rehearse(parse_args(flags), pretrain_gpt.resolve, 0, 1, 1).bytes > 0
 
@@ -175,19 +170,19 @@ def test_a_norm_without_a_weight_is_rehearsed_for_a_gpu() -> None:
         "--window-attn-skip-freq 2",
     ],
 )
-def test_attention_that_is_told_again_is_as_if_it_ran(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_is_told_again_is_as_if_it_ran(flags, monkeypatch):
     config = parse_args([*MODEL, "--context-parallel-size", "4", "--vocab-size", "64", *flags.split()])
-    ran: list[Counter[str]] = []
+    ran = []
     code = Recorder._by_its_code
 
-    def counted(self: Recorder, func: Any, own: Callable[..., Any], *rest: Any) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
+    def counted(self, func, own, *rest):
+        def called(*args, **kwargs):
             ran[-1][func.name()] += 1
             return own(*args, **kwargs)
 
         return code(self, func, called, *rest)
 
-    def found() -> Rehearsal:
+    def found():
         ran.append(Counter())
         return rehearse(config, pretrain_gpt.resolve, 3, 4, per_node=2)
 

@@ -1,6 +1,5 @@
 """Other processes than a mesh is for: what is chosen for them, and what is refused."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ from planner import choice
 from planner.choice import divided, fitted_to_world, rearranged
 from planner.cluster import CLUSTERS
 from runtime.errors import UserError
-from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import parse_args, validate
 
@@ -18,22 +16,22 @@ FLAGS += " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 
 
 
 @pytest.fixture(autouse=True)
-def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def tokenizer(monkeypatch):
     monkeypatch.setattr(choice, "tokenizer_of", lambda config: SimpleNamespace(vocab_size=512))
 
 
-def config(*more: str) -> Config:
+def config(*more):
     return parse_args([*FLAGS.split(), *more])
 
 
-def yielded(asked: Config, processes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Config]:
+def yielded(asked, processes, monkeypatch):
     monkeypatch.setattr(choice, "launched_world_size", lambda: processes)
     with fitted_to_world(asked, validate) as found:
         return found
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
-def test_every_number_of_processes_keeps_the_batch_and_the_method(method: str) -> None:
+def test_every_number_of_processes_keeps_the_batch_and_the_method(method):
     asked = config("--context-parallel-method", method, "--data-parallel-sharding-strategy", "zero1")
     for processes in (1, 2, 4, 8):
         found, why = rearranged(asked, processes)
@@ -49,7 +47,7 @@ def test_every_number_of_processes_keeps_the_batch_and_the_method(method: str) -
         assert why.startswith("predicted to take ")
 
 
-def test_each_mesh_has_its_largest_micro_batch_and_a_pipeline_smaller_ones_too() -> None:
+def test_each_mesh_has_its_largest_micro_batch_and_a_pipeline_smaller_ones_too():
     found = [(one.mesh.pipeline_model_parallel_size, one.train.micro_batch_size) for one in divided(config(), 2)]
     assert sorted(found) == [(1, 2), (1, 2), (1, 2), (2, 1), (2, 2)]
     asked = config("--micro-batch-size", "4", "--global-batch-size", "12")
@@ -57,7 +55,7 @@ def test_each_mesh_has_its_largest_micro_batch_and_a_pipeline_smaller_ones_too()
     assert [one.train.micro_batch_size for one in data] == [2], "2 divides 4 and the 12 / 6 of a rank"
 
 
-def test_sharding_gives_way_where_memory_is_short(tmp_path: Path) -> None:
+def test_sharding_gives_way_where_memory_is_short(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.0045 "))
     flags = ("--data-parallel-sharding-strategy", "ddp", "--allow-resize", "--cluster", str(path))
@@ -69,7 +67,7 @@ def test_sharding_gives_way_where_memory_is_short(tmp_path: Path) -> None:
         rearranged(config(*flags), 2)
 
 
-def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch):
     """Two copies of the optimizer's shards, and 3 processes."""
     asked = config("--full-world-size", "8", "--num-distributed-optimizer-instances", "2")
     line = r"^allow_resize is set, and no mesh of 3 processes suits the model and keeps global_batch_size 4 of the run "
@@ -80,7 +78,7 @@ def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch: pytest.M
         rearranged(asked, 3)
 
 
-def test_without_the_flag_the_refusal_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_flag_the_refusal_names_it(tmp_path, monkeypatch):
     (tmp_path / "config.toml").write_text("[mesh]\nfull_world_size = 4\n")
     hint = r"^context_parallel_size is 2, which does not divide the 3 .*; or give --allow-resize: the run is for 4 "
     with pytest.raises(ConfigError, match=hint):
@@ -96,7 +94,7 @@ def test_without_the_flag_the_refusal_names_it(tmp_path: Path, monkeypatch: pyte
         assert "allow-resize" not in str(refused.value)
 
 
-def test_without_the_flag_the_sizes_are_for_the_processes_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_flag_the_sizes_are_for_the_processes_here(tmp_path, monkeypatch):
     (tmp_path / "config.toml").write_text("[mesh]\nfull_world_size = 4\n")
     asked = config("--load", str(tmp_path))
     found, written = yielded(asked, 2, monkeypatch)
@@ -104,14 +102,14 @@ def test_without_the_flag_the_sizes_are_for_the_processes_here(tmp_path: Path, m
     assert written.mesh.full_world_size == 2
 
 
-def test_the_number_of_processes_must_fit_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_processes_must_fit_the_sizes(monkeypatch):
     with pytest.raises(ConfigError, match="context_parallel_size is 2, which does not divide the 3 processes"):
         yielded(config("--allow-resize", "--full-world-size", "3"), 1, monkeypatch)
     with pytest.raises(UserError, match="full_world_size is 0; it must be 1 or more"):
         config("--full-world-size", "0")
 
 
-def test_a_cluster_may_be_named_for_it() -> None:
+def test_a_cluster_may_be_named_for_it():
     named = ("--cluster", str(CLUSTERS / "cpu.toml"))
     validate(config(*named, "--allow-resize"), 2)
     with pytest.raises(UserError, match="which leaves nothing to choose; leave it out, use method auto, or give"):

@@ -1,7 +1,6 @@
 """What the planner enumerates, refuses and takes, and the method auto of a real run."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,14 +17,14 @@ from train.config.sizes import validate_sizes
 A100 = load_cluster(CLUSTERS / "wallfacer_a100_8.toml")
 
 
-def config(size: int, heads: int = 8, groups: int = 8) -> Config:
+def config(size, heads=8, groups=8):
     model = ModelConfig(hidden_size=512, num_attention_heads=heads, num_query_groups=groups, vocab_size=512)
     return Config(
         model=model, mesh=MeshConfig(context_parallel_size=size), train=TrainConfig(seq_length=4096, bf16=True)
     )
 
 
-def test_every_method_team_degree_and_placement_is_there_once() -> None:
+def test_every_method_team_degree_and_placement_is_there_once():
     found = list(contexts(config(16), 8))
     assert len(found) == len(set(found))
     methods = {context.context_parallel_method for context in found}
@@ -42,7 +41,7 @@ def test_every_method_team_degree_and_placement_is_there_once() -> None:
     assert all(c.context_parallel_ranks_per_node == 8 for c in found if c.context_parallel_method == "double_ring")
 
 
-def test_heads_come_in_stages_only_where_nothing_else_fits() -> None:
+def test_heads_come_in_stages_only_where_nothing_else_fits():
     long = config(4, heads=32, groups=32)
     long = replace(long, train=replace(long.train, seq_length=2**18), model=replace(long.model, kv_channels=128))
     roomy = rank([long], 4, A100).candidates
@@ -56,13 +55,13 @@ def test_heads_come_in_stages_only_where_nothing_else_fits() -> None:
         validate_sizes(one.config, 4)
 
 
-def test_one_rank_and_linear_attention_leave_nothing_to_choose() -> None:
+def test_one_rank_and_linear_attention_leave_nothing_to_choose():
     assert len(list(contexts(config(1), 8))) == 1
     linear = replace(config(1), model=ModelConfig(model_type="transnormer", vocab_size=512))
     assert len(list(contexts(linear, 8))) == 1
 
 
-def test_what_cannot_be_is_refused_with_its_reason_and_what_is_large_set_aside() -> None:
+def test_what_cannot_be_is_refused_with_its_reason_and_what_is_large_set_aside():
     found = rank([config(16, heads=4, groups=4)], 16, A100)
     assert found.refused
     assert all("ulysses_degree is" in reason for reason in found.refused)
@@ -74,13 +73,13 @@ def test_what_cannot_be_is_refused_with_its_reason_and_what_is_large_set_aside()
     assert small.over_memory
 
 
-def test_all_arrangements_of_four_processes() -> None:
+def test_all_arrangements_of_four_processes():
     found = [c.mesh for c in arrangements(config(1), 4)]
     assert len(set(found)) == 10  # ordered triples of powers of 2 whose product divides 4
     assert len(found) == len(set(found))
 
 
-def test_settings_are_varied_until_it_fits() -> None:
+def test_settings_are_varied_until_it_fits():
     """LLaMA 3 8B at 512K on 8 H100, which was once refused: 40.9 by full recomputation."""
     whole, cluster = load_config("configs/llama3_8b.toml"), load_cluster(CLUSTERS / "h100_pod.toml")
     mesh = replace(whole.mesh, context_parallel_size=8)
@@ -94,7 +93,7 @@ def test_settings_are_varied_until_it_fits() -> None:
     assert found.prediction.bytes == pytest.approx(40.9e9, rel=0.001)
 
 
-def test_a_run_with_auto_trains_and_goes_on_with_what_it_chose(default_data: Path, tmp_path: Path) -> None:
+def test_a_run_with_auto_trains_and_goes_on_with_what_it_chose(default_data, tmp_path):
     flags = ("--context-parallel-size", "2", "--context-parallel-method", "auto", "--train-iters", "2")
     save = tmp_path / "run"
     first = pretrain(2, default_data, save, *flags, "--exit-interval", "1")

@@ -31,13 +31,13 @@ COMPUTE = replace(NETWORK, peak_tflops=1.0, inside_gb_per_s=FREE, between_gb_per
 LATENCY = replace(NETWORK, inside_gb_per_s=FREE, inside_latency_us=1e6)
 
 
-def attention(method: str, cluster: Cluster, size: int = 64, tokens: int = 65536, **options: object) -> AttentionCost:
+def attention(method, cluster, size=64, tokens=65536, **options):
     """METHODS' worked example: 65,536 tokens of 52 heads of 128, bfloat16."""
-    plan = make_plan(method, seq_len=tokens, size=size, **options)  # type: ignore[arg-type]
+    plan = make_plan(method, seq_len=tokens, size=size, **options)
     return AttentionCost(plan, sizes(plan.geometry, 1, 52, 52, 128, 2), cluster)
 
 
-def test_a_link_takes_the_bytes_of_the_worked_example() -> None:
+def test_a_link_takes_the_bytes_of_the_worked_example():
     gib, own = 2**30 / 1e9, 1024 * 6656  # elements of a rank's K
     assert attention("zigzag", NETWORK).forward() == pytest.approx(1.625 * gib * 63 / 64)
     # teams of 4: KV placed and passed on, q, k and v gathered, partial results and lse in float32 brought back
@@ -45,7 +45,7 @@ def test_a_link_takes_the_bytes_of_the_worked_example() -> None:
     assert attention("wallfacer", NETWORK, team_size=4).forward() == pytest.approx(teams)
 
 
-def test_a_message_waits_for_its_latency() -> None:
+def test_a_message_waits_for_its_latency():
     assert attention("zigzag", LATENCY).forward() == pytest.approx(63)
     # a placement, 3 hops, 2 all-gathers of 3 messages one after the other, and partial results straight to each owner
     assert attention("wallfacer", LATENCY, team_size=4).forward() == pytest.approx(1 + 3 + 2 * 3 + 1)
@@ -55,7 +55,7 @@ def test_a_message_waits_for_its_latency() -> None:
     assert attention("zigzag", LATENCY).backward() == pytest.approx(127)
 
 
-def test_states_cost_what_a_matrix_per_head_does_however_long_the_sequence() -> None:
+def test_states_cost_what_a_matrix_per_head_does_however_long_the_sequence():
     state = 52 * 128 * 128 * 4 / 1e9
     for tokens in (4096, 65536):
         for name in ("lasp", "lasp2"):  # one after the other, or all round a ring
@@ -71,11 +71,11 @@ def test_states_cost_what_a_matrix_per_head_does_however_long_the_sequence() -> 
 
 
 @pytest.mark.parametrize("method", ["zigzag", "wallfacer", "ulysses"])
-def test_what_goes_on_at_once_is_a_share_of_the_shorter(method: str) -> None:
+def test_what_goes_on_at_once_is_a_share_of_the_shorter(method):
     options = {"zigzag": {}, "wallfacer": {"team_size": 2}, "ulysses": {"ulysses_degree": 4}}[method]
     both = replace(NETWORK, peak_tflops=1.0)
 
-    def seconds(posted: float, shared: float, cluster: Cluster = both) -> float:
+    def seconds(posted, shared, cluster=both):
         found = replace(cluster, posted_overlap=posted, shared_overlap=shared)
         return attention(method, found, 4, 4096, **options).forward()
 
@@ -88,7 +88,7 @@ def test_what_goes_on_at_once_is_a_share_of_the_shorter(method: str) -> None:
     assert min(seconds(posted, 1) for posted in (0, 0.5, 1)) >= max(apart) * (1 - 1e-9), "no computing counts twice"
 
 
-def test_compute_goes_by_pairs() -> None:
+def test_compute_goes_by_pairs():
     pairs = 4096 * 4097 / 2
     one = attention("zigzag", COMPUTE, 1, 4096)
     assert one.forward() == pytest.approx(4 * pairs * 6656 / 1e12)
@@ -96,21 +96,21 @@ def test_compute_goes_by_pairs() -> None:
 
 
 @pytest.mark.parametrize(("method", "hidden"), [("zigzag", 1024**2 / 2), ("striped", 4 * 1024**2 / 2)])
-def test_what_a_mask_hides_may_be_computed(method: str, hidden: float) -> None:
+def test_what_a_mask_hides_may_be_computed(method, hidden):
     """Half of the square of a rank's own keys, of 1,024 rows; striped has a square in every round."""
     without = attention(method, COMPUTE, 4, 4096).forward()
     with_half = attention(method, replace(COMPUTE, masked_share=0.5), 4, 4096).forward()
     assert with_half - without == pytest.approx(0.5 * hidden * 4 * 6656 / 1e12, rel=2e-3)
 
 
-def test_every_tile_takes_a_launch() -> None:
+def test_every_tile_takes_a_launch():
     launches = replace(NETWORK, inside_gb_per_s=FREE, launch_us=1e6)
     assert attention("zigzag", launches, 8, 4096).forward() == pytest.approx(8)
     assert attention("zigzag", launches, 8, 4096, ulysses_degree=4).backward() == pytest.approx(2)
     assert attention("ring", launches, 8, 4096).forward() == pytest.approx(8)  # the last rank has one in every round
 
 
-def test_with_free_links_balanced_layouts_tie_and_contiguous_blocks_lose() -> None:
+def test_with_free_links_balanced_layouts_tie_and_contiguous_blocks_lose():
     times = {
         name: attention(name, COMPUTE, 8, 8192).forward()
         for name in ("ring", "striped", "zigzag", "wallfacer", "double_ring")
@@ -121,7 +121,7 @@ def test_with_free_links_balanced_layouts_tie_and_contiguous_blocks_lose() -> No
     assert times["ring"] / times["zigzag"] == pytest.approx(2 * 7.5 / 8, rel=0.01)
 
 
-def test_a_shared_link_carries_all_ranks_of_a_node_and_a_rail_one() -> None:
+def test_a_shared_link_carries_all_ranks_of_a_node_and_a_rail_one():
     nodes = replace(NETWORK, gpus_per_node=8, inside_gb_per_s=FREE)
     shared, rails = nodes, replace(nodes, between_link="rank")
     ring = attention("zigzag", shared).forward()
@@ -131,7 +131,7 @@ def test_a_shared_link_carries_all_ranks_of_a_node_and_a_rail_one() -> None:
     assert attention("double_ring", rails, ranks_per_node=8).forward() < ring / 4
 
 
-def test_a_slow_link_between_nodes_is_spared() -> None:
+def test_a_slow_link_between_nodes_is_spared():
     nodes = replace(NETWORK, gpus_per_node=8, inside_gb_per_s=FREE)
     contestants = [
         attention("zigzag", nodes, 16),
@@ -164,7 +164,7 @@ GPT_7B = StepShape(
 
 
 @pytest.mark.parametrize(("nodes", "best"), [("wallfacer_a100_16", 2), ("wallfacer_a100_8", 4)])
-def test_the_best_team_is_the_one_that_wallfacers_paper_found(nodes: str, best: int) -> None:
+def test_the_best_team_is_the_one_that_wallfacers_paper_found(nodes, best):
     """Section 4.1: C = 2 with 16 GPUs per node, C = 4 with 8, both faster than the ring."""
     cluster, times = load_cluster(CLUSTERS / f"{nodes}.toml"), {}
     for team in (1, 2, 4):
@@ -206,7 +206,7 @@ SMALL = replace(
 
 
 @pytest.mark.parametrize("policy", MEASURED, ids=str)
-def test_activations_are_those_that_were_measured(policy: tuple[str, int, int]) -> None:
+def test_activations_are_those_that_were_measured(policy):
     recompute, loss_chunk, ffn_chunk = policy
     arranged = Arrangement(recompute=recompute, loss_chunk=loss_chunk, ffn_chunk=ffn_chunk)
     found = predict(SMALL, make_plan("ring", seq_len=8192, size=1), arranged, COMPUTE).memory
@@ -218,12 +218,12 @@ WHOLE = 2 * GPT_7B.vocab * GPT_7B.hidden
 """Weights of the embedding and the output."""
 
 
-def states(work: StepShape, strategy: str, **options: int) -> float:
-    plan, arranged = make_plan("zigzag", seq_len=65536, size=8), Arrangement(strategy=strategy, **options)  # type: ignore[arg-type]
+def states(work, strategy, **options):
+    plan, arranged = make_plan("zigzag", seq_len=65536, size=8), Arrangement(strategy=strategy, **options)
     return predict(work, plan, arranged, NETWORK).memory["weights, gradients, optimizer"]
 
 
-def test_what_is_divided_takes_less() -> None:
+def test_what_is_divided_takes_less():
     work = replace(GPT_7B, micro_batches=2, parameters=GPT_7B.matrix_weights + WHOLE // 2)
     count = work.parameters
     together = WHOLE + (count - WHOLE) / 32  # what is in no layer, and one layer
@@ -237,7 +237,7 @@ def test_what_is_divided_takes_less() -> None:
     assert states(one, "ddp") < 16 * count, "gradients come layer by layer, as activations go"
 
 
-def test_frozen_weights_lie_in_their_type_without_gradients_or_moments() -> None:
+def test_frozen_weights_lie_in_their_type_without_gradients_or_moments():
     trained, count = 40_000_000, GPT_7B.matrix_weights + WHOLE // 2
     full = replace(GPT_7B, micro_batches=2, parameters=count)
     lora, frozen = replace(full, trained=trained), count - trained
@@ -252,7 +252,7 @@ def test_frozen_weights_lie_in_their_type_without_gradients_or_moments() -> None
     )
 
 
-def test_pipelines_and_tensor_parallelism_divide_compute_and_cost_what_they_send() -> None:
+def test_pipelines_and_tensor_parallelism_divide_compute_and_cost_what_they_send():
     plan = make_plan("zigzag", seq_len=65536, size=8)
     whole = predict(GPT_7B, plan, Arrangement(), COMPUTE)
     half = predict(GPT_7B, plan, Arrangement(tp=2), COMPUTE)
@@ -267,7 +267,7 @@ def test_pipelines_and_tensor_parallelism_divide_compute_and_cost_what_they_send
     assert again.seconds["recompute"] > predict(GPT_7B, plan, Arrangement(recompute="selective"), COMPUTE).time * 0.1
 
 
-def test_layers_with_a_window_cost_what_they_see() -> None:
+def test_layers_with_a_window_cost_what_they_see():
     plan, window = make_plan("zigzag", seq_len=16384, size=8), (1023, 0)
     whole = predict(GPT_7B, plan, Arrangement(), COMPUTE).seconds["attention"]
     every = predict(replace(GPT_7B, window=window, windowed_layers=32), plan, Arrangement(), COMPUTE)
@@ -281,7 +281,7 @@ def test_layers_with_a_window_cost_what_they_see() -> None:
     assert some.seconds["linear"] == every.seconds["linear"]
 
 
-def test_more_stages_of_heads_take_less_memory_and_more_time() -> None:
+def test_more_stages_of_heads_take_less_memory_and_more_time():
     cluster, found = load_cluster(CLUSTERS / "h100_pod.toml"), []
     for stages in (1, 2, 4):
         plan = make_plan("ulysses", seq_len=2**20, size=8, ulysses_head_chunks=stages)
@@ -290,11 +290,11 @@ def test_more_stages_of_heads_take_less_memory_and_more_time() -> None:
     assert found[2].seconds["attention"] > found[0].seconds["attention"]
 
 
-def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_them() -> None:
+def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_them():
     shape, moved = replace(GPT_7B, layers=4, vocab=0), Arrangement(recompute="full", offload=True)
     size = 4 * 4096 * 2 / 1e9  # GB of a token's inputs of all layers
 
-    def seconds(tokens: int, rate: float, cluster: Cluster = COMPUTE) -> dict[str, float]:
+    def seconds(tokens, rate, cluster=COMPUTE):
         plan = make_plan("zigzag", seq_len=8 * tokens, size=8)
         return predict(shape, plan, moved, replace(cluster, host_gb_per_s=rate, host_memory_gb=1)).seconds
 
@@ -308,7 +308,7 @@ def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_
     assert found["offload"] == pytest.approx(1)
 
 
-def test_a_layer_that_is_fetched_ahead_takes_memory_and_a_large_one_is_not() -> None:
+def test_a_layer_that_is_fetched_ahead_takes_memory_and_a_large_one_is_not():
     for tokens, layers in ((2**16, 1), (2**24, 0)):
         plan = make_plan("zigzag", seq_len=tokens, size=8)
         arranged = Arrangement(recompute="full", offload=True, loss_chunk=1024, ffn_chunk=1024)
@@ -316,7 +316,7 @@ def test_a_layer_that_is_fetched_ahead_takes_memory_and_a_large_one_is_not() -> 
         assert held == layers * tokens / 8 * 4096 * 2
 
 
-def test_of_host_memory_slabs_of_powers_of_two_are_pinned() -> None:
+def test_of_host_memory_slabs_of_powers_of_two_are_pinned():
     plan = make_plan("zigzag", seq_len=8 * 2**17 * 3, size=8)
     kept, lse, gib = 2**17 * 3 * 4096 * 2, 2**17 * 3 * 32 * 4, 2**30  # 3 GiB and 48 MiB
     for policy, own, pins in (("full", kept, 4 + 4 + 8 + 6 * 16), ("attention_boundary", 2 * kept + lse, 208)):

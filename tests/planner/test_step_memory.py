@@ -8,7 +8,6 @@ import pretrain_gpt
 from planner.cluster import CLUSTERS, default_cluster, load_cluster
 from planner.extremes import busiest
 from planner.search import bytes_needed
-from train.config.entries import Config
 from train.config.language import parse_args
 
 LLAMA = (
@@ -52,9 +51,9 @@ SLOW = ("allgather 4, full", "GPipe 2", "tensor 4, attention_boundary, chunks", 
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
-def test_the_formula_is_near_what_the_code_takes(case: str) -> None:
+def test_the_formula_is_near_what_the_code_takes(case):
     world_size, flags = CASES[case]
-    config: Config = parse_args(shlex.split(LLAMA + flags))
+    config = parse_args(shlex.split(LLAMA + flags))
     cluster = default_cluster("cpu") if "--device cpu" in flags else load_cluster(CLUSTERS / "h100_pod.toml")
     found = bytes_needed(config, world_size, cluster, None)
     assert found == pytest.approx(busiest(config, pretrain_gpt.resolve, world_size, cluster, None).bytes, rel=0.05)

@@ -1,26 +1,22 @@
 """Nothing in a step waits for the host: no number is read from the device, and no tensor is made for it anew."""
 
 import traceback
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._pytree import tree_leaves
 
 import pretrain_dit
 import pretrain_gpt
 from parallel.context.methods.registry import LINEAR_METHODS, METHODS
-from parallel.mesh import Mesh
 from parity.cases import LINEAR_KINDS
 from planner import rehearsal
 from planner.recorder import Recorder
@@ -66,11 +62,11 @@ class Made(Recorder):
     What is cached there was in the first pass.
     """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.passes, self.known, self.anew = 0, dict[int, Tensor](), list[str]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(isinstance(x, FakeTensor) and not x.is_meta for x in tensors):
             for x in tensors:
@@ -81,38 +77,38 @@ class Made(Recorder):
             self.know(out)
         return out
 
-    def know(self, tree: Any) -> None:
+    def know(self, tree):
         """Take what is there for granted; it is kept, so that its place is not given to another."""
         self.known |= {x.untyped_storage().data_ptr(): x for x in tree_leaves(tree) if type(x) is Tensor}
 
-    def _met(self, x: Tensor, func: Any) -> None:
+    def _met(self, x, func):
         place = x.untyped_storage().data_ptr()
         if place not in self.known:
             self.know(x)
             self._note(f"{func.name()} {list(x.shape)}")
 
-    def _note(self, what: str) -> None:
+    def _note(self, what):
         if self.passes:
             frames = [frame for frame in traceback.extract_stack() if "/site-packages/" not in frame.filename]
             own = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-12:-2]]
             self.anew.append(f"{what} at {' < '.join(reversed(own))}")
 
-    def to(self, plain: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def to(self, plain, x, *args, **kwargs):
         """Do as Tensor.to, which says nothing to the dispatcher where the device is the host."""
         if type(x) is Tensor and x.dim() and any(isinstance(to, torch.device) for to in (*args, *kwargs.values())):
             self._note(f"to {list(x.shape)}")
         return plain(x, *args, **kwargs)
 
 
-def made_anew(parse: Callable[..., Any], build: Any, flags: Sequence[str], change: Any = None) -> list[str]:
+def made_anew(parse, build, flags, change=None):
     """Return the host's tensors that the second micro-batch of a step takes into its layers and was made for them."""
-    recorders: list[Made] = []
+    recorders = []
 
-    def recorder(*args: Any) -> Made:
+    def recorder(*args):
         recorders.append(Made(*args))
         return recorders[-1]
 
-    def twice(plain: Callable[..., Tensor], part: nn.Module, batch: Any) -> Tensor:
+    def twice(plain, part, batch):
         own = recorders[-1]
         batch = {name: x if name == "plan" else own._fake.from_tensor(x) for name, x in batch.items()}
         own.know(vars(plain.__self__))  # type: ignore[attr-defined]  (the objective's own, made once)
@@ -123,14 +119,14 @@ def made_anew(parse: Callable[..., Any], build: Any, flags: Sequence[str], chang
         own.passes = 1  # and stays so in its backward, which is the rehearsal's
         return plain(part, batch)
 
-    def stop(*_: Any) -> None:
+    def stop(*_):
         raise StopIteration  # the optimizer is not watched
 
-    def built(config: Any, mesh: Mesh) -> Any:
+    def built(config, mesh):
         run = build(config, mesh)
         run.objective.loss_sum = partial(twice, run.objective.loss_sum)
 
-        def changed() -> Any:
+        def changed():
             made = run.build()
             for layer in made.layers if change else []:
                 layer.register_forward_hook(change)
@@ -154,7 +150,7 @@ def made_anew(parse: Callable[..., Any], build: Any, flags: Sequence[str], chang
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
-def test_layers_make_and_read_nothing(name: str) -> None:
+def test_layers_make_and_read_nothing(name):
     assert made_anew(language.parse_args, pretrain_gpt.resolve, [*SMALL, *CASES[name]]) == []
 
 
@@ -165,24 +161,24 @@ def test_layers_make_and_read_nothing(name: str) -> None:
         ("ring", "rectified_flow"),
     ],
 )
-def test_those_of_a_diffusion_transformer_neither(method: str, objective: str) -> None:
+def test_those_of_a_diffusion_transformer_neither(method, objective):
     flags = [*DIT, *BY[method], "--objective", objective]
     assert made_anew(diffusion.parse_args, pretrain_dit.resolve, flags) == []
 
 
-def reads_of_a_step(monkeypatch: pytest.MonkeyPatch, data: Path, more: Callable[[], object]) -> int:
+def reads_of_a_step(monkeypatch, data, more):
     """Count what the training thread reads in a step, but for the CPU's attention; ``more`` is called in each."""
-    counts: list[int] = []
+    counts = []
 
     class Steps(Records):
-        def write(self, record: dict[str, Any]) -> None:
+        def write(self, record):
             super().write(record)
             counts.append(len(reads))
 
-    reads: list[str] = []
+    reads = []
 
-    def counting(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def read(*args: Any) -> Any:
+    def counting(name, plain):
+        def read(*args):
             reads.extend([name] * (current_thread() is main_thread()))
             return plain(*args)
 
@@ -203,14 +199,14 @@ def reads_of_a_step(monkeypatch: pytest.MonkeyPatch, data: Path, more: Callable[
     return found
 
 
-def test_a_step_reads_the_device_once(default_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_the_device_once(default_data, monkeypatch):
     """Loss and norm. Two more lists are what the hosts agree on, on the CPU: counts and requests, and health."""
     assert reads_of_a_step(monkeypatch, default_data, lambda: None) == 3
     monkeypatch.undo()
     assert reads_of_a_step(monkeypatch, default_data, lambda: torch.ones(()).item()) == 4  # negative control
 
 
-def test_what_waits_is_found() -> None:
+def test_what_waits_is_found():
     gpt = partial(made_anew, language.parse_args, pretrain_gpt.resolve, [*SMALL, *CASES["zigzag"]])
     anew = gpt(change=lambda module, inputs, out: out.index_select(1, torch.tensor([*range(out.shape[1])])))
     (line,) = anew

@@ -1,7 +1,5 @@
 """The layouts of a hybrid's softmax layers, weighed by what they compute and send."""
 
-from typing import Literal
-
 import pytest
 
 from model.config import ModelConfig
@@ -12,7 +10,7 @@ from planner.workload import fastest, layout_costs
 from train.config.entries import Config, TrainConfig
 
 
-def run(length: int, size: int, method: Literal["ring", "allgather"] = "ring") -> Config:
+def run(length, size, method="ring"):
     return Config(
         model=ModelConfig(model_type="transnormer", hidden_size=2048, num_attention_heads=16, softmax_every=2),
         mesh=MeshConfig(context_parallel_size=size),
@@ -23,7 +21,7 @@ def run(length: int, size: int, method: Literal["ring", "allgather"] = "ring") -
 
 @pytest.mark.parametrize("method", ["ring", "allgather"])
 @pytest.mark.parametrize("size", [2, 8])
-def test_layouts_are_weighed_by_pairs_and_bytes(method: Literal["ring", "allgather"], size: int) -> None:
+def test_layouts_are_weighed_by_pairs_and_bytes(method, size):
     """Contiguous gives the last rank (2 P - 1) / P of the mean; an exchange sends at most all tokens."""
     length = 1024 * size
     cluster = load_cluster(CLUSTERS / "h100_pod.toml")
@@ -35,7 +33,7 @@ def test_layouts_are_weighed_by_pairs_and_bytes(method: Literal["ring", "allgath
     assert (plain_.exchanged, zigzag.exchanged) == (0, 2 * (2 * 16 + 2 * 16) * 128 * 2 * moved)
 
 
-def test_auto_takes_the_faster_layout() -> None:
+def test_auto_takes_the_faster_layout():
     """What the balance saves grows with the square of the length, the exchange with the length."""
     chosen = {}
     for length in (1024, 1 << 20):

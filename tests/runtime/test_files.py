@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -13,21 +12,21 @@ import pytest
 from runtime.files import InUseError, owned, replacing, write_text
 
 
-def _write_half(error: type[BaseException], *paths: Path) -> None:
+def _write_half(error, *paths):
     with replacing(*paths) as names:
         names[0].write_bytes(b"half")
         raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_replacing_leaves_nothing_when_interrupted(tmp_path: Path, error: type[BaseException]) -> None:
+def test_replacing_leaves_nothing_when_interrupted(tmp_path, error):
     paths = tmp_path / "new" / "d.bin", tmp_path / "new" / "d.idx"
     with pytest.raises(error):
         _write_half(error, *paths)
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_replacing_keeps_the_old_and_pairs_the_new(tmp_path: Path) -> None:
+def test_replacing_keeps_the_old_and_pairs_the_new(tmp_path):
     paths = tmp_path / "d.bin", tmp_path / "d.idx"
     for path in paths:
         path.write_bytes(b"old")
@@ -41,7 +40,7 @@ def test_replacing_keeps_the_old_and_pairs_the_new(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b"new", b"new"]
 
 
-def test_a_folder_takes_a_free_name_and_no_other_folders(tmp_path: Path) -> None:
+def test_a_folder_takes_a_free_name_and_no_other_folders(tmp_path):
     for taken in (False, True):
         with (
             pytest.raises(OSError, match="not empty") if taken else nullcontext(),
@@ -53,13 +52,11 @@ def test_a_folder_takes_a_free_name_and_no_other_folders(tmp_path: Path) -> None
         assert (tmp_path / "d" / "sub" / "a").read_text() == "False"
 
 
-def test_it_is_on_disk_before_it_bears_its_name_and_the_name_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
+def test_it_is_on_disk_before_it_bears_its_name_and_the_name_after(tmp_path, monkeypatch):
+    events = []
     fsync, replace = os.fsync, Path.replace
 
-    def synced(handle: int) -> None:
+    def synced(handle):
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))
         events.append("fsync folder" if path.is_dir() else f"fsync {path.read_text()}")
         fsync(handle)
@@ -71,7 +68,7 @@ def test_it_is_on_disk_before_it_bears_its_name_and_the_name_after(
 
 
 @contextmanager
-def another_process(folder: Path, stem: str | None = None, draft: str = "d.bin") -> Iterator[int]:
+def another_process(folder, stem=None, draft="d.bin"):
     """A process that owns a folder and is at writing a file, until it is killed; its id."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -92,7 +89,7 @@ def another_process(folder: Path, stem: str | None = None, draft: str = "d.bin")
 
 
 @pytest.mark.parametrize("stem", [None, "d"])
-def test_a_folder_has_one_owner_and_a_killed_one_leaves_nothing(stem: str | None, tmp_path: Path) -> None:
+def test_a_folder_has_one_owner_and_a_killed_one_leaves_nothing(stem, tmp_path):
     folder = tmp_path / "new" / "run"
     with another_process(folder, stem) as child:
         before = sorted(folder.iterdir())
@@ -107,7 +104,7 @@ def test_a_folder_has_one_owner_and_a_killed_one_leaves_nothing(stem: str | None
     assert not list(folder.iterdir())
 
 
-def test_folders_that_were_made_for_nothing_are_gone(tmp_path: Path) -> None:
+def test_folders_that_were_made_for_nothing_are_gone(tmp_path):
     with owned(tmp_path / "new" / "run"):
         pass
     assert not list(tmp_path.iterdir())
@@ -116,7 +113,7 @@ def test_folders_that_were_made_for_nothing_are_gone(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["kept"]
 
 
-def test_an_owner_leaves_what_others_write(tmp_path: Path) -> None:
+def test_an_owner_leaves_what_others_write(tmp_path):
     (tmp_path / ".hidden.bin").write_text("a user's")
     with another_process(tmp_path, "d"):
         kept = {path.name for path in tmp_path.iterdir()}
@@ -127,7 +124,7 @@ def test_an_owner_leaves_what_others_write(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
-def test_children_of_an_owner_do_not_keep_its_lock(tmp_path: Path) -> None:
+def test_children_of_an_owner_do_not_keep_its_lock(tmp_path):
     """Workers that read data outlive a killed trainer for some seconds, in which it is started again."""
     reading, writing = os.pipe()
     owner = os.fork()
@@ -148,10 +145,10 @@ def test_children_of_an_owner_do_not_keep_its_lock(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_lock_that_its_owner_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_its_owner_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
     opened, opening = [], os.open
 
-    def removing(path: Path, *how: int) -> int:
+    def removing(path, *how):
         opened.append(opening(path, *how))
         if len(opened) == 1:
             os.unlink(path)
@@ -163,7 +160,7 @@ def test_a_lock_that_its_owner_removed_meanwhile_is_taken_anew(tmp_path: Path, m
         assert re.match(r"process \d+", (tmp_path / ".lock").read_text())
 
 
-def test_one_process_has_a_folder_once(tmp_path: Path) -> None:
+def test_one_process_has_a_folder_once(tmp_path):
     """fcntl grants its process a lock again, and the second's end would let go of the first one's."""
     with owned(tmp_path):
         with pytest.raises(InUseError, match="in use by this process already"), owned(tmp_path / "." / ""):
@@ -175,7 +172,7 @@ def test_one_process_has_a_folder_once(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_kept(tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_kept(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / ".lock").symlink_to("mine")
     with pytest.raises(InUseError, match=r"\.lock is a symbolic link, which is no lock; remove it"), owned(tmp_path):
@@ -183,7 +180,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_kept(tmp_path:
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def _as_nobody(folder: Path, report: int) -> None:
+def _as_nobody(folder, report):
     """In a child: what comes of owning the folder as another user, who may not look into those above it."""
     os.chdir(folder)
     os.setgroups([])
@@ -197,7 +194,7 @@ def _as_nobody(folder: Path, report: int) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path: Path) -> None:
+def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path):
     tmp_path.chmod(0o777)
     umask = os.umask(0o022)
     try:
@@ -221,13 +218,11 @@ def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path: Path) -> None:
         assert os.read(reading, 999).decode().startswith(said)
 
 
-def test_a_folder_that_its_owner_removed_meanwhile_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_its_owner_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
     """The owner that ends removes the folder that it made, between another's making of it and the lock's opening."""
     folder, opening, calls = tmp_path / "run", os.open, []
 
-    def removing(path: Path, *how: int) -> int:
+    def removing(path, *how):
         if not calls:
             os.rmdir(folder)
         calls.append(path)
@@ -238,7 +233,7 @@ def test_a_folder_that_its_owner_removed_meanwhile_is_made_anew(
         assert [path.name for path in calls] == [".lock"] * 2
 
 
-def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path: Path) -> None:
+def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path):
     with another_process(tmp_path, "d") as first:
         waiting, told = os.pipe()
         (tmp_path / f".d.{'0' * 32}").mkdir()

@@ -8,9 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -25,28 +23,28 @@ HERE = f"process {2**22 + 1} on {socket.gethostname()}, since 2026-11-22 02:30:0
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(locks, "BEAT", 0.05)
     monkeypatch.setattr(locks, "PATIENCE", 1.5)
 
 
 @pytest.fixture
-def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_locks(monkeypatch):
     """As on a file system without locks; the processes forked from this one have none either."""
 
-    def refuse(*_: int) -> None:
+    def refuse(*_):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
 @contextmanager
-def beating(path: Path, record: str = ELSEWHERE) -> Iterator[None]:
+def beating(path, record=ELSEWHERE):
     """A process that holds the file, by default one of another host."""
     path.write_text(record)
     over = threading.Event()
 
-    def beat() -> None:
+    def beat():
         while not over.wait(0.05):
             os.utime(path)
 
@@ -60,8 +58,8 @@ def beating(path: Path, record: str = ELSEWHERE) -> Iterator[None]:
 
 
 @contextmanager
-def holder(path: Path, ends: bool = False) -> Iterator[int]:
-    def body(report: int) -> None:
+def holder(path, ends=False):
+    def body(report):
         taken = Lock(path, wait=False)
         os.write(report, b".")
         time.sleep(60)
@@ -76,7 +74,7 @@ def holder(path: Path, ends: bool = False) -> Iterator[int]:
             status_of(child)
 
 
-def test_the_record_says_who_since_when_and_how_to_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_says_who_since_when_and_how_to_end_it(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     with holder(tmp_path / ".lock") as child, pytest.raises(InUseError) as caught:
         Lock(tmp_path / ".lock", wait=False)
@@ -93,16 +91,14 @@ def test_the_record_says_who_since_when_and_how_to_end_it(tmp_path: Path, monkey
     assert not caught.value.again
 
 
-def test_another_hosts_holder_that_beats_keeps_it_though_no_lock_is_seen(quick: None, tmp_path: Path) -> None:
+def test_another_hosts_holder_that_beats_keeps_it_though_no_lock_is_seen(quick, tmp_path):
     """As where each node of a shared file system sees its own locks alone."""
     with beating(tmp_path / ".lock"), pytest.raises(InUseError, match=r"process 7 on node9, Slurm job 77, since 2026"):
         Lock(tmp_path / ".lock", wait=False)
     assert (tmp_path / ".lock").read_text() == ELSEWHERE
 
 
-def test_another_hosts_holder_without_a_beat_is_dead(
-    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_hosts_holder_without_a_beat_is_dead(quick, tmp_path, capsys):
     (tmp_path / ".lock").write_text(ELSEWHERE)
     taken = Lock(tmp_path / ".lock", wait=False)
     assert "is of process 7 on node9" in capsys.readouterr().err
@@ -112,9 +108,7 @@ def test_another_hosts_holder_without_a_beat_is_dead(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_locks_the_beat_tells_a_living_holder_from_a_dead_one(
-    quick: None, no_locks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_locks_the_beat_tells_a_living_holder_from_a_dead_one(quick, no_locks, tmp_path, capsys):
     with holder(tmp_path / ".lock") as child, pytest.raises(InUseError, match=f"process {child} on "):
         Lock(tmp_path / ".lock", wait=False)
     capsys.readouterr()
@@ -122,8 +116,8 @@ def test_without_locks_the_beat_tells_a_living_holder_from_a_dead_one(
     assert capsys.readouterr().err == "", "its process is gone from this host: nothing to watch for"
 
 
-def taken_by(path: Path, rounds: int) -> Callable[[int], None]:
-    def body(report: int) -> None:
+def taken_by(path, rounds):
+    def body(report):
         os.write(report, b".")
         won = 0
         while not (path.parent / "go").exists():
@@ -145,9 +139,7 @@ def taken_by(path: Path, rounds: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("left", ["", ELSEWHERE, HERE], ids=["nothing", "elsewhere", "here"])
-def test_of_many_that_start_at_once_one_at_a_time_has_it(
-    left: str, quick: None, no_locks: None, tmp_path: Path
-) -> None:
+def test_of_many_that_start_at_once_one_at_a_time_has_it(left, quick, no_locks, tmp_path):
     if left:
         (tmp_path / ".lock").write_text(left)
     children = [forked(taken_by(tmp_path / ".lock", 1 if left == ELSEWHERE else 10))[0] for _ in range(5)]
@@ -158,10 +150,8 @@ def test_of_many_that_start_at_once_one_at_a_time_has_it(
     assert not (tmp_path / ".lock").exists()
 
 
-def test_a_holder_that_hung_while_another_took_it_ends(
-    quick: None, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    def body(report: int) -> None:
+def test_a_holder_that_hung_while_another_took_it_ends(quick, tmp_path, capfd):
+    def body(report):
         Lock(tmp_path / ".lock", wait=False)
         os.write(report, b".")
         time.sleep(60)
@@ -175,10 +165,8 @@ def test_a_holder_that_hung_while_another_took_it_ends(
     assert f"error: {tmp_path} was taken over by process 7 on node9" in capfd.readouterr().err
 
 
-def test_a_holder_whose_file_is_stale_looks_who_has_it(
-    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    def stale(*_: int) -> None:
+def test_a_holder_whose_file_is_stale_looks_who_has_it(quick, tmp_path, monkeypatch, capfd):
+    def stale(*_):
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(os, "utime", stale)
@@ -191,13 +179,13 @@ def test_a_holder_whose_file_is_stale_looks_who_has_it(
     assert "was taken over by process 7 on node9" in capfd.readouterr().err
 
 
-def test_a_holder_whose_file_another_wrote_into_ends(quick: None, tmp_path: Path) -> None:
+def test_a_holder_whose_file_another_wrote_into_ends(quick, tmp_path):
     with holder(tmp_path / ".lock", ends=True) as child:
         (tmp_path / ".lock").write_text(ELSEWHERE)
         assert status_of(child) == 1
 
 
-def test_an_empty_file_is_watched(quick: None, tmp_path: Path) -> None:
+def test_an_empty_file_is_watched(quick, tmp_path):
     """As another host sees one that its maker has not written to the server yet."""
     (tmp_path / ".lock").touch()
     late = threading.Timer(1, (tmp_path / ".lock").write_text, [ELSEWHERE])
@@ -207,9 +195,7 @@ def test_an_empty_file_is_watched(quick: None, tmp_path: Path) -> None:
     late.join()
 
 
-def test_a_dead_host_whose_lock_the_server_keeps_is_dead(
-    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_host_whose_lock_the_server_keeps_is_dead(quick, tmp_path, monkeypatch):
     (tmp_path / ".lock").write_text(ELSEWHERE)
     dead, lock = (tmp_path / ".lock").stat().st_ino, locks._lock
     monkeypatch.setattr(locks, "_lock", lambda handle: os.fstat(handle).st_ino != dead and lock(handle))
@@ -217,15 +203,15 @@ def test_a_dead_host_whose_lock_the_server_keeps_is_dead(
     Lock(tmp_path / ".lock", wait=False).release()
 
 
-def test_what_a_killed_watcher_left_is_removed(quick: None, tmp_path: Path) -> None:
+def test_what_a_killed_watcher_left_is_removed(quick, tmp_path):
     (tmp_path / ".lock").write_text(ELSEWHERE)
     os.link(tmp_path / ".lock", tmp_path / f".lock.over-{TOKEN}")
     Lock(tmp_path / ".lock", wait=False).release()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_system_that_fails_is_not_one_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: int) -> None:
+def test_a_file_system_that_fails_is_not_one_without_locks(tmp_path, monkeypatch):
+    def broken(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "lockf", broken)
@@ -235,12 +221,10 @@ def test_a_file_system_that_fails_is_not_one_without_locks(tmp_path: Path, monke
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_another_users_process_on_this_host_is_no_dead_one(
-    quick: None, no_locks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_users_process_on_this_host_is_no_dead_one(quick, no_locks, tmp_path, monkeypatch):
     """It may not be signalled, and holds the file as long as it touches it."""
 
-    def refused(*_: int) -> None:
+    def refused(*_):
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refused)

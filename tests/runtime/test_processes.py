@@ -5,11 +5,8 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 SOON = timedelta(seconds=0.3)
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
+def launched(monkeypatch, **names):
     """The environment that a launcher leaves."""
     for name in (*LAUNCHER, "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
@@ -37,7 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port():
     """A port whose owner takes connections and never says a word."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
@@ -52,7 +49,7 @@ def port() -> Iterator[int]:
         ({"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}, 4),
     ],
 )
-def test_what_a_launcher_says(names: dict, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_launcher_says(names, size, monkeypatch):
     launched(monkeypatch, **names)
     assert launched_world_size() == size
 
@@ -80,9 +77,7 @@ def test_what_a_launcher_says(names: dict, size: int, monkeypatch: pytest.Monkey
         ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}, "MASTER_PORT is '0'"),
     ],
 )
-def test_a_launch_that_cannot_work_is_one_line(
-    names: dict, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_that_cannot_work_is_one_line(names, words, monkeypatch, capfd):
     launched(monkeypatch, **names)
     assert exit_status(lambda _: join(timeout=SOON), []) == 1
     said = capfd.readouterr().err
@@ -90,9 +85,7 @@ def test_a_launch_that_cannot_work_is_one_line(
     assert said.count("\n") == 1, "no stack of torch's either"
 
 
-def test_a_name_that_does_not_resolve_is_named_soon(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_does_not_resolve_is_named_soon(monkeypatch, capfd):
     monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
     for rank in (0, 1):
         launched(monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="node7.invalid", MASTER_PORT=20000)
@@ -104,7 +97,7 @@ def test_a_name_that_does_not_resolve_is_named_soon(
         )
 
 
-def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
     launched(monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=9)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -112,9 +105,7 @@ def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         join()  # its timeout is 10 minutes
 
 
-def test_a_port_that_another_program_uses(
-    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_that_another_program_uses(port, monkeypatch, capfd):
     """Rank 0 cannot have it; the others would wait for ever for what is no store to answer."""
     monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
     for rank, words in (
@@ -127,11 +118,11 @@ def test_a_port_that_another_program_uses(
     assert "frame #" not in capfd.readouterr().err
 
 
-def test_what_answers_as_no_store_is_told_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_answers_as_no_store_is_told_long_before_the_timeout(monkeypatch):
     monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def greet() -> None:
+        def greet():
             with suppress(OSError):
                 while True:
                     server.accept()[0].sendall(b"SSH-2.0-OpenSSH\r\n")
@@ -142,14 +133,14 @@ def test_what_answers_as_no_store_is_told_long_before_the_timeout(monkeypatch: p
             meet(timedelta(minutes=5))
 
 
-def test_a_store_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_slow_is_waited_for(monkeypatch):
     """Its port takes connections, and the store itself comes later than SECONDS_TO_ANSWER."""
     monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.1)
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     stores = []
 
-    def serve() -> None:
+    def serve():
         own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
         stores.append(dist.TCPStore("127.0.0.1", port, **own))
 
@@ -162,7 +153,7 @@ def test_a_store_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         later.join()
 
 
-def workers(rank: int, world_size: int) -> set[int]:
+def workers(rank, world_size):
     """Worker threads of the groups of all kinds."""
     with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2)) as mesh:
         groups = [dist.group.WORLD, mesh.cp.get_group(), mesh.dp_cp.get_group(), dist.new_group([0, 1], timeout=SOON)]
@@ -172,21 +163,21 @@ def workers(rank: int, world_size: int) -> set[int]:
         return {options_of._threads for options_of in options}
 
 
-def test_every_group_has_one_worker() -> None:
+def test_every_group_has_one_worker():
     assert run_ranks(workers, 2) == [{1}, {1}]
 
 
-def test_gathers_in_flight_leave_the_heap_alone() -> None:
+def test_gathers_in_flight_leave_the_heap_alone():
     """A short one; the slow test below has the figures."""
     run_ranks(gather, 1, 1.0)
 
 
-def all_at_once(rank: int, world_size: int) -> list[float]:
+def all_at_once(rank, world_size):
     """Collectives, functional ones and messages of one group, all in flight; waited for from the last to the first."""
     sums = [torch.full((1000,), float(i)) for i in range(8)]
     got = [torch.empty(1000) for _ in range(8)]
-    waits: list[Any] = []
-    everyone: Any = dist.group.WORLD
+    waits = []
+    everyone = dist.group.WORLD
     for i, total in enumerate(sums):
         waits.append(dist.irecv(got[i], (rank - 1) % world_size, tag=i))
         waits.append(dist.all_reduce(total, async_op=True))
@@ -199,11 +190,11 @@ def all_at_once(rank: int, world_size: int) -> list[float]:
     return [total[0].item() for total in sums] + [message[-1].item() for message in got]
 
 
-def test_one_worker_is_enough_for_all_that_is_in_flight() -> None:
+def test_one_worker_is_enough_for_all_that_is_in_flight():
     assert run_ranks(all_at_once, 3) == [[3.0 * i for i in range(8)] + [float((rank - 1) % 3)] * 8 for rank in range(3)]
 
 
-def late(leaves: bool, tries: int) -> int:
+def late(leaves, tries):
     """How many of ``tries`` one-process groups still hold a tensor of their last collective once they have parted."""
     count = 0
     for _ in range(tries):
@@ -220,7 +211,7 @@ def late(leaves: bool, tries: int) -> int:
     return count
 
 
-def parted(rank: int, world_size: int, leaves: bool, tries: int) -> int:
+def parted(rank, world_size, leaves, tries):
     dist.destroy_process_group()
     try:
         return late(leaves, tries)
@@ -228,21 +219,21 @@ def parted(rank: int, world_size: int, leaves: bool, tries: int) -> int:
         join(store=dist.HashStore())  # for run_ranks to leave
 
 
-def test_nothing_is_held_by_gloo_after_leaving() -> None:
+def test_nothing_is_held_by_gloo_after_leaving():
     assert run_ranks(parted, 1, True, 100) == [0]
 
 
 @pytest.mark.slow
-def test_without_leaving_a_worker_is_late_every_now_and_then() -> None:
+def test_without_leaving_a_worker_is_late_every_now_and_then():
     """The control of the test above."""
     assert run_ranks(parted, 1, False, 20_000) == [1]
 
 
-def test_a_process_alone_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_alone_is_a_group_of_one(monkeypatch):
     assert run_ranks(alone, 1) == [(1, False)]
 
 
-def alone(rank: int, world_size: int) -> tuple[int, bool]:
+def alone(rank, world_size):
     dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patch:
         launched(patch)
@@ -256,7 +247,7 @@ def alone(rank: int, world_size: int) -> tuple[int, bool]:
     return size, found
 
 
-def readme_example(folder: Path) -> list[str]:
+def readme_example(folder):
     """The command that runs the README's example on 4 ranks."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     script = folder / "yours.py"
@@ -264,24 +255,24 @@ def readme_example(folder: Path) -> list[str]:
     return [*torchrun(4), str(script)]
 
 
-def run_example(command: list[str]) -> None:
+def run_example(command):
     process = ended(command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("torch.Size([1, 4096, 8, 64])") == 4
 
 
-def test_the_readmes_example(tmp_path: Path) -> None:
+def test_the_readmes_example(tmp_path):
     run_example(readme_example(tmp_path))
 
 
 @pytest.mark.slow
-def test_the_readmes_example_ends_well_every_time(tmp_path: Path) -> None:
+def test_the_readmes_example_ends_well_every_time(tmp_path):
     command = readme_example(tmp_path)
     for _ in range(20):
         run_example(command)
 
 
-def aborts(seconds: float, *flags: str) -> bool:
+def aborts(seconds, *flags):
     """Whether the reproducer, in a process of its own, does not live to its end."""
     command = [sys.executable, "-m", "tests.runtime.heap", "--seconds", str(seconds), *flags]
     process = ended(command)
@@ -290,16 +281,16 @@ def aborts(seconds: float, *flags: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_heap_with_and_without_the_remedy() -> None:
+def test_the_heap_with_and_without_the_remedy():
     assert sum(aborts(10) for _ in range(20)) == 0
     assert any(aborts(10, "--two-workers") for _ in range(20))
 
 
-def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store() -> None:
+def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store():
     store, parts = dist.HashStore(), dict[tuple[int, int], dist.Store]()
     store.set_timeout(timedelta(seconds=20))
 
-    def start(number: int, rank: int) -> None:
+    def start(number, rank):
         part = parts[number, rank] = processes._agreed_part(store, rank, 3, timedelta(seconds=20))
         part.set(f"said by {rank}", str(number))
 

@@ -8,7 +8,7 @@ import pytest
 from runtime import progress
 
 
-def told(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def told(steps, monkeypatch):
     """Tell how far it is, a step a second."""
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=count().__next__))
     with progress.Progress() as tell:
@@ -16,17 +16,13 @@ def told(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
             tell(f"{number} of {steps}")
 
 
-def test_a_log_has_a_line_a_minute_and_none_in_the_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_has_a_line_a_minute_and_none_in_the_first(monkeypatch, capsys):
     told(150, monkeypatch)
     found = capsys.readouterr()
     assert (found.out, found.err) == ("", "61 of 150, 61 s\n122 of 150, 122 s\n")
 
 
-def test_on_a_terminal_one_line_moves_and_is_gone_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_terminal_one_line_moves_and_is_gone_at_the_end(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "10")
     told(3, monkeypatch)
@@ -50,5 +46,5 @@ def test_on_a_terminal_one_line_moves_and_is_gone_at_the_end(
         (1e8, "27,778 h"),
     ],
 )
-def test_seconds_have_the_unit_that_suits_them(seconds: float, said: str) -> None:
+def test_seconds_have_the_unit_that_suits_them(seconds, said):
     assert progress.duration(seconds) == said

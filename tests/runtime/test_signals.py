@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.starts import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def forked(body: Callable[[int], None]) -> tuple[int, int]:
+def forked(body):
     """A child that runs ``body`` with the end of a pipe to write to, once it has written; its id, and the other end."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -33,13 +32,13 @@ def forked(body: Callable[[int], None]) -> tuple[int, int]:
     return child, reading
 
 
-def status_of(child: int) -> int:
+def status_of(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("number", ASKING)
-def test_before_there_is_work_a_signal_ends_the_process_with_its_status(number: signal.Signals) -> None:
-    def body(report: int) -> None:
+def test_before_there_is_work_a_signal_ends_the_process_with_its_status(number):
+    def body(report):
         with stop_requests():
             os.write(report, b".")
             time.sleep(60)
@@ -50,12 +49,10 @@ def test_before_there_is_work_a_signal_ends_the_process_with_its_status(number: 
 
 
 @pytest.mark.parametrize("number", ASKING)
-def test_the_first_signal_is_noted_and_the_second_ends_at_once(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_signal_is_noted_and_the_second_ends_at_once(number, monkeypatch):
     monkeypatch.setattr(signals, "SAME", 0.5)
 
-    def body(report: int) -> None:
+    def body(report):
         with stop_requests() as notice:
             notice.works = True
             os.write(report, b".")
@@ -74,7 +71,7 @@ def test_the_first_signal_is_noted_and_the_second_ends_at_once(
     assert status_of(child) == 128 + signal.SIGTERM
 
 
-def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
+def test_what_was_ignored_stays_ignored_and_handlers_come_back():
     before = {number: signal.getsignal(number) for number in ASKING}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -90,20 +87,20 @@ def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
     assert {number: signal.getsignal(number) for number in ASKING} == before
 
 
-def test_a_notice_without_a_signal_asks_for_nothing() -> None:
+def test_a_notice_without_a_signal_asks_for_nothing():
     assert StopRequest().signal is None
 
 
-def family(launched: bool) -> tuple[int, int]:
+def family(launched):
     """A parent and its child, which was told by which launcher it was started; their ids."""
 
-    def child(report: int) -> None:
+    def child(report):
         os.environ.update({"TORCHELASTIC_RUN_ID": "1"} if launched else {})
         end_with_launcher()
         os.write(report, str(os.getpid()).encode())
         time.sleep(60)
 
-    def parent(report: int) -> None:
+    def parent(report):
         grandchild, reading = os.pipe(), None
         if os.fork() == 0:
             child(grandchild[1])
@@ -115,7 +112,7 @@ def family(launched: bool) -> tuple[int, int]:
     return pid, int(os.read(reading, 20))
 
 
-def runs(pid: int) -> bool:
+def runs(pid):
     """Whether a process is there and is no zombie that nobody waits for."""
     stat = Path(f"/proc/{pid}/stat")
     try:
@@ -126,7 +123,7 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_rank_ends_with_its_launcher_and_a_program_started_by_hand_does_not(launched: bool) -> None:
+def test_a_rank_ends_with_its_launcher_and_a_program_started_by_hand_does_not(launched):
     parent, child = family(launched)
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
@@ -140,8 +137,8 @@ def test_a_rank_ends_with_its_launcher_and_a_program_started_by_hand_does_not(la
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
 @pytest.mark.parametrize("gone", [True, False])
-def test_a_process_whose_parent_is_gone_already_ends(gone: bool) -> None:
-    def body(report: int) -> None:
+def test_a_process_whose_parent_is_gone_already_ends(gone):
+    def body(report):
         os.write(report, b".")
         end_with_parent(os.getpid() if gone else os.getppid())
 
@@ -150,7 +147,7 @@ def test_a_process_whose_parent_is_gone_already_ends(gone: bool) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
 @pytest.mark.parametrize("entry", ["pretrain_gpt.py", "pretrain_dit.py"])
-def test_a_rank_that_still_imports_torch_ends_with_its_launcher(entry: str, tmp_path: Path) -> None:
+def test_a_rank_that_still_imports_torch_ends_with_its_launcher(entry, tmp_path):
     (tmp_path / "torch.py").write_text(
         f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\ntime.sleep(60)\n"
     )
@@ -167,8 +164,8 @@ def test_a_rank_that_still_imports_torch_ends_with_its_launcher(entry: str, tmp_
     assert not lived
 
 
-def test_a_loaders_process_leaves_signals_to_its_parent() -> None:
-    def body(report: int) -> None:
+def test_a_loaders_process_leaves_signals_to_its_parent():
+    def body(report):
         with stop_requests():
             leave_to_parent(0)
             os.write(report, b".")

@@ -17,7 +17,7 @@ STEP = {
 }
 
 
-def test_a_task_of_srun_gets_torchruns_variables() -> None:
+def test_a_task_of_srun_gets_torchruns_variables():
     assert launched_by_srun(STEP) == {
         "RANK": "11",
         "WORLD_SIZE": "20",
@@ -42,7 +42,7 @@ def test_a_task_of_srun_gets_torchruns_variables() -> None:
         {**STEP, "RANK": "11", "WORLD_SIZE": "20"},  # a wrapper's own
     ],
 )
-def test_what_is_no_task_of_several_or_has_a_rank_is_left_alone(environ: dict[str, str]) -> None:
+def test_what_is_no_task_of_several_or_has_a_rank_is_left_alone(environ):
     assert launched_by_srun(environ) == {}
 
 
@@ -63,7 +63,7 @@ def test_what_is_no_task_of_several_or_has_a_rank_is_left_alone(environ: dict[st
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
     ],
 )
-def test_contradictions_are_named(more: dict[str, str], words: str) -> None:
+def test_contradictions_are_named(more, words):
     with pytest.raises(LaunchError, match=words):
         launched_by_srun({**STEP, **more})
 
@@ -78,11 +78,11 @@ def test_contradictions_are_named(more: dict[str, str], words: str) -> None:
         ("", []),
     ],
 )
-def test_short_names_of_nodes(short: str, names: list[str]) -> None:
+def test_short_names_of_nodes(short, names):
     assert hosts(short) == names
 
 
-def test_short_numbers_of_tasks() -> None:
+def test_short_numbers_of_tasks():
     assert tasks_per_node("8(x3),4") == [8, 8, 8, 4]
     assert tasks_per_node("2") == [2]
     assert tasks_per_node("") == []

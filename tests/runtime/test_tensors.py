@@ -5,18 +5,17 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from torch import Tensor
 
 from runtime import tensors
 from runtime.tensors import Handles, generator_of, initial_weight_slice
 
 
-def normal(tile: Tensor, generator: torch.Generator) -> Tensor:
+def normal(tile, generator):
     return tile.normal_(0.0, 2.0, generator=generator)
 
 
 @pytest.mark.parametrize("shape", [(100,), (13, 37), (5, 6, 19), (2, 3, 4, 5)])
-def test_parts_are_those_of_the_whole(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_those_of_the_whole(shape, monkeypatch):
     monkeypatch.setattr(tensors, "WHOLE", 64)
     monkeypatch.setattr(tensors, "TILE", (4, 16))
     whole = initial_weight_slice(normal, "w", shape, 3)
@@ -28,7 +27,7 @@ def test_parts_are_those_of_the_whole(shape: tuple[int, ...], monkeypatch: pytes
         assert torch.equal(initial_weight_slice(normal, "w", shape, 3, part), whole[part])
 
 
-def test_a_weight_of_up_to_a_million_values_has_one_generator() -> None:
+def test_a_weight_of_up_to_a_million_values_has_one_generator():
     """So the curves of small models that are written down still hold."""
     want = torch.empty(1024, 1024).normal_(0.0, 2.0, generator=generator_of(3, "w"))
     assert torch.equal(initial_weight_slice(normal, "w", (1024, 1024), 3), want)
@@ -39,8 +38,8 @@ class Thing:
     pass
 
 
-def test_a_number_stands_for_an_object_and_keeps_it_no_longer_alive() -> None:
-    handles: Handles[Thing] = Handles()
+def test_a_number_stands_for_an_object_and_keeps_it_no_longer_alive():
+    handles = Handles()
     one, other = Thing(), Thing()
     first, second = handles.add(one), handles.add(other)
     assert first != second
@@ -53,7 +52,7 @@ def test_a_number_stands_for_an_object_and_keeps_it_no_longer_alive() -> None:
     assert handles.add(Thing()) not in (first, second)  # a number is never used again
 
 
-def test_a_tensor_keeps_its_object_alive_and_so_does_a_graph_that_saves_it() -> None:
+def test_a_tensor_keeps_its_object_alive_and_so_does_a_graph_that_saves_it():
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, handle):
@@ -66,7 +65,7 @@ def test_a_tensor_keeps_its_object_alive_and_so_does_a_graph_that_saves_it() -> 
             assert isinstance(handles[handle], Thing)
             return 2 * gradient, None
 
-    handles: Handles[Thing] = Handles()
+    handles = Handles()
     handle = handles.tensor(Thing())
     gc.collect()
     assert len(handles) == 1

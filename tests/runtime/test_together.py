@@ -13,7 +13,7 @@ class DomainError(ValueError):
 class Awkward(ValueError):
     """Cannot be unpickled: its constructor takes more than a message."""
 
-    def __init__(self, message: str, more: int) -> None:
+    def __init__(self, message, more):
         super().__init__(message)
 
 
@@ -25,8 +25,8 @@ ERRORS = {
 }
 
 
-def _failing(rank: int, size: int, kinds: dict[int, str], as_block: bool) -> tuple[str, str, int]:
-    def body() -> None:
+def _failing(rank, size, kinds, as_block):
+    def body():
         if rank in kinds:
             raise ERRORS[kinds[rank]]()
 
@@ -45,12 +45,12 @@ def _failing(rank: int, size: int, kinds: dict[int, str], as_block: bool) -> tup
 
 
 @pytest.mark.parametrize("as_block", [True, False])
-def test_every_rank_raises_the_error_of_the_lowest_failing_rank(as_block: bool) -> None:
+def test_every_rank_raises_the_error_of_the_lowest_failing_rank(as_block):
     answers = run_ranks(_failing, 4, {3: "disk", 1: "domain"}, as_block)
     assert answers == [("DomainError", "train.toml: lr is -1", 6)] * 4
 
 
-def test_types_are_kept_where_a_user_can_cause_them() -> None:
+def test_types_are_kept_where_a_user_can_cause_them():
     assert {answer[:2] for answer in run_ranks(_failing, 2, {1: "disk"}, True)} == {
         ("OSError", "[Errno 28] No space left on device: '/data/x'")
     }
@@ -64,19 +64,19 @@ def test_types_are_kept_where_a_user_can_cause_them() -> None:
     assert "odd" in other[1]
 
 
-def test_an_error_of_one_rank_alone_is_not_of_all() -> None:
+def test_an_error_of_one_rank_alone_is_not_of_all():
     assert not any(on_all_ranks(error()) for error in ERRORS.values())
 
 
-def _values(rank: int, size: int) -> tuple[list[int], int]:
+def _values(rank, size):
     return gather_results(lambda: rank * rank), from_first(lambda: 10 + rank)
 
 
-def test_values_are_shared() -> None:
+def test_values_are_shared():
     assert run_ranks(_values, 3) == [([0, 1, 4], 10)] * 3
 
 
-def test_without_a_process_group_the_body_runs_alone() -> None:
+def test_without_a_process_group_the_body_runs_alone():
     assert gather_results(lambda: 5) == [5]
     assert from_first(lambda: 6) == 6
     with pytest.raises(DomainError, match="lr"), raise_together():
@@ -85,7 +85,7 @@ def test_without_a_process_group_the_body_runs_alone() -> None:
         assert group is None
 
 
-def _groups(rank: int, size: int) -> list[bool]:
+def _groups(rank, size):
     pair = dist.new_group([1, 2])
     with cpu_group() as group:
         answers = [group is dist.group.WORLD]
@@ -106,5 +106,5 @@ def _groups(rank: int, size: int) -> list[bool]:
     return answers
 
 
-def test_a_group_without_cpu_tensors_gets_a_gloo_twin() -> None:
+def test_a_group_without_cpu_tensors_gets_a_gloo_twin():
     assert run_ranks(_groups, 3) == [[True] * 5, [True] * 8, [True] * 8]

@@ -5,7 +5,6 @@ import os
 import shutil
 from contextlib import redirect_stderr
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,13 +17,13 @@ from tests.starts import free_port
 from train.run import exit_status
 
 
-def joined(rank: int, world_size: int, port: int, torch_of: tuple[str, ...], sources_of: tuple[str, ...]) -> tuple:
+def joined(rank, world_size, port, torch_of, sources_of):
     """Join through the launcher's store as a rank that has these; return the status and what was said."""
     leave()  # once both have joined
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     said, met = io.StringIO(), []
 
-    def main(_: list[str]) -> None:
+    def main(_):
         join(timeout=timedelta(minutes=5))
         met.append(dist.get_world_size())
 
@@ -45,18 +44,18 @@ def joined(rank: int, world_size: int, port: int, torch_of: tuple[str, ...], sou
         (("2.13.0", "2.13.0"), ("aa", "bb"), "sources bb on rank 1 (node1), and aa on the others"),
     ],
 )
-def test_ranks_that_differ_are_named_once(torch_of: tuple, sources_of: tuple, words: str) -> None:
+def test_ranks_that_differ_are_named_once(torch_of, sources_of, words):
     ends = run_ranks(joined, 2, free_port(), torch_of, sources_of)
     assert [(status, met) for status, met, _ in ends] == [(1, []), (1, [])]
     line = f"error: ranks differ: {words}; start all from one checkout and one environment\n"
     assert sorted(said for _, _, said in ends) == ["", line]
 
 
-def test_ranks_that_are_alike_join() -> None:
+def test_ranks_that_are_alike_join():
     assert run_ranks(joined, 2, free_port(), ("2.13.0",) * 2, ("aa",) * 2) == [(0, [2], "")] * 2
 
 
-def test_every_difference_has_its_ranks_and_hosts() -> None:
+def test_every_difference_has_its_ranks_and_hosts():
     ranks = [{"host": f"node{rank // 2}", "torch": "2.13.0", "sources": "aa"} for rank in range(6)]
     ranks[2] |= {"sources": "bb"}
     ranks[3] |= {"sources": "bb", "torch": "2.12.1"}
@@ -67,7 +66,7 @@ def test_every_difference_has_its_ranks_and_hosts() -> None:
     ]
 
 
-def test_the_digest_is_of_the_code_alone(tmp_path: Path) -> None:
+def test_the_digest_is_of_the_code_alone(tmp_path):
     copies = [tmp_path / name for name in ("a", "b")]
     for copy in copies:
         shutil.copytree(processes.ROOT / "runtime", copy / "runtime")

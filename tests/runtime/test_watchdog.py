@@ -25,7 +25,7 @@ HOST = socket.gethostname()
 STOPPED = 1
 
 
-def stuck(rank: int, world_size: int, folder: str, how: str) -> None:
+def stuck(rank, world_size, folder, how):
     """Make some steps; then rank 1 is stopped, or waits elsewhere, and the others wait for it."""
     pair = dist.new_group([0, 1], group_desc="pair")
     with Watchdog(2.0, 1.0, folder) as watchdog:
@@ -51,7 +51,7 @@ def stuck(rank: int, world_size: int, folder: str, how: str) -> None:
         ),
     ],
 )
-def test_who_hangs_is_named_and_all_stacks_are_written(how: str, words: str, nodes: str, tmp_path: Path) -> None:
+def test_who_hangs_is_named_and_all_stacks_are_written(how, words, nodes, tmp_path):
     with pytest.raises(RuntimeError, match=f"died without a word, exit code ({HUNG}|-9)"):
         run_ranks(stuck, 3, str(tmp_path), how)
     said = (tmp_path / FOLDER / "report.txt").read_text()
@@ -67,7 +67,7 @@ def test_who_hangs_is_named_and_all_stacks_are_written(how: str, words: str, nod
     assert "did not answer" in (tmp_path / FOLDER / "rank-1.txt").read_text() or how != "stopped"
 
 
-def at_work(rank: int, world_size: int, folder: str) -> bool:
+def at_work(rank, world_size, folder):
     """A save that takes longer than a step may."""
     with Watchdog(3.0, 0.4, folder) as watchdog:
         for _ in range(LEAST_STEPS):
@@ -77,16 +77,14 @@ def at_work(rank: int, world_size: int, folder: str) -> bool:
     return not any(Path(folder).iterdir())
 
 
-def test_a_pause_is_no_hang(tmp_path: Path) -> None:
+def test_a_pause_is_no_hang(tmp_path):
     assert run_ranks(at_work, 1, str(tmp_path)) == [True]
 
 
-def test_a_stopped_process_is_woken_for_its_stacks_and_knows_it_before_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_process_is_woken_for_its_stacks_and_knows_it_before_it_runs(tmp_path, monkeypatch):
     """Else it may write its own file of stacks over the one that says that it did not answer."""
 
-    def body(report: int) -> None:
+    def body(report):
         own = own_process.__wrapped__()  # the tests' own process may be known already
         os.write(report, f". {own.born} {own.stacks}".encode())
         os.kill(own.pid, signal.SIGSTOP)
@@ -96,7 +94,7 @@ def test_a_stopped_process_is_woken_for_its_stacks_and_knows_it_before_it_runs(
     born, stacks = os.read(reading, 99).decode().split()
     process, sizes, plain = Process(child, born, int(stacks)), [], Process.send
 
-    def send(of: Process, *signals: signal.Signals) -> None:
+    def send(of, *signals):
         sizes.append(os.stat(f"/proc/{child}/fd/{stacks}").st_size)
         plain(of, *signals)
 
@@ -113,7 +111,7 @@ def test_a_stopped_process_is_woken_for_its_stacks_and_knows_it_before_it_runs(
     assert 'test_watchdog.py", line' in said.partition("Python:")[2]
 
 
-def left_alone(rank: int, world_size: int, folder: Path, how: str) -> str:
+def left_alone(rank, world_size, folder, how):
     """What a rank says while another one is stopped, and exit_status's verdict; then all join anew, for run_ranks."""
     store = dist.FileStore(str(folder / "pids"), world_size)
     store.set(f"{rank}", str(os.getpid()))
@@ -135,7 +133,7 @@ def left_alone(rank: int, world_size: int, folder: Path, how: str) -> str:
     return errors.getvalue()
 
 
-def collective(rank: int, world_size: int, how: str) -> None:
+def collective(rank, world_size, how):
     given, got = torch.ones(1000), torch.ones(1000)
     for _ in range(3):
         if how == "ring":
@@ -149,7 +147,7 @@ def collective(rank: int, world_size: int, how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ring", "all_reduce"])
-def test_a_stopped_rank_is_named_once(how: str, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_once(how, tmp_path):
     said = [lines for lines in run_ranks(left_alone, 4, tmp_path, how) if lines]
     assert len(said) == 1, said
     assert said[0].startswith(f"rank {STOPPED} on {os.uname().nodename} did not answer (")
@@ -168,9 +166,7 @@ def test_a_stopped_rank_is_named_once(how: str, tmp_path: Path) -> None:
         ("wait timeout after 1000ms, keys: /default_pg/0", "(wait timeout after 1000ms, keys: /default_pg/0)\n"),
     ],
 )
-def test_a_rank_that_cannot_ask_the_others(
-    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_cannot_ask_the_others(text, words, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
     assert report_unresponsive_ranks(RuntimeError(text), 1.0)
     said = capsys.readouterr().err
@@ -180,6 +176,6 @@ def test_a_rank_that_cannot_ask_the_others(
     assert (tmp_path / "endings" / "rank-0").read_text() == f"{AGAIN} {said}"
 
 
-def test_another_error_is_not_a_peers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_error_is_not_a_peers(capsys):
     assert not report_unresponsive_ranks(RuntimeError("DataLoader timed out after 30 seconds"), 1.0)
     assert capsys.readouterr().err == ""

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the ranks are f
 @pytest.mark.parametrize("number", ASKING)
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_signal_ends_the_ranks_or_an_agent_that_has_none(ranks, number, monkeypatch):
-    def body(report: int) -> None:
-        def torchrun(arguments: list[str]) -> None:
+    def body(report):
+        def torchrun(arguments):
             started = [subprocess.Popen(["sleep", "5"]) for _ in range(ranks)]
             os.write(report, b".")
             if not ranks:

@@ -38,9 +38,7 @@ source slurm/job.sh
 """
 
 
-def started(
-    run: Path, *flags: str, status: int = 0, hung: str = "", excluded: str = "(null)", **more: str
-) -> tuple[int, str]:
+def started(run, *flags, status=0, hung="", excluded="(null)", **more):
     """The exit status and the words of one start of a job.
 
     Args:

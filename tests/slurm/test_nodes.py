@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,9 +37,7 @@ def slurm(cluster):
     return cluster
 
 
-def finished_as_undisturbed(
-    slurm: dict[str, str], job: str, save: Path, want: list[list[float]], restarts: str = "1"
-) -> dict[str, str]:
+def finished_as_undisturbed(slurm, job, save, want, restarts="1"):
     """What Slurm knows of a job that was queued again once and finished the run."""
     known = ended(slurm, job)
     said = Path(f"{save}.log").read_text()
@@ -50,7 +47,7 @@ def finished_as_undisturbed(
     return known
 
 
-def under_way(slurm: dict[str, str], save: Path, data: Path, **more: Any) -> str:
+def under_way(slurm, save, data, **more):
     """A job that has trained for some steps; its number."""
     job = submitted(slurm, save, data, **more)
     wait_until(lambda: steps_made(save) > 12)
@@ -92,7 +89,7 @@ def test_a_job_whose_nodes_lose_each_other_goes_on_without_the_one_that_does_not
     assert "without node2, where a rank hung" in Path(f"{save}.log").read_text()
 
 
-def pid_of(task: int, job: str, slurm: dict[str, str]) -> int:
+def pid_of(task, job, slurm):
     """The process that srun started as a job's task."""
     for pid in of_step(slurm, job, f"SLURM_PROCID={task}"):
         with suppress(OSError):

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import subprocess
-from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
 
@@ -23,7 +22,7 @@ RUN += ["--save", "runs/here"]
 IMAGE = ["--container", "i.sqsh", "--container-mounts", "/data:/data"]
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str, cluster: str = "h100_pod") -> str:
+def printed(capsys, *arguments, cluster="h100_pod"):
     assert submit.main(["--cluster", str(CLUSTERS / f"{cluster}.toml"), "--dry-run", *arguments]) == 0
     return capsys.readouterr().out
 
@@ -163,13 +162,13 @@ HOSTILE = (
 )
 
 
-def texts() -> list[str]:
+def texts():
     """The flags of a job whose value is any text."""
     actions = submit.build_parser()._actions
     return [action.dest for action in actions if action.nargs != 0 and not (action.choices or action.type)]
 
 
-def write_cluster(path: Path, **more: str) -> Path:
+def write_cluster(path, **more):
     table = {"script": "h100", "gpu": "h100"} | more
     lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
     path.write_text(
@@ -178,7 +177,7 @@ def write_cluster(path: Path, **more: str) -> Path:
     return path
 
 
-def inert(text: str, folder: Path) -> bool:
+def inert(text, folder):
     """Whether all lines for sbatch have a word each, and bash runs nothing of a job's script but the training."""
     options = [line for line in text.split("\n") if line.startswith("#SBATCH")]
     keys = {shlex.split(line)[1].split("=")[0] for line in options if len(shlex.split(line)) == 2}
@@ -189,9 +188,7 @@ def inert(text: str, folder: Path) -> bool:
     return len(keys) == len(options) and not done.stderr and "--wrap" not in keys and made == ["trained"]
 
 
-def refused_or_inert(
-    arguments: list[str], name: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def refused_or_inert(arguments, name, text, folder, capsys):
     """Assert that a text is refused in a line with its name, or does nothing in the script; what does not print is."""
     status = submit.main(["--dry-run", *arguments])
     out, err = capsys.readouterr()
@@ -241,7 +238,7 @@ def test_no_key_of_a_file_becomes_a_line_or_a_command_of_the_script(text, tmp_pa
 def test_a_value_that_is_new_is_checked_like_a_name(tmp_path, monkeypatch, capsys):
     build, options = submit.build_parser, submit.options
 
-    def with_another() -> ArgumentParser:
+    def with_another():
         parser = build()
         parser.add_argument("--queue")
         return parser

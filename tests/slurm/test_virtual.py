@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def slurm(tmp_path_factory):
         yield environment
 
 
-def say(slurm: dict[str, str], *command: str, **more: str) -> str:
+def say(slurm, *command, **more):
     done = subprocess.run(command, cwd=ROOT, env={**slurm, **more}, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
@@ -63,28 +62,26 @@ def test_what_slurm_refuses_is_told_in_its_words_and_with_a_hint(options, words,
     assert re.search(f"^error: sbatch refuses: .*{words}", ending.stderr), ending.stderr
 
 
-def flags(data: Path) -> list[str]:
+def flags(data):
     return [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--train-iters", str(LAST)]
 
 
-def curve(save: Path) -> list[list[float]]:
+def curve(save):
     return [[record[name] for name in EXACT] for record in read_metrics(save / METRICS)]
 
 
-def submitted(
-    slurm: dict[str, str], save: Path, data: Path, *options: str, extra: Sequence[str] = (), **more: str
-) -> str:
+def submitted(slurm, save, data, *options, extra=(), **more):
     """Two nodes of one rank each, by gloo, on GPUs that are only names; the job's number."""
     script = ["--nodes", "2", "--ntasks-per-node=1", "--cpus-per-task=1", "--output", f"{save}.log", "--parsable"]
     command = [str(save), "pretrain_gpt.py", *flags(data), "--save-interval", "10", *extra]
     return say(slurm, "sbatch", *script, *options, "slurm/a100.sbatch", *command, PYTHON=sys.executable, **more).strip()
 
 
-def ended(slurm: dict[str, str], job: str) -> dict[str, str]:
+def ended(slurm, job):
     """The job's last words: what scontrol knows of it, once it is over."""
-    known: dict[str, str] = {}
+    known = {}
 
-    def over() -> bool:
+    def over():
         known.update(re.findall(r"(\w+)=(\S+)", say(slurm, "scontrol", "show", "job", job)))
         return known["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -92,13 +89,13 @@ def ended(slurm: dict[str, str], job: str) -> dict[str, str]:
     return known
 
 
-def preempt(slurm: dict[str, str], folder: Path) -> None:
+def preempt(slurm, folder):
     """Another job has precedence for a second; its log is in the folder, and not in the checkout."""
     where = ["--partition=urgent", "--exclusive", "--nodelist=node[1-2]", "--output", f"{folder}/urgent.log"]
     say(slurm, "sbatch", *where, "--wrap", "sleep 1")
 
 
-def of_step(slurm: dict[str, str], job: str, *more: str) -> list[int]:
+def of_step(slurm, job, *more):
     """The processes of a job's step, launchers and ranks, with ``more`` in their environment."""
     its, found = {f"SLURM_CONF={slurm['SLURM_CONF']}", f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0", *more}, []
     for process in Path("/proc").glob("[0-9]*"):
@@ -108,7 +105,7 @@ def of_step(slurm: dict[str, str], job: str, *more: str) -> list[int]:
     return found
 
 
-def told(pid: int) -> bool:
+def told(pid):
     """Whether SIGUSR1 waits for a stopped process."""
     try:
         pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
@@ -118,7 +115,7 @@ def told(pid: int) -> bool:
 
 
 @contextmanager
-def paused(pids: list[int]) -> Iterator[None]:
+def paused(pids):
     """Stop these processes until the block ends."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -129,7 +126,7 @@ def paused(pids: list[int]) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def steps_made(save: Path) -> int:
+def steps_made(save):
     return (save / METRICS).read_bytes().count(b"\n") if (save / METRICS).exists() else 0
 
 
@@ -201,7 +198,7 @@ sleep 100 & wait
 """
 
 
-def stub(slurm: dict[str, str], folder: Path, *options: str, **more: str) -> tuple[str, Path]:
+def stub(slurm, folder, *options, **more):
     """A job whose training is a few lines of shell; its number and its folder."""
     (folder / "stub").write_text(STUB)
     (folder / "stub").chmod(0o755)

@@ -18,9 +18,9 @@ from tools.common.report import read_records
 SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths", "64")
 
 
-def _calibrated(rank: int, size: int, local: int, argv: tuple[str, ...]) -> None:
+def _calibrated(rank, size, local, argv):
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    calibration.peak_flops = lambda device, dtype: 1e9  # type: ignore[assignment]
+    calibration.peak_flops = lambda device, dtype: 1e9
     calibration.MOST_BYTES, ceilings.COPY_BYTES["cpu"] = 1 << 18, 1 << 16
     calibrate([*SMALL, *argv])
 
@@ -77,9 +77,9 @@ def test_bad_input_is_refused_before_anything_is_measured(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("rails", [True, False])
 def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch, rails):
-    sizes: list[int] = []
+    sizes = []
 
-    def exchange(device: torch.device, peers: list[int], size: int) -> float:
+    def exchange(device, peers, size):
         inside, alone = peers == [1, 3], size in sizes  # one rank alone repeats the largest size
         sizes.extend([] if inside else [size])
         return 1e-4 + (1 if inside or rails or alone else 4) * size / 1e7

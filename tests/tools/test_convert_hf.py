@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ FAMILIES = (
 )
 
 
-def write_tokenizer(folder: Path, entries: int = 61) -> None:
+def write_tokenizer(folder, entries=61):
     """A tokenizer of single words, with the files that come beside one."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -45,7 +44,7 @@ def write_tokenizer(folder: Path, entries: int = 61) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def published(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
+def published(folder, name, dtype=torch.float32):
     """A folder as transformers writes it, in shards, with a tokenizer and code that must not come along."""
     theirs = hugging_face(CONFIGS[name]).to(dtype)
     theirs.config.eos_token_id = theirs.generation_config.eos_token_id = [9, 11]
@@ -57,7 +56,7 @@ def published(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Pa
     return folder
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
+def tensors(folder):
     return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
 
 
@@ -66,11 +65,11 @@ def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert main(["import", str(published(tmp_path / "theirs", "mistral")), str(run)]) == 0
     fsync, replace = os.fsync, Path.replace
 
-    def synced(handle: int) -> None:
+    def synced(handle):
         events.append(Path(f"/proc/self/fd/{handle}").resolve().name)
         fsync(handle)
 
-    def renamed(path: Path, to: Path) -> Path:
+    def renamed(path, to):
         events.append(f"rename to {to.name}")
         return replace(path, to)
 
@@ -86,7 +85,7 @@ def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 def test_an_import_that_is_ended_says_nothing_of_the_disk(error, tmp_path, monkeypatch):
     source, read_from = published(tmp_path / "theirs", "mistral"), Weights.__getitem__
 
-    def ended(self: Weights, name: str) -> torch.Tensor:
+    def ended(self, name):
         if "layers.1." in name:
             raise error
         return read_from(self, name)
@@ -183,23 +182,23 @@ def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path):
         assert json.loads((tmp_path / f"{folder.name} out" / "config.json").read_text())["eos_token_id"] != [9, 11]
 
 
-def shard_of(folder: Path) -> Path:
+def shard_of(folder):
     return min(folder.glob("model-*.safetensors"))
 
 
-def rewrite(shard: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def rewrite(shard, change):
     held = load_file(shard)
     change(held)
     save_file(held, shard)
 
 
-def leave(path: Path) -> None:
+def leave(path):
     """Move a file out of its folder, and put a link in its place."""
     path.rename(path.parent.parent / path.name)
     path.symlink_to(path.parent.parent / path.name)
 
 
-def only_pickles(folder: Path) -> None:
+def only_pickles(folder):
     for path in (folder / "model.safetensors.index.json", *folder.glob("*.safetensors")):
         path.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02")

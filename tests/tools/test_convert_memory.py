@@ -4,7 +4,6 @@ import dataclasses
 import json
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ TALL = dataclasses.replace(
 """LLaMA 3 8B with one of its layers."""
 
 
-def sparse(folder: Path, config: Any, dtype: torch.dtype) -> int:
+def sparse(folder, config, dtype):
     """Write a model of zeros that takes no room on the disk; return its bytes."""
     ours = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes_of(config).items()}
     theirs, _ = their_weights(ours, lambda name: ours[name], config)
@@ -45,7 +44,7 @@ def sparse(folder: Path, config: Any, dtype: torch.dtype) -> int:
     return end
 
 
-def peak(rank: int, world_size: int, folder: Path) -> list[int]:
+def peak(rank, world_size, folder):
     """Convert there and back; return by how many bytes the process grew at most in each."""
     found = []
     for work in (
@@ -59,7 +58,7 @@ def peak(rank: int, world_size: int, folder: Path) -> list[int]:
     return found
 
 
-def memory(name: str) -> int:
+def memory(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return 1024 * int(line.split()[1])
 
@@ -69,7 +68,7 @@ def test_a_few_tensors_live_at_a_time(tmp_path, monkeypatch):
     alive, most = set(), [0]
     reads = {Weights: Weights.__getitem__, torch: torch.empty_like}
 
-    def counted(weight: torch.Tensor) -> torch.Tensor:
+    def counted(weight):
         alive.add(mark := object())
         weakref.finalize(weight, alive.discard, mark)
         most[0] = max(most[0], len(alive))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 QUICK = {"pretrain_gpt.py": "llama_tiny", "pretrain_dit.py": "dit_tiny"}
 
 
-def stub(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+def stub(monkeypatch, gpus):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 

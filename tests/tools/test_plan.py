@@ -29,7 +29,7 @@ def alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def rows_of(out: str) -> list[list[str]]:
+def rows_of(out):
     """Return the cells of a terminal's table, between which there are two spaces or more."""
     return [re.split(r"  +", line.strip()) for line in out.splitlines() if re.match(r" *\d+  ", line)]
 
@@ -99,7 +99,7 @@ def test_bad_input_is_one_line(flags, message, capsys):
     assert re.search(message, error)
 
 
-def profiled(rank: int, world_size: int, arguments: list[str], folder: str) -> int:
+def profiled(rank, world_size, arguments, folder):
     if rank == 0:
         sys.stdout = (Path(folder) / "out").open("w", buffering=1)
     return main(arguments)
@@ -122,7 +122,7 @@ def test_a_profile_runs_the_best_and_takes_the_fastest(default_data, tmp_path):
     assert best.train.train_iters == 100  # the run's own, not the profile's
 
 
-def measured_twice(rank: int, world_size: int, arguments: list[str]) -> list[float]:
+def measured_twice(rank, world_size, arguments):
     config = parse_args(arguments)
     return measure([config, config], 1, peak_flops=PEAK)
 

@@ -40,7 +40,7 @@ def test_striping_shows_its_balance():
     assert ring.even == striped.even == zigzag.even == 32 * 33 / 2 / 4
 
 
-def seen_by_brute_force(documents: list[int], causal: bool, window: int | None) -> np.ndarray:
+def seen_by_brute_force(documents, causal, window):
     place, document = np.arange(sum(documents)), np.repeat(np.arange(len(documents)), documents)
     apart = place[:, None] - place[None, :]
     seen = document[:, None] == document[None, :]
@@ -78,7 +78,7 @@ def test_layout_is_written(tmp_path, arguments, capsys):
     assert capsys.readouterr().out == f"written: {output}\n"
 
 
-def write_run(folder: Path, lines: list[dict]) -> Path:
+def write_run(folder, lines):
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder

@@ -16,7 +16,7 @@ from tools.prepare_data import main
 ROOT = Path(__file__).parents[2]
 
 
-def write_text(folder: Path, documents: int = 20) -> Path:
+def write_text(folder, documents=20):
     folder.mkdir()
     for i in range(documents):
         (folder / f"{i}.txt").write_text(f"It was the {i}th of many short stories about tokens.\n" * 30)

@@ -59,7 +59,7 @@ NESTED = {"__init__.py": b"", "part/a.py": b""}
 NESTED[vendor.ORIGIN] = json.dumps({"files": dict.fromkeys(NESTED, hashlib.sha256().hexdigest())}).encode()
 
 
-def started(script: str, folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+def started(script, folder, *arguments, **environment):
     (folder / "main.py").write_text(script)
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.Popen(
@@ -130,13 +130,13 @@ def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path):
     assert vendor.commit_of(plain).startswith("unknown")
 
 
-def link(target: Path, name: str = "") -> None:
+def link(target, name=""):
     """Put a link in the place of what is moved out of the package, or of all of it."""
     (target / name).rename(target.parent / "kept")
     (target / name).symlink_to(target.parent / "kept")
 
 
-def contents(folder: Path) -> dict[Path, object]:
+def contents(folder):
     return {path: path.is_symlink() or path.is_dir() or path.read_bytes() for path in folder.rglob("*")}
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.starts import PATIENCE
 from tools import watch
 
 
-def write_run(folder: Path, iterations: int, **more: float) -> Path:
+def write_run(folder, iterations, **more):
     (folder / "iter_0000002").mkdir(parents=True)
     (folder / "config.toml").write_text("[train]\ntrain_iters = 8\n")
     record = {"tokens_per_second": 2000.0, "iteration_time_ms": 30_000.0, "tflops_per_gpu": 0.01, "mfu": 0.1} | more

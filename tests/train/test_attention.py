@@ -1,7 +1,6 @@
 """Attention of a configuration on one process: torch's kernel for a whole sequence, or the method's tiles."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,12 +21,12 @@ CONFIG = Config(
 )
 
 
-def operands() -> list[torch.Tensor]:
+def operands():
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(2, LENGTH, heads, 16, generator=generator) for heads in (4, 2, 2)]
 
 
-def test_without_a_method_the_attention_is_plain() -> None:
+def test_without_a_method_the_attention_is_plain():
     cp, attend = context_of(replace(CONFIG, context=ContextConfig(context_parallel_method="none")), None)
     assert attend is sdpa
     assert torch.equal(cp.positions, torch.arange(LENGTH))
@@ -42,9 +41,7 @@ def test_without_a_method_the_attention_is_plain() -> None:
         ({"context": ContextConfig(attention_backend="reference")}, False, False),
     ],
 )
-def test_one_process_takes_the_kernel_where_that_is_as_fast(
-    change: dict[str, Any], strips: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_takes_the_kernel_where_that_is_as_fast(change, strips, whole, monkeypatch):
     monkeypatch.setattr(products, "ONEDNN", strips)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     cp, attend = context_of(replace(CONFIG, **change), None)

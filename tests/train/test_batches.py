@@ -1,7 +1,6 @@
 """Items made ahead: in order, each error where its item is taken, no thread left."""
 
 import threading
-from collections.abc import Iterator
 from itertools import islice
 
 import pytest
@@ -12,7 +11,7 @@ from train.batches import Prefetcher
 CPU = torch.device("cpu")
 
 
-def items(made: list[str], bad: int | None = None) -> Iterator[int]:
+def items(made, bad=None):
     """0, 1, 2, 3; notes the thread of each."""
     for number in range(4):
         made.append(threading.current_thread().name)
@@ -21,8 +20,8 @@ def items(made: list[str], bad: int | None = None) -> Iterator[int]:
         yield number
 
 
-def test_items_come_in_order_each_made_while_the_one_before_is_in_use() -> None:
-    made: list[str] = []
+def test_items_come_in_order_each_made_while_the_one_before_is_in_use():
+    made = []
     with Prefetcher(items(made), CPU) as ahead:
         assert made == []
         for number in range(4):
@@ -36,7 +35,7 @@ def test_items_come_in_order_each_made_while_the_one_before_is_in_use() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 2])
-def test_an_error_is_raised_where_its_item_is_taken(bad: int) -> None:
+def test_an_error_is_raised_where_its_item_is_taken(bad):
     with Prefetcher(items([], bad), CPU) as ahead:
         assert [next(ahead) for _ in range(bad)] == list(range(bad))
         with pytest.raises(ValueError, match=f"{bad} is bad"):
@@ -44,13 +43,13 @@ def test_an_error_is_raised_where_its_item_is_taken(bad: int) -> None:
     assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
-def test_an_item_that_is_not_taken_raises_nothing() -> None:
+def test_an_item_that_is_not_taken_raises_nothing():
     with Prefetcher(items([], 1), CPU) as ahead:
         assert next(ahead) == 0
 
 
-def test_no_more_is_made_than_there_is() -> None:
-    made: list[str] = []
+def test_no_more_is_made_than_there_is():
+    made = []
     with Prefetcher(islice(items(made), 2), CPU) as ahead:
         assert list(ahead) == [0, 1]
     assert len(made) == 2

@@ -6,11 +6,8 @@ of graphs are the same.
 """
 
 import io
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -56,7 +53,7 @@ MESHES = {
 }  # fmt: skip
 
 
-def compiled_graphs(rank: int, world_size: int, arguments: list[str]) -> tuple[list[int], int]:
+def compiled_graphs(rank, world_size, arguments):
     """Train, and return how many graphs had been compiled after each iteration, and the breaks in them."""
     from torch._dynamo.utils import counters
 
@@ -69,19 +66,19 @@ def compiled_graphs(rank: int, world_size: int, arguments: list[str]) -> tuple[l
         found.append(counters["stats"]["unique_graphs"])
         return record
 
-    Trainer.step = iteration  # type: ignore[method-assign]
+    Trainer.step = iteration
     with redirect_stdout(io.StringIO()):
         main(arguments, PEAK)
     return found, sum(counters["graph_break"].values())
 
 
-def traced_graphs(rank: int, world_size: int, arguments: list[str]) -> tuple[list[int], int]:
+def traced_graphs(rank, world_size, arguments):
     """Do the same without Inductor."""
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         return compiled_graphs(rank, world_size, arguments)
 
 
-def compare(train: Callable[..., Any], mesh: str, data: Path, folder: Path, *smaller: str) -> None:
+def compare(train, mesh, data, folder, *smaller):
     """Train with and without compiled layers; assert that results are the same, and that nothing is compiled late."""
     ranks, flags = MESHES[mesh]
     given = [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--train-iters", "5"]
@@ -100,7 +97,7 @@ def compare(train: Callable[..., Any], mesh: str, data: Path, folder: Path, *sma
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("mesh", ["exchange, documents", pytest.param("lasp", marks=pytest.mark.slow)])
-def test_traced_layers_compute_the_same(mesh: str, default_data: Path, tmp_path: Path) -> None:
+def test_traced_layers_compute_the_same(mesh, default_data, tmp_path):
     smaller = ("--num-layers", "1", "--global-batch-size", "2", "--save-interval", "none", "--eval-iters", "0")
     compare(traced_graphs, mesh, default_data, tmp_path, *smaller)
 
@@ -108,13 +105,13 @@ def test_traced_layers_compute_the_same(mesh: str, default_data: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.needs("g++", "as", "ld")
 @pytest.mark.parametrize("mesh", MESHES)
-def test_compiled_layers_compute_the_same(mesh: str, default_data: Path, tmp_path: Path) -> None:
+def test_compiled_layers_compute_the_same(mesh, default_data, tmp_path):
     compare(compiled_graphs, mesh, default_data, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.needs("g++", "as", "ld")
-def test_a_diffusion_transformer_is_compiled_too(tmp_path: Path) -> None:
+def test_a_diffusion_transformer_is_compiled_too(tmp_path):
     losses = []
     for more in ((), ("--compile",)):
         save = tmp_path / f"run{len(more)}"
@@ -131,9 +128,7 @@ def test_a_diffusion_transformer_is_compiled_too(tmp_path: Path) -> None:
         ((), "compile is set and no C++ compiler is there"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(
-    flags: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_compiled_is_refused(flags, said, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     config = parse_args(["--data-path", "x", "--tokenizer-model", "x.model", "--device", "cpu", "--compile", *flags])
     with pytest.raises(ConfigError, match=said.replace("+", "[+]")):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel.data import DataParallelConfig, Strategy, shard_model, sharding_mesh
+from parallel.data import DataParallelConfig, shard_model, sharding_mesh
 from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.ranks import run_ranks
 from tests.parallel.whole import full, weights_of
@@ -15,29 +15,29 @@ INPUT = torch.linspace(-1, 1, 10).view(2, 5)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
         self.head = nn.Linear(5, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.head(x) + 0
 
 
-def built() -> Net:
+def built():
     torch.manual_seed(0)
     return Net()
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(model, optimizer):
     model(INPUT).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def averaged(rank: int, world_size: int, strategy: Strategy) -> dict[str, object]:
+def averaged(rank, world_size, strategy):
     """Two steps, outputs before, with and after the averages, a third step, and both weights and averages."""
     config = DataParallelConfig(data_parallel_sharding_strategy=strategy)
     with distributed_mesh(MeshConfig(device="cpu")) as mesh:
@@ -59,7 +59,7 @@ def averaged(rank: int, world_size: int, strategy: Strategy) -> dict[str, object
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_averages_of_shards_equal_those_of_whole_weights(strategy: Strategy) -> None:
+def test_averages_of_shards_equal_those_of_whole_weights(strategy):
     model, optimizer = built(), None
     # Each of two ranks computes the same loss, and gradients are summed.
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
@@ -80,7 +80,7 @@ def test_averages_of_shards_equal_those_of_whole_weights(strategy: Strategy) -> 
         assert all(torch.allclose(found["weights"][name], p, atol=1e-6) for name, p in model.named_parameters())
 
 
-def test_parts_that_hold_the_same_parameter_share_its_average() -> None:
+def test_parts_that_hold_the_same_parameter_share_its_average():
     first, second = built(), built()
     ema = Ema(0.5, [first, second])
     with torch.no_grad():
@@ -98,6 +98,6 @@ def test_parts_that_hold_the_same_parameter_share_its_average() -> None:
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
-def test_a_decay_that_averages_nothing_is_refused(decay: float) -> None:
+def test_a_decay_that_averages_nothing_is_refused(decay):
     with pytest.raises(ValueError, match="ema_decay is"):
         EmaConfig(ema_decay=decay)

@@ -1,7 +1,6 @@
 """Products of 8 bits by torchao, which emulates them on a CPU: what they change, and what is refused."""
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ RUNS = {
 }
 
 
-def step(chosen: Float8Config) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def step(chosen):
     """A model in bfloat16 and its gradients on 17 tokens, which are no multiple of 16."""
     model = build_model(MODEL)
     model.init_weights(3)
@@ -53,7 +52,7 @@ def step(chosen: Float8Config) -> tuple[torch.nn.Module, dict[str, torch.Tensor]
 
 @torchao
 @pytest.mark.parametrize("name", CHOICES)
-def test_matrices_of_layers_alone_are_rounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_of_layers_alone_are_rounded(name, monkeypatch):
     monkeypatch.setattr(float8, "EMULATED", True)
     model, got = step(CHOICES[name])
     _, want = step(Float8Config())
@@ -69,7 +68,7 @@ def test_matrices_of_layers_alone_are_rounded(name: str, monkeypatch: pytest.Mon
         assert not torch.equal(got["layers.0.mlp.down.weight"], hybrid["layers.0.mlp.down.weight"])
 
 
-def emulated(rank: int, world_size: int, arguments: list[str]) -> str:
+def emulated(rank, world_size, arguments):
     float8.EMULATED = True
     return on_rank(rank, world_size, arguments)
 
@@ -78,7 +77,7 @@ def emulated(rank: int, world_size: int, arguments: list[str]) -> str:
 @pytest.mark.slow
 @pytest.mark.needs("g++", "as", "ld")  # of the one that is compiled
 @pytest.mark.parametrize("name", RUNS)
-def test_runs_learn_as_those_in_bfloat16(name: str, default_data: Path, tmp_path: Path) -> None:
+def test_runs_learn_as_those_in_bfloat16(name, default_data, tmp_path):
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model", "--train-iters", "5")
     metrics = []
     for more in ((), ("--fp8-format", "hybrid")):
@@ -110,9 +109,7 @@ H100 = ("--device", "cuda", "--bf16", "--fp8-format", "e4m3")
         (("--fp8-recipe", "rowwise"), "fp8_format None"),
     ],
 )
-def test_what_has_no_products_of_8_bits_is_refused(
-    flags: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_products_of_8_bits_is_refused(flags, words, monkeypatch):
     monkeypatch.setattr(float8, "find_spec", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0) if flags == H100 else (9, 0))

@@ -1,14 +1,11 @@
 """Every mesh writes what a forward over all tokens, without a cache, would."""
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from checkpoint.api import save_checkpoint
-from model.base import LanguageModel
 from model.config import ModelConfig, architecture_of
 from model.generate import Draw
 from model.registry import build_model
@@ -17,7 +14,7 @@ from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
 from train.config.entries import Config
 from train.config.flags import write_toml
-from train.generation import Writer, opened
+from train.generation import opened
 
 LLAMA = ModelConfig(
     num_layers=3,
@@ -53,7 +50,7 @@ NEW = 9
 PROMPTS = [
     torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (21, 5, 33)
 ]
-MESHES: dict[str, dict[str, Any]] = {
+MESHES = {
     f"cp 2, {method}": {"context_parallel_size": 2, "context_parallel_method": method}
     for method in ("ring", "striped", "zigzag", "ulysses", "exchange", "allgather")
 } | {
@@ -66,23 +63,23 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def size_of(mesh: dict[str, Any]) -> int:
+def size_of(mesh):
     sizes = [size for size in mesh.values() if isinstance(size, int)]
     return int(torch.tensor(sizes).prod())
 
 
-def saved(folder: Path, model: ModelConfig, scale: float = 1.0) -> LanguageModel:
+def saved(folder, model, scale=1.0):
     """A run's folder, and its model in float64."""
     made = weighted(model)
     with torch.no_grad():
-        made.embedding.weight.mul_(scale)  # type: ignore[union-attr]
+        made.embedding.weight.mul_(scale)
     (folder / "config.toml").write_text(write_toml(Config(model=model)))
-    extra: dict[str, Any] = {"imported_from": "elsewhere"}
+    extra = {"imported_from": "elsewhere"}
     save_checkpoint(folder, 2, made, None, architecture=architecture_of(model), extra=extra)
     return made.double()
 
 
-def weighted(config: ModelConfig) -> LanguageModel:
+def weighted(config):
     """A model whose adapters, if it has any, are not 0."""
     model = build_model(config)
     model.init_weights(3)
@@ -93,7 +90,7 @@ def weighted(config: ModelConfig) -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tmp_path_factory):
     """The folder of a run of each model."""
     folders = {name: tmp_path_factory.mktemp("run") for name in MODELS}
     for name, folder in folders.items():
@@ -101,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def naive(config: ModelConfig, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
+def naive(config, prompts):
     """The likeliest tokens and their logits [NEW, B, V], from a forward over all tokens for each."""
     if config.rope_scaling_type == "dynamic":
         config = dataclasses.replace(config, rope_scaling_seq_length=max(map(len, prompts)) + NEW)
@@ -116,41 +113,39 @@ def naive(config: ModelConfig, prompts: list[list[int]]) -> tuple[list[list[int]
     return [text for text, _ in found], torch.stack([logits for _, logits in found], 1)
 
 
-def written(
-    rank: int, world_size: int, folder: Path, mesh: dict[str, Any], lost: bool = False, **settings: Any
-) -> tuple[list[list[int]], torch.Tensor | None]:
+def written(rank, world_size, folder, mesh, lost=False, **settings):
     """The text of a rank, with the logits that it draws from; with ``lost``, less one row of a cache."""
     seen, draw = [], Draw.__call__
 
-    def recorded(self: Draw, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def recorded(self, hidden, logits):
         seen.append(logits)
         return draw(self, hidden, logits)
 
-    Draw.__call__ = recorded  # type: ignore[method-assign]
+    Draw.__call__ = recorded
     try:
         with opened(folder, dtype=torch.float64, **mesh) as writer:
             if lost:
                 lose_a_row(writer)
             return writer.write(PROMPTS, NEW, **settings), torch.stack(seen) if seen else None
     finally:
-        Draw.__call__ = draw  # type: ignore[method-assign]
+        Draw.__call__ = draw
 
 
-def lose_a_row(writer: Writer) -> None:
+def lose_a_row(writer):
     """Let the first rank of context parallelism hide one row of a layer after the prompts."""
     through = writer._through_stages
 
-    def losing(tokens: Any, positions: Any, ends: Any, states: Any) -> Any:
+    def losing(tokens, positions, ends, states):
         cache = states.layers[1]
         assert cache is None or len(cache) < 33 / writer._mesh.cp.size() + NEW + 1  # each rank keeps a share
         if cache is not None and writer._mesh.cp.get_local_rank() == 0:
             cache._parts[0][2][:, 1] = 1 << 62
         return through(tokens, positions, ends, states)
 
-    writer._through_stages = losing  # type: ignore[method-assign]
+    writer._through_stages = losing
 
 
-def of_ranks(results: list[Any]) -> tuple[list[list[int]], torch.Tensor]:
+def of_ranks(results):
     """The texts of all ranks, and the logits of the one that drew."""
     texts = [text for text, _ in results]
     assert all(text == texts[0] for text in texts)
@@ -169,7 +164,7 @@ QUICK = {("windows and sinks", "cp 2, tp 2"), ("gpt", "pp 2")}
         for mesh in MESHES
     ],
 )
-def test_a_mesh_writes_what_no_cache_does(name: str, mesh: str, runs: dict[str, Path]) -> None:
+def test_a_mesh_writes_what_no_cache_does(name, mesh, runs):
     texts, logits = of_ranks(run_ranks(written, size_of(MESHES[mesh]), runs[name], MESHES[mesh]))
     wanted, expected = naive(MODELS[name], PROMPTS)
     assert expected.std() > 0.1
@@ -178,7 +173,7 @@ def test_a_mesh_writes_what_no_cache_does(name: str, mesh: str, runs: dict[str, 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_process_writes_what_no_cache_does(name: str, runs: dict[str, Path]) -> None:
+def test_one_process_writes_what_no_cache_does(name, runs):
     texts, logits = of_ranks([written(0, 1, runs[name], {})])
     wanted, expected = naive(MODELS[name], PROMPTS)
     assert texts == wanted
@@ -190,14 +185,14 @@ def test_one_process_writes_what_no_cache_does(name: str, runs: dict[str, Path])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["cp 2, zigzag", "pp 2, tp 2"])
-def test_a_lost_row_shows_on_a_mesh(mesh: str, runs: dict[str, Path]) -> None:
+def test_a_lost_row_shows_on_a_mesh(mesh, runs):
     _, expected = naive(LLAMA, PROMPTS)
     _, lost = of_ranks(run_ranks(written, size_of(MESHES[mesh]), runs["llama"], MESHES[mesh], True))
     assert (lost[0] - expected[0]).abs().max() < 1e-10
     assert (lost[1] - expected[1]).abs().max() > 1e-4
 
 
-def drawn(rank: int, world_size: int, folder: Path, mesh: dict[str, Any]) -> list[Any]:
+def drawn(rank, world_size, folder, mesh):
     """Texts of two prompts drawn by two seeds, one of them twice, and ended by a token of the first."""
     settings = {"temperature": 3.0, "top_k": 40, "top_p": 0.95}
     with opened(folder, dtype=torch.float64, **mesh) as writer:
@@ -207,7 +202,7 @@ def drawn(rank: int, world_size: int, folder: Path, mesh: dict[str, Any]) -> lis
 
 
 @pytest.mark.slow
-def test_every_rank_draws_what_one_process_does(runs: dict[str, Path]) -> None:
+def test_every_rank_draws_what_one_process_does(runs):
     one, other, again, ended = drawn(0, 1, runs["llama"], {})
     assert one == again != other
     assert ended[0] == one[0][: one[0].index(one[0][3])]
@@ -216,7 +211,7 @@ def test_every_rank_draws_what_one_process_does(runs: dict[str, Path]) -> None:
         assert found == [[one, other, again, ended]] * size_of(MESHES[mesh]), mesh
 
 
-def refused(rank: int, world_size: int, folder: Path, mesh: dict[str, Any]) -> str:
+def refused(rank, world_size, folder, mesh):
     with pytest.raises(UserError) as error, opened(folder, **mesh) as writer:
         writer.write([[1, 2]], 3)
     return str(error.value)
@@ -224,14 +219,14 @@ def refused(rank: int, world_size: int, folder: Path, mesh: dict[str, Any]) -> s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["cp 2, zigzag", "tp 2", "pp 2"])
-def test_a_model_that_overflows_is_named_on_all_ranks(mesh: str, tmp_path: Path) -> None:
+def test_a_model_that_overflows_is_named_on_all_ranks(mesh, tmp_path):
     saved(tmp_path, LLAMA, scale=float("nan"))
     found = run_ranks(refused, 2, tmp_path, MESHES[mesh])
     assert found == ["the logits of the next token are not finite"] * 2
 
 
-def test_what_cannot_be_written_is_refused(runs: dict[str, Path], tmp_path: Path) -> None:
-    def message(folder: Path = runs["gpt"], **mesh: Any) -> str:
+def test_what_cannot_be_written_is_refused(runs, tmp_path):
+    def message(folder=runs["gpt"], **mesh):
         return refused(0, 1, folder, mesh)
 
     assert "holds no config.toml" in message(tmp_path)

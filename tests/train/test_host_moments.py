@@ -1,13 +1,11 @@
 """Moments in host memory: the numbers of AdamW to the bit, and no memory used before it may be."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from checkpoint.api import load_checkpoint, save_checkpoint
 from checkpoint.manifest import checkpoint_folder
@@ -15,7 +13,7 @@ from checkpoint.tensors import tensors_of
 from parallel.data import to_local
 from parallel.offload import Slabs, pinned_bytes
 from runtime.ranks import run_ranks
-from tests.parallel.streams import Device, streams
+from tests.parallel.streams import streams
 from tests.parallel.unequal import loss_sum, sharded
 from train import host_moments
 from train.host_moments import MOMENTS, HostAdamW
@@ -24,12 +22,12 @@ from train.optim import OptimizerConfig, build_optimizer
 SIZES = ((33, 7), (7,), (50, 40), (3,), (0,), (64,))
 
 
-def model() -> nn.ParameterList:
+def model():
     torch.manual_seed(0)
     return nn.ParameterList(nn.Parameter(torch.randn(size)) for size in SIZES)
 
 
-def steps(weights: nn.ParameterList, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
+def steps(weights, optimizer, count=3):
     """Take steps of several rates with drawn gradients; the second leaves a parameter without one."""
     generator = torch.Generator().manual_seed(1)
     for i in range(count):
@@ -41,7 +39,7 @@ def steps(weights: nn.ParameterList, optimizer: torch.optim.Optimizer, count: in
         optimizer.step()
 
 
-def trained(moved: bool) -> tuple[nn.ParameterList, torch.optim.AdamW]:
+def trained(moved):
     weights = model()
     optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=moved), weights)
     assert isinstance(optimizer, HostAdamW) == moved
@@ -49,23 +47,21 @@ def trained(moved: bool) -> tuple[nn.ParameterList, torch.optim.AdamW]:
     return weights, optimizer
 
 
-def everything(weights: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def everything(weights, optimizer):
     state = [optimizer.state[weight] for weight in weights]
     return [*weights, *(one[name] for one in state for name in ("step", "exp_avg", "exp_avg_sq"))]
 
 
 @pytest.mark.parametrize("made", [host_moments.on_host, host_moments.cut])
 @pytest.mark.parametrize("piece", [64, 1 << 24])
-def test_weights_and_moments_are_those_of_adamw(
-    piece: int, made: Callable[[Tensor, Slabs], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_moments_are_those_of_adamw(piece, made, monkeypatch):
     monkeypatch.setattr(host_moments, "PIECE", piece)
     monkeypatch.setattr(host_moments, "on_host", made)
     found, want = (everything(*trained(moved)) for moved in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-def test_no_gradient_is_no_step() -> None:
+def test_no_gradient_is_no_step():
     weights, optimizer = trained(True)
     before = [x.clone() for x in everything(weights, optimizer)]
     optimizer.zero_grad(set_to_none=True)
@@ -76,7 +72,7 @@ def test_no_gradient_is_no_step() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 8])
-def test_slabs_are_powers_of_two_and_take_little_more_than_is_in_them(shards: int) -> None:
+def test_slabs_are_powers_of_two_and_take_little_more_than_is_in_them(shards):
     """Of the moments of Llama 2 13B, of which each tensor alone would take two thirds more."""
     layer = [5120**2] * 4 + [5120 * 13824] * 3 + [5120] * 2
     counts = [4 * count // shards for count in (5120 * 32000, *layer * 40, 5120, 5120 * 32000) for _ in MOMENTS]
@@ -91,7 +87,7 @@ def test_slabs_are_powers_of_two_and_take_little_more_than_is_in_them(shards: in
         assert all(end <= start for (_, end), (start, _) in pairwise(places))
 
 
-def test_a_moment_has_a_storage_of_its_own_in_memory_that_others_share() -> None:
+def test_a_moment_has_a_storage_of_its_own_in_memory_that_others_share():
     slabs = Slabs()
     slabs.place(1 << 20)
     first, second = (host_moments.cut(torch.ones(300, 7).T, slabs) for _ in range(2))
@@ -102,7 +98,7 @@ def test_a_moment_has_a_storage_of_its_own_in_memory_that_others_share() -> None
     assert not second.any()
 
 
-def played(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> tuple[Device, list[Tensor]]:
+def played(monkeypatch, dropped=None):
     """Steps on streams, one wait of which is left out; what is read after them is the computation's."""
     weights = model()
     optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=True), weights)
@@ -112,7 +108,7 @@ def played(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = No
     return device, found
 
 
-def test_nothing_races_and_both_ways_are_busy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_races_and_both_ways_are_busy_at_once(monkeypatch):
     device, found = played(monkeypatch)
     assert not device.races
     assert all(torch.equal(a, b) for a, b in zip(found, everything(*trained(False)), strict=True))
@@ -132,12 +128,12 @@ def test_nothing_races_and_both_ways_are_busy_at_once(monkeypatch: pytest.Monkey
         (("compute", "out"), "compute reads what out writes"),
     ],
 )
-def test_every_wait_is_needed(dropped: tuple[str, str], race: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wait_is_needed(dropped, race, monkeypatch):
     device, _ = played(monkeypatch, dropped)
     assert race in device.races, device.races
 
 
-def saved_and_loaded(rank: int, world_size: int, folder: Path) -> bool:
+def saved_and_loaded(rank, world_size, folder):
     """Return if shards of weights and moments are those of AdamW after two steps, the second behind a checkpoint."""
     host_moments.on_host = host_moments.cut  # as beside a GPU
     found = []
@@ -158,13 +154,13 @@ def saved_and_loaded(rank: int, world_size: int, folder: Path) -> bool:
     )
 
 
-def test_sharded_moments_go_through_checkpoints_with_and_without(tmp_path: Path) -> None:
+def test_sharded_moments_go_through_checkpoints_with_and_without(tmp_path):
     assert run_ranks(saved_and_loaded, 2, tmp_path) == [True, True]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
-def test_cuda_moments_are_pinned_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_moments_are_pinned_and_the_same(monkeypatch):
     monkeypatch.setattr(host_moments, "PIECE", 512)
     results = []
     for moved in (True, False):

@@ -4,13 +4,10 @@ import io
 import math
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -50,13 +47,13 @@ PEAK = 1e9
 class Samples:
     """Sample n is random tokens of seed n, of which the first (n + 1) % 5 carry no loss; `length` before repeats."""
 
-    def __init__(self, length: int = 20, bad: int | None = None) -> None:
+    def __init__(self, length=20, bad=None):
         self.length, self.bad = length, bad
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         if index is not None and index == self.bad:
             raise DataError(f"x.bin: sample {index} is bad")
         ids = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index or 0))
@@ -66,7 +63,7 @@ class Samples:
         return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask}
 
 
-def settings(**train: Any) -> Config:
+def settings(**train):
     wanted = {"seq_length": LENGTH, "global_batch_size": 4, "train_iters": 3, "eval_interval": 100, "eval_iters": 1}
     return Config(
         model=MODEL,
@@ -77,15 +74,7 @@ def settings(**train: Any) -> Config:
     )
 
 
-def run_with(
-    rank: int,
-    world_size: int,
-    config: Config,
-    folder: Path | None = None,
-    prepare: Callable[[Trainer], None] | None = None,
-    valid_data: Samples | None = None,
-    train_data: Samples | None = None,
-) -> tuple[Progress, str]:
+def run_with(rank, world_size, config, folder=None, prepare=None, valid_data=None, train_data=None):
     """Train, and return how far it came and the error that ended it, if any; data parallel over all ranks."""
     if folder is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
@@ -118,17 +107,17 @@ def run_with(
         return trainer.progress, ""
 
 
-def trained(folder: Path, world_size: int = 1, **settings_: Any) -> list[dict[str, Any]]:
+def trained(folder, world_size=1, **settings_):
     for _, error in run_ranks(run_with, world_size, settings(**settings_), folder):
         assert error == ""
     return read_metrics(folder / METRICS)
 
 
-def checkpoints(folder: Path) -> list[int]:
+def checkpoints(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
 
 
-def test_accumulation_micro_batches_and_ranks_change_no_loss(tmp_path: Path) -> None:
+def test_accumulation_micro_batches_and_ranks_change_no_loss(tmp_path):
     one = trained(tmp_path / "one", micro_batch_size=4)
     for name, size, micro in (("accumulated", 1, 1), ("two ranks", 2, 1), ("both", 2, 2)):
         other = trained(tmp_path / name, size, micro_batch_size=micro)
@@ -137,7 +126,7 @@ def test_accumulation_micro_batches_and_ranks_change_no_loss(tmp_path: Path) -> 
             assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
 
 
-def test_records_are_megatrons_numbers(tmp_path: Path) -> None:
+def test_records_are_megatrons_numbers(tmp_path):
     records = trained(tmp_path / "run", 2, train_iters=2)
     assert [r["iteration"] for r in records] == [1, 2]
     assert [r["consumed_samples"] for r in records] == [4, 8]
@@ -155,19 +144,19 @@ def test_records_are_megatrons_numbers(tmp_path: Path) -> None:
     assert [name for name in records[-1] if f"| `{name}` |" not in page] == []
 
 
-def test_batch_size_follows_the_ranks_where_none_is_given(tmp_path: Path) -> None:
+def test_batch_size_follows_the_ranks_where_none_is_given(tmp_path):
     records = trained(tmp_path / "run", 2, micro_batch_size=3, global_batch_size=None, train_iters=1)
     assert records[0]["consumed_samples"] == 6
 
 
-def infinite_in(trainer: Trainer, iterations: Sequence[int]) -> None:
+def infinite_in(trainer, iterations):
     """A weight of the last rank's shard is infinite during these iterations, and back after."""
-    weight = trainer.runner.parts[0].layers[0].mlp.down.weight  # type: ignore[union-attr, index]
+    weight = trainer.runner.parts[0].layers[0].mlp.down.weight
     assert isinstance(weight, DTensor)
     plain, good = trainer.runner.forward_backward, weight.to_local()[0, 0].item()
-    states: list[list[torch.Tensor]] = []
+    states = []
 
-    def forward_backward(micro_batches: Sequence, valid: int) -> torch.Tensor:
+    def forward_backward(micro_batches, valid):
         hit = trainer.progress.iteration in iterations and dist.get_rank() == dist.get_world_size() - 1
         with torch.no_grad():
             weight.to_local()[0, 0] = math.inf if hit else good
@@ -180,10 +169,10 @@ def infinite_in(trainer: Trainer, iterations: Sequence[int]) -> None:
             assert all(torch.equal(a, b) for a, b in zip(*states[-2:], strict=True))
         return answer
 
-    trainer.runner.forward_backward = forward_backward  # type: ignore[method-assign]
+    trainer.runner.forward_backward = forward_backward
 
 
-def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(tmp_path: Path) -> None:
+def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(tmp_path):
     prepare = partial(infinite_in, iterations=(2, 3))
     ends = run_ranks(run_with, 2, settings(train_iters=5), tmp_path / "run", prepare)
     assert ends == [(Progress(5, 20, 5 * 4 * LENGTH, 2, 0), "")] * 2
@@ -193,7 +182,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(tmp_p
     assert all(math.isfinite(r["lm_loss"]) for r in records[3:])
 
 
-def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not() -> None:
+def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not():
     prepare = partial(infinite_in, iterations=[*range(2, 11), *range(12, 22)])
     for progress, error in run_ranks(run_with, 2, settings(train_iters=50), None, prepare):
         assert (progress.iteration, progress.skipped_iterations) == (21, 19)
@@ -203,12 +192,12 @@ def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not() -> None:
         assert "not finite; the last good one was 11; lower lr, lengthen lr_warmup_iters, or look at the data" in error
 
 
-def infinite_after_a_resume(trainer: Trainer) -> None:
+def infinite_after_a_resume(trainer):
     vars(trainer.progress).update(iteration=6, skipped_iterations=4, skipped_in_a_row=4)
     infinite_in(trainer, range(3, 100))
 
 
-def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> None:
+def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path):
     config = settings(train_iters=50, exit_interval=6)
     config = replace(config, checkpoint=CheckpointConfig(save="set below", save_interval=1))
     prepare = partial(infinite_in, iterations=range(3, 100))
@@ -223,19 +212,19 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> Non
     assert error.endswith(f"--load {tmp_path}/run --ckpt-step 2 and another --save")
 
 
-def _is_ours(file: str) -> bool:
+def _is_ours(file):
     return file.startswith(f"{ROOT}/") and "/site-packages/" not in file  # an environment may lie in the checkout
 
 
-def traced(trainer: Trainer) -> None:
+def traced(trainer):
     """Note every file of ours that one call of the step enters."""
     plain, entered = trainer.step, set[str]()
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def note(frame, event, _):
         if event == "call" and _is_ours(frame.f_code.co_filename):
             entered.add(frame.f_code.co_filename)
 
-    def step(ahead: Any) -> Any:
+    def step(ahead):
         sys.setprofile(note if trainer.progress.iteration == 1 else None)
         try:
             return plain(ahead)
@@ -244,18 +233,18 @@ def traced(trainer: Trainer) -> None:
             if trainer.progress.iteration == 2:
                 assert 12 < len(entered - {__file__}) <= 18, sorted(entered)
 
-    trainer.step = step  # type: ignore[method-assign]
+    trainer.step = step
 
 
-def test_one_step_enters_few_files() -> None:
+def test_one_step_enters_few_files():
     assert run_ranks(run_with, 1, settings(), None, traced)[0][1] == ""
 
 
-def idle_weight(trainer: Trainer, frozen: bool = False) -> None:
+def idle_weight(trainer, frozen=False):
     trainer.runner.parts[0].register_parameter("idle", nn.Parameter(torch.ones(2), requires_grad=not frozen))
 
 
-def test_a_weight_without_a_gradient_is_named() -> None:
+def test_a_weight_without_a_gradient_is_named():
     assert run_ranks(run_with, 1, settings(), None, idle_weight) == [
         (Progress(iteration=1), "RuntimeError: no gradient reached idle: part of the model is not trained")
     ]
@@ -263,7 +252,7 @@ def test_a_weight_without_a_gradient_is_named() -> None:
 
 
 @pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path: Path, beside: bool) -> None:
+def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path, beside):
     config = settings(train_iters=7, eval_interval=3)
     config = replace(config, checkpoint=CheckpointConfig(save="set below", save_interval=2, async_save=beside))
     run_ranks(run_with, 2, config, tmp_path / "run", None, Samples())
@@ -274,7 +263,7 @@ def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path: 
 
 
 @pytest.mark.parametrize(("limit", "last"), [({"exit_interval": 2}, 2), ({"exit_duration_in_mins": 1e-9}, 1), ({}, 5)])
-def test_told_to_stop_it_saves_and_stops(limit: dict[str, float], last: int, tmp_path: Path) -> None:
+def test_told_to_stop_it_saves_and_stops(limit, last, tmp_path):
     config = settings(train_iters=5, **limit)
     for progress, error in run_ranks(run_with, 2, config, tmp_path / "run", None, Samples()):
         assert (progress.iteration, error) == (last, "")
@@ -284,13 +273,13 @@ def test_told_to_stop_it_saves_and_stops(limit: dict[str, float], last: int, tmp
     assert checkpoints(tmp_path / "run") == [last]
 
 
-def told_to_end_with_a_local_checkpoint_loaded(trainer: Trainer) -> None:
+def told_to_end_with_a_local_checkpoint_loaded(trainer):
     trainer.progress.iteration, notice = 6, StopRequest()
     notice.signal = signal.SIGTERM
-    trainer.train = partial(trainer.train, notice)  # type: ignore[method-assign]
+    trainer.train = partial(trainer.train, notice)
 
 
-def test_told_to_end_before_a_step_it_saves_what_the_local_checkpoint_held(tmp_path: Path) -> None:
+def test_told_to_end_before_a_step_it_saves_what_the_local_checkpoint_held(tmp_path):
     local = CheckpointConfig(
         save="set below", non_persistent_save_interval=2, non_persistent_local_ckpt_dir=str(tmp_path / "node")
     )
@@ -300,20 +289,20 @@ def test_told_to_end_before_a_step_it_saves_what_the_local_checkpoint_held(tmp_p
     assert checkpoints(tmp_path / "run") == [6]
 
 
-def hours_later_on_rank_1(trainer: Trainer) -> None:
+def hours_later_on_rank_1(trainer):
     """Clocks differ: one rank alone would think that the time is over."""
     if dist.get_rank() == 1:
         times = iter([0.0])
         stop.time.monotonic = lambda: next(times, 1e6)
 
 
-def test_all_ranks_go_by_the_first_ones_clock() -> None:
+def test_all_ranks_go_by_the_first_ones_clock():
     config = settings(train_iters=3, exit_duration_in_mins=10.0)
     ends = run_ranks(run_with, 2, config, None, hours_later_on_rank_1)
     assert [progress.iteration for progress, _ in ends] == [3, 3]
 
 
-def expected_validation(samples: int) -> float:
+def expected_validation(samples):
     """Mean loss of the initial weights over the tokens of samples 0, 1, ... in one process."""
     model = Llama(MODEL)
     model.init_weights(5)
@@ -324,11 +313,11 @@ def expected_validation(samples: int) -> float:
     return (loss / count).item()
 
 
-def frozen(trainer: Trainer) -> None:
-    trainer.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
+def frozen(trainer):
+    trainer.optimizer.step = lambda: None
 
 
-def said_of_validation(rank: int, world_size: int, asked: int, folder: Path, there: int) -> list[str]:
+def said_of_validation(rank, world_size, asked, folder, there):
     """Validate after each of two iterations; the notes that are printed."""
     config, output = settings(train_iters=2, eval_iters=asked, eval_interval=1), io.StringIO()
     with redirect_stdout(output):
@@ -338,9 +327,7 @@ def said_of_validation(rank: int, world_size: int, asked: int, folder: Path, the
 
 @pytest.mark.parametrize(("there", "asked", "used"), [(3, 4, 3), (20, 2, 8)])
 @pytest.mark.parametrize("size", [1, 2])
-def test_validation_is_the_mean_over_the_tokens_that_there_are(
-    size: int, there: int, asked: int, used: int, tmp_path: Path
-) -> None:
+def test_validation_is_the_mean_over_the_tokens_that_there_are(size, there, asked, used, tmp_path):
     first, *others = run_ranks(said_of_validation, size, asked, tmp_path / "run", there)
     for record in read_metrics(tmp_path / "run" / METRICS):
         assert record["validation_loss"] == pytest.approx(expected_validation(used), rel=1e-6)
@@ -350,7 +337,7 @@ def test_validation_is_the_mean_over_the_tokens_that_there_are(
 
 
 @pytest.mark.parametrize("where", ["training", "validation"])
-def test_a_bad_sample_of_one_rank_ends_all(where: str, tmp_path: Path) -> None:
+def test_a_bad_sample_of_one_rank_ends_all(where, tmp_path):
     bad = Samples(bad=6)  # in the second global batch, on the first rank
     data = {"training": (Samples(), bad), "validation": (bad, Samples())}[where]
     config = settings(train_iters=3, eval_iters=2)

@@ -1,14 +1,12 @@
 """Settings that are refused, weights that decay, and the norm of a gradient that lies in shards."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,12 +25,12 @@ from train.optim import NORM_CHUNK, OptimizerConfig, build_optimizer, clip_gradi
      ("lr_wsd_decay_iters", 0), ("lr_warmup_init", -1e-9), ("lr_warmup_init", 1.0), ("lr_warmup_fraction", 1.0),
      ("lr_warmup_fraction", -0.1), ("lr_decay_style", "stepwise"), ("lr_wsd_decay_style", "sqrt")],
 )  # fmt: skip
-def test_a_wrong_setting_is_named(field: str, value: object) -> None:
+def test_a_wrong_setting_is_named(field, value):
     with pytest.raises(ValueError, match=rf"^{field} is {value}; it must"):
-        OptimizerConfig(**{field: value})  # type: ignore[arg-type]
+        OptimizerConfig(**{field: value})
 
 
-def test_two_warm_ups_and_two_choices_of_a_schedule_contradict_themselves() -> None:
+def test_two_warm_ups_and_two_choices_of_a_schedule_contradict_themselves():
     with pytest.raises(
         ValueError, match=r"^lr_warmup_iters is 3; and lr_warmup_fraction 0.1; give --lr-warmup-iters 0"
     ):
@@ -41,7 +39,7 @@ def test_two_warm_ups_and_two_choices_of_a_schedule_contradict_themselves() -> N
         OptimizerConfig(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True)
 
 
-def test_matrices_decay_and_norms_do_not() -> None:
+def test_matrices_decay_and_norms_do_not():
     model = Llama(ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=11))
     model.layers[0].mlp.down.weight.requires_grad_(False)
     optimizer = build_optimizer(OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_eps=1e-6), model)
@@ -55,7 +53,7 @@ def test_matrices_decay_and_norms_do_not() -> None:
     }
 
 
-def test_a_step_is_adamw_by_its_definition() -> None:
+def test_a_step_is_adamw_by_its_definition():
     """Loshchilov and Hutter 2019, algorithm 2, the decay scaled by the learning rate, as torch and Megatron have it."""
     model = nn.Linear(2, 1)
     weight, bias = (p.detach().double().clone() for p in (model.weight, model.bias))
@@ -71,16 +69,16 @@ SHAPES = [(3001, 1401), (7,), (2, 5), (1,)]
 """Large enough for float32 sums to be off; neither size divides by two, and one rank's share of the last is empty."""
 
 
-def gradients() -> list[torch.Tensor]:
+def gradients():
     generator = torch.Generator().manual_seed(3)
     return [1e-3 + 1e-3 * torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def exact_norm() -> float:
+def exact_norm():
     return math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients()))
 
 
-def laid_out(mesh: DeviceMesh, *placements: Placement) -> list[nn.Parameter]:
+def laid_out(mesh, *placements):
     """Return parameters with the gradients on a mesh."""
     parameters = []
     for gradient in gradients():
@@ -90,7 +88,7 @@ def laid_out(mesh: DeviceMesh, *placements: Placement) -> list[nn.Parameter]:
     return parameters
 
 
-def norms_of_shards(rank: int, world_size: int) -> tuple[float, float, float]:
+def norms_of_shards(rank, world_size):
     """The norm, the same with float32 sums, and the norm once it is clipped."""
     mesh = init_device_mesh("cpu", (world_size,))
     parameters = [*laid_out(mesh, Shard(0)), nn.Parameter(torch.zeros(3))]  # the last without a gradient
@@ -101,7 +99,7 @@ def norms_of_shards(rank: int, world_size: int) -> tuple[float, float, float]:
     return norm, squares.sqrt().item(), gradient_norm(parameters, mesh.get_group()).item()
 
 
-def test_norm_over_shards_is_the_whole_gradients() -> None:
+def test_norm_over_shards_is_the_whole_gradients():
     exact = exact_norm()
     for size in (1, 2, 3):
         for norm, single, clipped in run_ranks(norms_of_shards, size):
@@ -111,23 +109,23 @@ def test_norm_over_shards_is_the_whole_gradients() -> None:
             assert abs(single - exact) / exact > 1e-6
 
 
-def norm_over_two_dimensions(rank: int, world_size: int) -> float:
+def norm_over_two_dimensions(rank, world_size):
     """Two shards, each on two ranks."""
     return gradient_norm(laid_out(init_device_mesh("cpu", (2, 2)), Shard(0), Replicate())).item()
 
 
-def test_what_several_ranks_hold_counts_once() -> None:
+def test_what_several_ranks_hold_counts_once():
     assert run_ranks(norm_over_two_dimensions, 4) == pytest.approx([exact_norm()] * 4, rel=1e-12)
 
 
-def largest_allocation(run: Callable[[], object]) -> int:
+def largest_allocation(run):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     return max(allocated for _, allocated in events(recorded))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_copies_no_gradient_and_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_copies_no_gradient_and_is_exact(dtype, monkeypatch):
     """A gradient of 4096 x 4096, 67 MB in float32, of which a copy in float64 is 134 MB."""
     gradient = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(4)).to(dtype)
     small = [torch.full((3, 5), 1e3), torch.zeros(0, 7), torch.randn(5, 7).T]
@@ -145,11 +143,11 @@ def test_a_norm_copies_no_gradient_and_is_exact(dtype: torch.dtype, monkeypatch:
     assert abs(torch._foreach_norm([gradient], 2, torch.float32)[0] / alone - 1) > 1e-4
 
 
-def test_off_the_cpu_one_launch_reads_all_gradients_of_a_dtype() -> None:
-    found: list[str] = []
+def test_off_the_cpu_one_launch_reads_all_gradients_of_a_dtype():
+    found = []
 
     class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             found.append(func.name())
             return func(*args, **(kwargs or {}))
 
@@ -163,7 +161,7 @@ def test_off_the_cpu_one_launch_reads_all_gradients_of_a_dtype() -> None:
     ("norm", "largest", "factor"),
     [(5.0, 1.0, 0.2), (5.0, 5.0, 1.0), (5.0, 6.0, 1.0), (5.0, 0.0, 1.0), (math.inf, 1.0, 1.0), (math.nan, 1.0, 1.0)],
 )
-def test_clipping_scales_what_is_too_long_and_leaves_the_rest(norm: float, largest: float, factor: float) -> None:
+def test_clipping_scales_what_is_too_long_and_leaves_the_rest(norm, largest, factor):
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0, 0.0])
     clip_gradients(parameters, norm, largest)

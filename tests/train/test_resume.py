@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,25 +28,25 @@ from train.watching.health import Progress
 PATH = Path("runs/x/iter_0000120")
 
 
-def config(train_iters: int = 120, **optimizer: Any) -> Config:
+def config(train_iters=120, **optimizer):
     settings = {"lr": 2e-3, "min_lr": 2e-4, "lr_warmup_iters": 10} | optimizer
     return Config(optimizer=OptimizerConfig(**settings), train=TrainConfig(train_iters=train_iters))
 
 
-def saved(before: Config | DiTRunConfig, contents: dict[str, str] | None = None) -> dict[str, Any]:
+def saved(before, contents=None):
     return json.loads(json.dumps(checkpoint_extra(before, contents or {})))
 
 
-def continued(now: Config, path: Path, extra: dict[str, Any], iteration: int) -> tuple[Config, str]:
+def continued(now, path, extra, iteration):
     optimizer, note = schedule.continued(now.optimizer, now.train.train_iters, path, extra, iteration)
     return replace(now, optimizer=optimizer), note or ""
 
 
-def rate(goes_on: Config, iteration: int) -> float:
+def rate(goes_on, iteration):
     return schedule_of(goes_on.optimizer, goes_on.train.train_iters).rate(iteration)
 
 
-def test_a_longer_run_stays_on_the_schedule_that_it_began_with() -> None:
+def test_a_longer_run_stays_on_the_schedule_that_it_began_with():
     goes_on, note = continued(config(240), PATH, saved(config(120)), 120)
     assert [rate(goes_on, n) for n in (60, 121, 240)] == [rate(config(120), 60), 2e-4, 2e-4]
     assert note == (
@@ -60,7 +59,7 @@ def test_a_longer_run_stays_on_the_schedule_that_it_began_with() -> None:
         assert rate(continued(config(length), PATH, saved(goes_on), 180)[0], 181) == 2e-4
 
 
-def test_a_shorter_run_stays_on_it_too() -> None:
+def test_a_shorter_run_stays_on_it_too():
     goes_on, note = continued(config(90), PATH, saved(config(120)), 60)
     assert rate(goes_on, 80) == rate(config(120), 80)
     assert note
@@ -70,7 +69,7 @@ def test_a_shorter_run_stays_on_it_too() -> None:
     "change",
     [{"lr": 1e-3}, {"min_lr": 0.0}, {"lr_decay_style": "WSD"}, {"lr_warmup_iters": 5}, {"lr_decay_iters": 300}],
 )
-def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_one(change: dict[str, Any]) -> None:
+def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_one(change):
     now = config(240, **change)
     goes_on, note = continued(now, PATH, saved(config(120)), 60)
     assert goes_on == now
@@ -86,7 +85,7 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
     assert "goes on with the checkpoint's" in note
 
 
-def test_overridden_it_is_this_configurations() -> None:
+def test_overridden_it_is_this_configurations():
     now = config(240, override_opt_param_scheduler=True)
     goes_on, note = continued(now, PATH, saved(config(120)), 120)
     assert goes_on == now
@@ -96,7 +95,7 @@ def test_overridden_it_is_this_configurations() -> None:
 
 
 @pytest.mark.parametrize("iteration", [60, 119, 120])
-def test_a_schedule_that_comes_to_0_before_the_end_is_not_gone_on_with_unless_asked_for(iteration: int) -> None:
+def test_a_schedule_that_comes_to_0_before_the_end_is_not_gone_on_with_unless_asked_for(iteration):
     now, extra = config(240, min_lr=0.0), saved(config(120, min_lr=0.0))
     goes_on, note = continued(now, PATH, extra, iteration)
     assert goes_on == now
@@ -111,24 +110,24 @@ def test_a_schedule_that_comes_to_0_before_the_end_is_not_gone_on_with_unless_as
     assert rate(continued(asked, PATH, extra, iteration)[0], 121) == 0
 
 
-def test_a_shorter_run_whose_schedule_would_come_to_0_later_keeps_it() -> None:
+def test_a_shorter_run_whose_schedule_would_come_to_0_later_keeps_it():
     goes_on, _ = continued(config(90, min_lr=0.0), PATH, saved(config(120, min_lr=0.0)), 60)
     assert rate(goes_on, 90) == rate(config(120, min_lr=0.0), 90) > 0
 
 
 @pytest.mark.parametrize("style", ["constant", "inverse-square-root"])
-def test_a_style_without_an_end_goes_on_in_silence(style: str) -> None:
+def test_a_style_without_an_end_goes_on_in_silence(style):
     assert continued(config(240, lr_decay_style=style), PATH, saved(config(120, lr_decay_style=style)), 120)[1] == ""
 
 
-def test_nothing_is_said_where_nothing_changes_or_nothing_is_left_to_train() -> None:
+def test_nothing_is_said_where_nothing_changes_or_nothing_is_left_to_train():
     for before, now, iteration in ((120, 120, 60), (120, 120, 120), (120, 60, 60), (240, 120, 120), (240, 120, 180)):
         assert continued(config(now), PATH, saved(config(before)), iteration) == (config(now), "")
     same = config()
     assert changes(same, saved(same, {"data_path a": "1"}), {"data_path a": "1"}) == {}
 
 
-def test_schedules_that_differ_and_give_the_same_rates_are_one() -> None:
+def test_schedules_that_differ_and_give_the_same_rates_are_one():
     """A decay that is over, whenever it was; a warm-up that is over before a constant rate."""
     for now, before, iteration in (
         (config(300, lr_decay_iters=120), config(300, lr_decay_iters=110), 120),
@@ -138,7 +137,7 @@ def test_schedules_that_differ_and_give_the_same_rates_are_one() -> None:
         assert continued(now, PATH, saved(before), iteration) == (now, "")
 
 
-def test_rates_that_differ_later_or_in_a_late_digit_are_told_apart() -> None:
+def test_rates_that_differ_later_or_in_a_late_digit_are_told_apart():
     _, note = continued(config(240, lr_decay_iters=200), PATH, saved(config(240, lr_decay_iters=240)), 3)
     assert note.startswith("note: lr at iteration 11 is ")
     _, note = continued(config(240, lr=0.0020000000001), PATH, saved(config(240)), 120)
@@ -146,12 +145,12 @@ def test_rates_that_differ_later_or_in_a_late_digit_are_told_apart() -> None:
     assert there != here
 
 
-def test_a_run_cut_short_with_its_warm_up_keeps_the_shorter_one() -> None:
+def test_a_run_cut_short_with_its_warm_up_keeps_the_shorter_one():
     goes_on, _ = continued(config(240), PATH, saved(config(5)), 5)
     assert schedule_of(goes_on.optimizer, 240) == schedule_of(config(5).optimizer, 5)
 
 
-def test_a_checkpoint_that_keeps_no_schedule_is_gone_on_with_in_silence() -> None:
+def test_a_checkpoint_that_keeps_no_schedule_is_gone_on_with_in_silence():
     early = {"sample_order": config().sample_order(), "trained_for": {}}
     assert continued(config(240), PATH, early, 120) == (config(240), "")
     assert changes(config(240), early, {"data_path a": "1"}) == {}
@@ -169,7 +168,7 @@ def test_a_checkpoint_that_keeps_no_schedule_is_gone_on_with_in_silence() -> Non
         {"lr_decay_iters": 2**70}, {"lr_warmup_iters": 1.5}, {"lr_warmup_iters": True}, {"min_lr": math.nan},
     ],
 )  # fmt: skip
-def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken: Any) -> None:
+def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken):
     extra = saved(config())
     extra["schedule"] = {**extra["schedule"], **broken} if broken else broken
     with pytest.raises(CheckpointError, match=rf"^{PATH} keeps a schedule that makes no sense"):
@@ -194,20 +193,20 @@ def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken: Any) -> None:
         ),
     ],
 )
-def test_what_changes_is_told_with_the_flag_that_keeps_it(flags: str, line: str) -> None:
+def test_what_changes_is_told_with_the_flag_that_keeps_it(flags, line):
     before = replace(Config(), data=DataConfig(data_path=("a",)))
     now = parse_args(["--data-path", "a", *flags.split()])
     assert [*changes(now, saved(before), {}).values()] == [line]
 
 
-def test_a_batch_that_follows_the_number_of_processes_is_compared_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_follows_the_number_of_processes_is_compared_as_it_is(monkeypatch):
     """4 data-parallel processes had a batch of 4; one process has a batch of 1."""
     extra = saved(Config(mesh=MeshConfig(), train=TrainConfig(global_batch_size=4)))
     line = "global_batch_size was 4 and is 1; --global-batch-size 4 keeps it"
     assert changes(Config(), extra, {}) == {"global_batch_size": line}
 
 
-def test_joined_micro_batches_are_not_taken_for_those_of_a_process() -> None:
+def test_joined_micro_batches_are_not_taken_for_those_of_a_process():
     """As many micro-batches as there are data-parallel processes are joined by balance_over: no flag gives it."""
     before, now = (
         Config(mesh=MeshConfig(balance_over="dp_cp"), train=TrainConfig(micro_batch_size=size, global_batch_size=8))
@@ -219,7 +218,7 @@ def test_joined_micro_batches_are_not_taken_for_those_of_a_process() -> None:
     _check_allowed(PATH, changed, ())
 
 
-def test_files_that_hold_something_else_are_told_by_name(tmp_path: Path) -> None:
+def test_files_that_hold_something_else_are_told_by_name(tmp_path):
     for name, content in {"d.idx": "index", "d.bin": "tokens", "t.model": "words"}.items():
         (tmp_path / name).write_text(content)
     data = DataConfig(data_path=(str(tmp_path / "d"),), tokenizer_model=str(tmp_path / "t.model"))
@@ -241,7 +240,7 @@ def test_files_that_hold_something_else_are_told_by_name(tmp_path: Path) -> None
         _check_allowed(PATH, changed, allowed)
 
 
-def test_a_diffusion_run_has_the_same_and_what_it_draws() -> None:
+def test_a_diffusion_run_has_the_same_and_what_it_draws():
     before, now = DiTRunConfig(), DiTRunConfig(optimizer=OptimizerConfig(weight_decay=0.0))
     extra = saved(before)
     extra["settings"]["class_dropout_prob"] = 0.5
@@ -252,15 +251,15 @@ def test_a_diffusion_run_has_the_same_and_what_it_draws() -> None:
     assert before.contents() == {}, "the digits come with scikit-learn"
 
 
-def test_an_import_computes_in_bfloat16_on_cuda() -> None:
+def test_an_import_computes_in_bfloat16_on_cuda():
     """Flash kernels take nothing wider, and no flag of a tool that opens it says so."""
-    on_gpu, on_cpu = (Config(mesh=MeshConfig(device=device)) for device in ("cuda", "cpu"))  # type: ignore[arg-type]
+    on_gpu, on_cpu = (Config(mesh=MeshConfig(device=device)) for device in ("cuda", "cpu"))
     assert config_as_trained(on_gpu, {IMPORTED: "elsewhere"}).train.bf16
     assert not config_as_trained(on_cpu, {IMPORTED: "elsewhere"}).train.bf16
     assert not config_as_trained(on_gpu, {}).train.bf16
 
 
-def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the_folder(tmp_path: Path) -> None:
+def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the_folder(tmp_path):
     base, save = tmp_path / "base", tmp_path / "run"
     (base / "iter_0000002").mkdir(parents=True)
     run = Config(checkpoint=CheckpointConfig(save=str(save), load=str(base), finetune=True, allow_changed=("seed",)))
@@ -283,9 +282,7 @@ def resumed(config, model, optimizer, contents):
     return start.config, start.progress
 
 
-def test_nothing_to_load_starts_afresh_unless_it_must_be_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_to_load_starts_afresh_unless_it_must_be_there(tmp_path, capsys):
     model, optimizer = build(0, sharded=False)
     before = whole_tensors(model, optimizer)
     config = with_checkpoint()
@@ -300,7 +297,7 @@ def test_nothing_to_load_starts_afresh_unless_it_must_be_there(
     assert equal(whole_tensors(model, optimizer), before)
 
 
-def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     trained, trained_optimizer = two_checkpoints(tmp_path)
     order = {**Config().sample_order(), "seed": 99}
     for i in (1, 2):
@@ -321,9 +318,7 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path: Path, capsys: py
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
 
 
-def test_another_objective_is_refused_and_what_else_changed_is_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_objective_is_refused_and_what_else_changed_is_noted(tmp_path, capsys):
     two_checkpoints(tmp_path)
     saved = DiTRunConfig()
     state = {

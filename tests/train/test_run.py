@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +34,8 @@ from train.watching.metrics import METRICS, LoggingConfig
 ROOT = Path(__file__).parents[2]
 
 
-def fail_with(error: Exception) -> Callable[[list[str]], None]:
-    def main(arguments: list[str]) -> None:
+def fail_with(error):
+    def main(arguments):
         raise error
 
     return main
@@ -55,13 +54,8 @@ def fail_with(error: Exception) -> Callable[[list[str]], None]:
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_the_end_that_a_rank_leaves_to_its_job(
-    error: Exception,
-    left: int,
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    error, left, line, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
     monkeypatch.setenv("SLURM_PROCID", "3")
     assert exit_status(fail_with(error), []) == 1
@@ -69,11 +63,11 @@ def test_what_a_user_can_cause_is_one_line_and_the_end_that_a_rank_leaves_to_its
     assert (tmp_path / "endings" / "rank-3").read_text() == f"{left} error: {line}\n"
 
 
-def with_checkpoint(**settings: object) -> Config:
-    return Config(checkpoint=CheckpointConfig(**settings))  # type: ignore[arg-type]
+def with_checkpoint(**settings):
+    return Config(checkpoint=CheckpointConfig(**settings))
 
 
-def holding(folder: Path, *names: str) -> str:
+def holding(folder, *names):
     """A folder with empty entries: checkpoints, or files where the name has an ending."""
     for name in names:
         path = folder / name
@@ -85,7 +79,7 @@ def holding(folder: Path, *names: str) -> str:
 @pytest.mark.parametrize(
     "names", [(), ("notes.txt",), ("config.toml",), ("iter_0000002.tmp",), ("iter_0000002.broken-1",), ("iter_x",)]
 )
-def test_a_folder_without_a_run_is_taken(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_taken(names, tmp_path):
     claim_folder(with_checkpoint(save=holding(tmp_path / "run", *names)))
     claim_folder(with_checkpoint(save=str(tmp_path / "new" / "and" / "deep")))
     claim_folder(with_checkpoint())
@@ -100,7 +94,7 @@ def test_a_folder_without_a_run_is_taken(names: tuple[str, ...], tmp_path: Path)
         ((METRICS, "iter_0000004"), "a run with a checkpoint of iteration 4"),
     ],
 )
-def test_another_run_is_not_written_over(names: tuple[str, ...], held: str, tmp_path: Path) -> None:
+def test_another_run_is_not_written_over(names, held, tmp_path):
     save = holding(tmp_path / "run", *names)
     for load in (None, str(tmp_path / "other")):
         with pytest.raises(ConfigError, match=f"save is {save}, which holds {held}; go on with --load {save}, or"):
@@ -110,7 +104,7 @@ def test_another_run_is_not_written_over(names: tuple[str, ...], held: str, tmp_
     claim_folder(with_checkpoint(save=save, load=save))
 
 
-def test_the_same_folder_by_another_name_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_folder_by_another_name_goes_on(tmp_path, monkeypatch):
     holding(tmp_path / "run", "iter_0000002")
     (tmp_path / "link").symlink_to("run")
     monkeypatch.chdir(tmp_path)
@@ -118,7 +112,7 @@ def test_the_same_folder_by_another_name_goes_on(tmp_path: Path, monkeypatch: py
         claim_folder(with_checkpoint(save="run", load=load))
 
 
-def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path: Path) -> None:
+def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path):
     save = holding(tmp_path / "run", "iter_0000002", "iter_0000004")
     claim_folder(with_checkpoint(save=save, load=save, ckpt_step=4))
     claim_folder(with_checkpoint(save=str(tmp_path / "new"), load=save, ckpt_step=2))
@@ -127,7 +121,7 @@ def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("below", [False, True])
-def test_a_file_is_no_folder(below: bool, tmp_path: Path) -> None:
+def test_a_file_is_no_folder(below, tmp_path):
     (tmp_path / "file").write_text("mine")
     save = tmp_path / "file" / "run" if below else tmp_path / "file"
     with pytest.raises(ConfigError, match=f"save is {save}, and {tmp_path / 'file'} is a file; give a folder"):
@@ -136,20 +130,20 @@ def test_a_file_is_no_folder(below: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
-def test_a_folder_that_cannot_be_written_is_refused_before_any_work() -> None:
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work():
     for save in ("/proc/run", "/proc"):
         with pytest.raises(ConfigError, match=f"save is {save}, which cannot be written to .*another --save"):
             claim_folder(with_checkpoint(save=save))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
-def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="Permission denied"):
         claim_folder(with_checkpoint(save=str(tmp_path / "run")))
 
 
-def test_the_folder_tells_what_ran_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_tells_what_ran_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cret")
     config = with_checkpoint(save=str(tmp_path / "run"), save_interval=5)
     log = open_log(config, Progress())
@@ -160,42 +154,42 @@ def test_the_folder_tells_what_ran_and_no_secret(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])
-def test_the_folder_keeps_no_flag_that_is_for_one_start(flag: str, tmp_path: Path) -> None:
+def test_the_folder_keeps_no_flag_that_is_for_one_start(flag, tmp_path):
     config = with_checkpoint(save=str(tmp_path))
     assert open_log(replace(config, optimizer=OptimizerConfig(**{flag: True})), Progress()) is not None
     assert load_config(tmp_path / "config.toml") == config
 
 
-def opened(rank: int, world_size: int, save: str) -> bool:
+def opened(rank, world_size, save):
     return open_log(with_checkpoint(save=save), Progress()) is not None
 
 
-def test_one_rank_keeps_the_log(tmp_path: Path) -> None:
+def test_one_rank_keeps_the_log(tmp_path):
     assert run_ranks(opened, 3, str(tmp_path)) == [True, False, False]
 
 
-def refused_services(rank: int, world_size: int) -> str:
-    sys.modules["wandb"] = None  # type: ignore[assignment]
+def refused_services(rank, world_size):
+    sys.modules["wandb"] = None
     with pytest.raises(ConfigError) as caught:
         claim_folder(Config(logging=LoggingConfig(wandb_project="x")))
     return str(caught.value)
 
 
-def test_a_missing_service_is_told_on_all_ranks_before_any_work() -> None:
+def test_a_missing_service_is_told_on_all_ranks_before_any_work():
     messages = run_ranks(refused_services, 2)
     assert messages[0] == messages[1]
     assert "wandb_project" in messages[0]
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), ValueError("x"), RuntimeError("x"), OSError("a socket's")])
-def test_a_defect_keeps_its_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_defect_keeps_its_traceback(error, capsys):
     with pytest.raises(type(error)) as caught:
         exit_status(fail_with(error), [])
     assert caught.value is error
     assert capsys.readouterr().err == ""
 
 
-def test_a_rank_that_lost_its_peer_is_brief(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_lost_its_peer_is_brief(capsys):
     """Its peer has said why; the same error with another text keeps its traceback, above."""
     lost = RuntimeError("[/pytorch/third_party/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:24831")
     assert exit_status(fail_with(lost), []) == 1
@@ -204,16 +198,16 @@ def test_a_rank_that_lost_its_peer_is_brief(capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_success_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_success_is_silent(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(ENDINGS, str(tmp_path))
-    seen: list[str] = []
+    seen = []
     assert exit_status(seen.extend, ["--lr", "1"]) == 0
     assert seen == ["--lr", "1"]
     assert capsys.readouterr() == ("", "")
     assert not list(tmp_path.iterdir())
 
 
-def voices(rank: int, world_size: int, failing: tuple[int, ...], seconds: float) -> str | None:
+def voices(rank, world_size, failing, seconds):
     if rank not in failing:
         return None
     errors = io.StringIO()
@@ -223,7 +217,7 @@ def voices(rank: int, world_size: int, failing: tuple[int, ...], seconds: float)
 
 
 @pytest.mark.parametrize("failing", [(0, 1, 2), (2,), (1, 2)])
-def test_one_of_the_ranks_that_fail_speaks(failing: tuple[int, ...]) -> None:
+def test_one_of_the_ranks_that_fail_speaks(failing):
     """If all are there, none waits: it would for longer than ``run_ranks`` does."""
     seconds = 2 * PATIENCE if len(failing) == 3 else 0.5
     ends = [end for end in run_ranks(voices, 3, failing, seconds) if end is not None]
@@ -244,7 +238,7 @@ raise SystemExit(run.exit_status(main, [], 300))
 """
 
 
-def test_before_they_join_the_ranks_meet_at_the_launchers_address() -> None:
+def test_before_they_join_the_ranks_meet_at_the_launchers_address():
     """As srun starts them: no agent holds a store, so the first rank does."""
     place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
@@ -264,7 +258,7 @@ def test_before_they_join_the_ranks_meet_at_the_launchers_address() -> None:
     assert [line for text in said for line in text.splitlines() if line.startswith("error:")] == ["error: lr is -1"]
 
 
-def test_a_rank_that_reaches_no_one_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_reaches_no_one_speaks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -273,7 +267,7 @@ def test_a_rank_that_reaches_no_one_speaks(monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.distributed.is_initialized()
 
 
-def test_one_run_at_a_time_has_a_folder(tmp_path: Path) -> None:
+def test_one_run_at_a_time_has_a_folder(tmp_path):
     config = with_checkpoint(save=str(tmp_path / "run"))
     with another_process(tmp_path / "run") as child:
         message = rf"save is .*run is in use by process {child} .* another --save"
@@ -284,7 +278,7 @@ def test_one_run_at_a_time_has_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["nowhere", "run"])
-def test_a_symlink_that_leads_nowhere_is_no_folder(target: str, tmp_path: Path) -> None:
+def test_a_symlink_that_leads_nowhere_is_no_folder(target, tmp_path):
     (tmp_path / "run").symlink_to(target)
     save = str(tmp_path / "run")
     with pytest.raises(ConfigError, match=f"save is {save}, and {save} is a symlink that leads nowhere; give a folder"):
@@ -293,7 +287,7 @@ def test_a_symlink_that_leads_nowhere_is_no_folder(target: str, tmp_path: Path) 
         find_checkpoint(save)
 
 
-def test_a_run_removes_what_a_killed_one_left_of_its_saves(tmp_path: Path) -> None:
+def test_a_run_removes_what_a_killed_one_left_of_its_saves(tmp_path):
     (tmp_path / "iter_0000005.tmp").mkdir()
     (tmp_path / "iter_0000005.tmp" / "__0_0.distcp").write_bytes(b"half")
     with reserve_run_folder(with_checkpoint(save=str(tmp_path))):

@@ -7,53 +7,53 @@ from types import SimpleNamespace
 import pytest
 
 from train.optim import OptimizerConfig
-from train.schedule import Schedule, schedule_of, shortened
+from train.schedule import schedule_of, shortened
 
 
-def rates(train_iters: int, *iterations: int, **config: object) -> list[float]:
-    schedule = schedule_of(OptimizerConfig(lr=1.0, **config), train_iters)  # type: ignore[arg-type]
+def rates(train_iters, *iterations, **config):
+    schedule = schedule_of(OptimizerConfig(lr=1.0, **config), train_iters)
     return [schedule.rate(iteration) for iteration in iterations]
 
 
-def test_warm_up_is_linear_and_its_first_iteration_learns() -> None:
+def test_warm_up_is_linear_and_its_first_iteration_learns():
     for style in ("cosine", "WSD", "constant"):
         found = rates(100, 1, 2, 3, 4, lr_decay_style=style, lr_warmup_iters=4, min_lr=0.1)
         assert found == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_cosine() -> None:
+def test_cosine():
     """From lr at the warm-up's end over the middle of lr and min_lr to min_lr at the end, and there it stays."""
     found = rates(110, 10, 35, 60, 85, 110, 500, lr_warmup_iters=10, min_lr=0.2)
     half = math.sqrt(0.5) / 2
     assert found == pytest.approx([1.0, 0.6 + 0.8 * half, 0.6, 0.6 - 0.8 * half, 0.2, 0.2], rel=1e-12)
 
 
-def test_cosine_ends_at_lr_decay_iters() -> None:
+def test_cosine_ends_at_lr_decay_iters():
     assert rates(100, 10, 20, 21, 100, lr_decay_iters=20) == pytest.approx([0.5, 0.0, 0.0, 0.0], abs=1e-12)
     # A resumed or stopped run is on the same curve: nothing but the iteration counts.
     assert rates(100, 10, lr_decay_iters=40) == rates(40, 10)
 
 
-def test_wsd_is_stable_and_then_falls_in_a_line() -> None:
+def test_wsd_is_stable_and_then_falls_in_a_line():
     found = rates(100, 5, 6, 80, 85, 90, 99, 100, lr_decay_style="WSD", lr_warmup_iters=5, lr_wsd_decay_iters=20)
     assert found == pytest.approx([1.0, 1.0, 1.0, 0.75, 0.5, 0.05, 0.0], abs=1e-12)
     assert rates(100, 85, 90, 95, lr_decay_style="WSD", min_lr=0.5) == pytest.approx([1.0, 1.0, 0.75])  # a tenth
     assert rates(5, 4, 5, lr_decay_style="WSD") == [1.0, 0.0]  # a tenth of 5 is one iteration
 
 
-def test_wsds_default_decay_begins_after_the_warm_up() -> None:
+def test_wsds_default_decay_begins_after_the_warm_up():
     found = rates(100, 95, 96, 97, 100, lr_decay_style="WSD", lr_warmup_iters=95, lr_decay_iters=100)
     assert found == pytest.approx([1.0, 0.8, 0.6, 0.0])
     found = rates(100, 99, 100, lr_decay_style="WSD", lr_warmup_fraction=0.99, lr_decay_iters=100)
     assert found == [1.0, 0.0]
 
 
-def test_constant_stays_past_the_end() -> None:
+def test_constant_stays_past_the_end():
     assert rates(10, 3, 10, 99, lr_decay_style="constant", lr_warmup_iters=2, min_lr=0.5) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("style", ["cosine", "WSD"])
-def test_rates_rise_and_then_never_rise_again(style: str) -> None:
+def test_rates_rise_and_then_never_rise_again(style):
     found = rates(200, *range(1, 201), lr_decay_style=style, lr_warmup_iters=20, min_lr=0.01)
     assert found[:20] == sorted(found[:20])
     assert found[19:] == sorted(found[19:], reverse=True)
@@ -70,7 +70,7 @@ STYLES = [
 ]
 
 
-def megatrons(schedule: Schedule, batch: int) -> list[float]:
+def megatrons(schedule, batch):
     """The rates of Megatron's first 60 iterations, as its training loop steps the schedule: after each, by its batch.
 
     Without a warm-up its inverse square root is that of the samples, here of the iterations: alike for a batch of 1.
@@ -104,28 +104,28 @@ def megatrons(schedule: Schedule, batch: int) -> list[float]:
 
 @pytest.mark.parametrize(("style", "wsd"), STYLES)
 @pytest.mark.parametrize("warmup", [0, 7])
-def test_every_style_is_megatrons_one_iteration_earlier(style: str, wsd: str, warmup: int) -> None:
+def test_every_style_is_megatrons_one_iteration_earlier(style, wsd, warmup):
     config = OptimizerConfig(
         lr=2e-3, min_lr=1e-5, lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_iters=warmup,
         lr_warmup_init=3e-4, lr_decay_iters=50, lr_wsd_decay_iters=20,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     schedule = schedule_of(config, 60)
     assert [schedule.rate(n) for n in range(1, 60)] == pytest.approx(
         megatrons(schedule, batch=4 if warmup else 1)[1:], rel=1e-12
     )
 
 
-def test_a_fraction_of_the_decay_is_megatrons_warm_up() -> None:
+def test_a_fraction_of_the_decay_is_megatrons_warm_up():
     schedule = schedule_of(OptimizerConfig(lr=1.0, lr_warmup_fraction=0.1, lr_decay_iters=50), 100)
     assert schedule.lr_warmup_iters == 5
     assert schedule_of(OptimizerConfig(lr_warmup_fraction=0.99), 10).lr_warmup_iters == 9
 
 
-def test_without_an_end_an_inverse_square_root_goes_on_for_as_long_as_the_run() -> None:
+def test_without_an_end_an_inverse_square_root_goes_on_for_as_long_as_the_run():
     assert rates(100, 400, lr_decay_style="inverse-square-root", lr_warmup_iters=4) == [0.1]
 
 
-def test_a_run_too_short_for_its_warm_up_takes_a_tenth_and_says_so() -> None:
+def test_a_run_too_short_for_its_warm_up_takes_a_tenth_and_says_so():
     config = OptimizerConfig(lr_warmup_iters=10)
     taken = {length: schedule_of(config, length).lr_warmup_iters for length in (1, 2, 5, 10, 11, 1000)}
     assert taken == {1: 0, 2: 1, 5: 1, 10: 1, 11: 10, 1000: 10}
@@ -134,15 +134,15 @@ def test_a_run_too_short_for_its_warm_up_takes_a_tenth_and_says_so() -> None:
     assert note.startswith("note: lr_warmup_iters is 10, too many for train_iters 5: it is 1 in this run; --lr-warmup-")
 
 
-def test_a_run_too_short_for_its_final_decay_takes_what_is_left() -> None:
+def test_a_run_too_short_for_its_final_decay_takes_what_is_left():
     config = OptimizerConfig(lr_decay_style="WSD", lr_warmup_iters=10, lr_wsd_decay_iters=20)
     assert schedule_of(config, 5).lr_wsd_decay_iters == 4
     assert [note.split()[1] for note in shortened(config, 5)] == ["lr_warmup_iters", "lr_wsd_decay_iters"]
     assert schedule_of(config, 5).rate(5) == config.min_lr
 
 
-def test_a_schedule_taken_over_gives_the_same_rates_in_a_run_of_any_length() -> None:
+def test_a_schedule_taken_over_gives_the_same_rates_in_a_run_of_any_length():
     for style, wsd in STYLES:
-        config = OptimizerConfig(lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_fraction=0.1)  # type: ignore[arg-type]
+        config = OptimizerConfig(lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_fraction=0.1)
         schedule = schedule_of(config, 40)
         assert schedule_of(schedule.taken_by(OptimizerConfig(lr=7.0)), 300) == schedule

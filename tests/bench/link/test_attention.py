@@ -1,7 +1,5 @@
 """The attention alone over the link: what crosses is what the plan says, and verdicts are by hand."""
 
-from pathlib import Path
-
 import pytest
 
 from bench.harness import MeasureError
@@ -16,7 +14,7 @@ SHAPE = {"seq_length": 2048, "num_heads": 8, "head_dim": 16}
 NETWORK = Network(rails=False)  # not entered: its numbers of ranks alone
 
 
-def crossing(case: str, name: str) -> int:
+def crossing(case, name):
     work = work_of(case, **SHAPE)
     contestant = next(one for one in contestants(work, list(attention.METHODS)) if one.name == name)
     sizes = {"batch": 1, "heads": 8, "kv_heads": work.kv_heads, "head_dim": 16, "element_size": 4}
@@ -25,7 +23,7 @@ def crossing(case: str, name: str) -> int:
 
 @pytest.mark.slow
 @permitted
-def test_what_crosses_is_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_crosses_is_what_the_plan_says(tmp_path, capsys):
     shape = ["--seq-length", "2048", "--head-dim", "16", "--repeats", "1", "--rate", "400mbit"]
     asked = ["--cases", "lognormal", "--methods", "ring", "--results", str(tmp_path)]
     assert attention.main([*shape, *asked]) == 0, capsys.readouterr().err
@@ -46,7 +44,7 @@ def test_what_crosses_is_what_the_plan_says(tmp_path: Path, capsys: pytest.Captu
 
 
 @permitted
-def test_a_rank_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_computes_something_else_is_told(monkeypatch):
     sums = attention.fingerprint
     monkeypatch.setattr(attention, "fingerprint", lambda tensors: 1.01 * sums(tensors))
     args = attention.build_parser().parse_args(["--seq-length", "256", "--cases", "one", "--methods", "ring"])
@@ -54,7 +52,7 @@ def test_a_rank_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyP
         attention.measure(args, 1e8)
 
 
-def test_all_rows_are_those_of_one_document_and_less_crosses_where_queries_see_less() -> None:
+def test_all_rows_are_those_of_one_document_and_less_crosses_where_queries_see_less():
     for name in ("ring", "zigzag", "double_ring", "wallfacer_c2"):
         whole = crossing("one", name)
         assert crossing("short", f"{name} all rows") == whole
@@ -64,7 +62,7 @@ def test_all_rows_are_those_of_one_document_and_less_crosses_where_queries_see_l
     assert crossing("one_grouped", "exchange") * 4 == crossing("one", "exchange")
 
 
-def test_a_verdict_names_the_best_of_both_kinds() -> None:
+def test_a_verdict_names_the_best_of_both_kinds():
     rows = [
         {"name": "exchange", "all_rows": False, "median": 1.0, "on_link": 0.9},
         {"name": "ring all rows", "all_rows": True, "median": 9.0, "on_link": 0.6},
@@ -89,12 +87,12 @@ def test_a_verdict_names_the_best_of_both_kinds() -> None:
     assert text.index("| ring |") < text.index("| exchange |") < text.index("| ring all rows |")
 
 
-def figures(rows: list[dict]) -> list[dict]:
+def figures(rows):
     return [{**row, "unlimited": 0.1, "crossed": 1 << 20, "attention_by_plan": 1 << 20} for row in rows]
 
 
 @pytest.mark.parametrize("rate", ["100", "0mbit", "12mbps", "fast"])
-def test_a_rate_in_other_words_is_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_in_other_words_is_refused(rate, capsys):
     assert attention.main(["--rate", rate]) == 1
     assert capsys.readouterr().err == (
         f"error: --rate is {rate!r}; give a number with kbit, mbit or gbit, such as 100mbit\n"

@@ -16,7 +16,7 @@ ROW = {
 }
 
 
-def test_each_link_has_each_model_once_and_each_length() -> None:
+def test_each_link_has_each_model_once_and_each_length():
     found = settings(list(LINKS), list(MODELS))
     assert len({(link, model) for link, model, _ in found}) == len(found) == len(LINKS) * len(MODELS)
     for link in LINKS:
@@ -24,7 +24,7 @@ def test_each_link_has_each_model_once_and_each_length() -> None:
     assert settings([LINKS[1]], ["llama"]) == [one for one in found if one[:2] == (LINKS[1], "llama")]
 
 
-def test_a_choice_is_held_against_the_best_measured() -> None:
+def test_a_choice_is_held_against_the_best_measured():
     said = judged(ROW)
     assert (said["predicted"], said["choice"], said["best"], said["ranks"]) == ("a", "a", "b", [2, 1, 4, 3])
     assert said["behind"] == said["predicted_behind"] == pytest.approx(0.1)
@@ -35,7 +35,7 @@ def test_a_choice_is_held_against_the_best_measured() -> None:
     assert (profiled["predicted"], profiled["choice"], profiled["behind"]) == ("a", "b", 0.0)
 
 
-def test_prediction_and_profile_are_weighed_by_their_errors() -> None:
+def test_prediction_and_profile_are_weighed_by_their_errors():
     assert combine_prediction_and_profile([1.0, 2.0], [1.1, 2.2]) == pytest.approx([1.1, 2.2])
     near = combine_prediction_and_profile([1.0, 1.2], [1.01, 1.0])  # the profile says 1 %, the predictions 20 %
     assert near[0] < near[1]
@@ -43,7 +43,7 @@ def test_prediction_and_profile_are_weighed_by_their_errors() -> None:
     assert far[1] < far[0]
 
 
-def test_settings_with_two_candidates_are_counted_apart() -> None:
+def test_settings_with_two_candidates_are_counted_apart():
     cluster = {"between_link": "node"} | dict.fromkeys(("peak_tflops", "matmul_fraction", "attention_fraction"), 1.0)
     cluster |= {f"{where}_{what}": 1.0 for where in ("inside", "between") for what in ("gb_per_s", "latency_us")}
     common = {"link": LINKS[0], "length": 768}

@@ -25,13 +25,12 @@ from planner.search import rank
 from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
 from tools.common.report import write_records
 from train.config.derive import with_vocabulary
-from train.config.entries import Config
 from train.config.language import parse_args, validate
 
 WITHIN_PROTOCOL = 1.10
 
 
-def not_permitted() -> str:
+def not_permitted():
     try:
         check_permission()
     except NetworkError as error:
@@ -42,7 +41,7 @@ def not_permitted() -> str:
 permitted = pytest.mark.needs("ip", "tc", unless=not_permitted)
 
 
-def namespaces(*processes: int) -> set[str]:
+def namespaces(*processes):
     """The network namespaces of processes, by default of all, and of all files they hold open."""
     found = set()
     numbers = processes or [path.name for path in Path("/proc").glob("[0-9]*")]
@@ -61,7 +60,7 @@ def namespaces(*processes: int) -> set[str]:
     return found
 
 
-def descendants(parent: int) -> set[int]:
+def descendants(parent):
     """Processes that come from ``parent``, however far down."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -76,11 +75,11 @@ def descendants(parent: int) -> set[int]:
     return found - {parent}
 
 
-def seconds_to_send(network: Network, senders: list[int], count: int) -> float:
+def seconds_to_send(network, senders, count):
     """Each sender sends ``count`` bytes to its like on the other node, all at once; threads can be in namespaces."""
     listeners = {rank: threading.Event() for rank in senders}
 
-    def receive(rank: int) -> None:
+    def receive(rank):
         enter(network.path(rank + 4))
         with socket.create_server((network.address(rank + 4), 5000 + rank)) as server:
             listeners[rank].set()
@@ -88,7 +87,7 @@ def seconds_to_send(network: Network, senders: list[int], count: int) -> float:
                 while connection.recv(1 << 16):
                     pass
 
-    def send(rank: int) -> None:
+    def send(rank):
         enter(network.path(rank))
         assert listeners[rank].wait(PATIENCE)
         with socket.create_connection((network.address(rank + 4), 5000 + rank)) as connection:
@@ -103,7 +102,7 @@ def seconds_to_send(network: Network, senders: list[int], count: int) -> float:
 
 @permitted
 @pytest.mark.parametrize("rails", [False, True])
-def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails: bool) -> None:
+def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails):
     own, count, senders = os.getpid(), 1 << 20, [0, 1, 2, 3]
     before = namespaces(own)
     with Network(rails=rails) as network:
@@ -130,7 +129,7 @@ def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails: bool) ->
 
 
 @permitted
-def test_what_crosses_is_what_the_plan_says(default_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_crosses_is_what_the_plan_says(default_data, monkeypatch):
     monkeypatch.setattr(entry, "WARM_UP", 1)
     monkeypatch.setattr(entry, "FREE", 1)
     monkeypatch.setattr(link_ranks, "WARM_UP_LIMITED", 0)
@@ -148,18 +147,18 @@ def test_what_crosses_is_what_the_plan_says(default_data: Path, monkeypatch: pyt
     assert len(found["seconds"]) >= 1
 
 
-def parsed(model: str, case: str, data: Path = Path("nowhere")) -> Config:
+def parsed(model, case, data=Path("nowhere")):
     return parse_args(command_line(model, cases_of(model)[case], data, seq_length=1024, batch=2, iterations=3))
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_configuration_is_one_that_the_entry_accepts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_configuration_is_one_that_the_entry_accepts(model, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for case in cases_of(model):
         validate(parsed(model, case), 8)
 
 
-def test_the_planner_proposes_configurations_by_the_names_of_the_bench() -> None:
+def test_the_planner_proposes_configurations_by_the_names_of_the_bench():
     auto = ["--context-parallel-size", "8", "--context-parallel-method", "auto"]
     asked = command_line("llama", auto, Path("nowhere"), seq_length=1024, batch=2, iterations=3)
     config = with_vocabulary(parse_args(asked), VOCAB_SIZE)
@@ -171,13 +170,13 @@ def test_the_planner_proposes_configurations_by_the_names_of_the_bench() -> None
         assert {name: proposed[name] for name in CASES} == cases_of("llama")
 
 
-def test_crossing_by_hand() -> None:
+def test_crossing_by_hand():
     kv = 2 * 1024 * 2 * 64 * 4  # batch, tokens, k and v, 4 heads of 16, float32: of one layer, all ranks
     # forward: 7 of 8 parts pass from node to node; backward: as many, and their gradients to the owner, all 8
     assert attention_crossing(parsed("llama", "ring"), 4) == (2 * kv * 22 // 8, 2 * kv * 22 // 8)
 
 
-def test_crossing_of_linear_attention_by_hand() -> None:
+def test_crossing_of_linear_attention_by_hand():
     hidden, heads, tokens = 128, 8, 2 * 1024
     state = 4 * 2 * hidden**2 // heads  # of a layer: batch 2, float32
     # from rank 3 to rank 4 forward, and back in the backward; LRPE doubles the first layer's
@@ -199,9 +198,7 @@ def test_crossing_of_linear_attention_by_hand() -> None:
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_bench_leaves_nothing(
-    number: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_an_interrupted_bench_leaves_nothing(number, tmp_path, tmp_path_factory):
     # Importing torch's compiler makes this folder, by default in TMPDIR, for all processes of a user: not the bench's.
     caches = str(tmp_path_factory.mktemp("caches"))
     named = subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout
@@ -240,7 +237,7 @@ def test_an_interrupted_bench_leaves_nothing(
 
 @pytest.mark.needs("ip", "tc", "setpriv")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has privileges to take away")
-def test_without_permission_it_says_what_it_needs() -> None:
+def test_without_permission_it_says_what_it_needs():
     drop = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"]
     done = ended([*drop, sys.executable, "-m", "bench.link"])
     assert done.returncode == 1
@@ -252,7 +249,7 @@ def test_without_permission_it_says_what_it_needs() -> None:
     )
 
 
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_one_line(capsys, monkeypatch):
     assert entry.main(["--seq-length", "1000"]) == 1
     assert entry.main(["--models", "transnormer", "--cases", "zigzag"]) == 1
     monkeypatch.setenv("PATH", "")
@@ -265,7 +262,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytes
     ]
 
 
-def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
+def test_the_report_has_the_fastest_first(tmp_path):
     figures = {"seconds": [], "unlimited": 0.5, "crossed": 3 << 20, "attention_by_plan": 2 << 20}
     machine = {"device": "A processor", "cores": 2, "platform": "Linux", "torch": "2.13.0", "date": "today"}
     result = {
@@ -278,7 +275,7 @@ def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
     }
     setting = {"model": "gpt", "link": "rails", "seq_length": 1024, "batch": 8}
 
-    def measured(date: str, *settings: dict, **medians: float) -> dict:
+    def measured(date, *settings, **medians):
         cases = [{**one, "name": n, **figures, "median": x} for one in settings for n, x in medians.items()]
         return {**result, "machine": {**machine, "date": date}, "settings": [*settings], "cases": cases}
 
@@ -311,7 +308,7 @@ def test_the_report_has_the_fastest_first(tmp_path: Path) -> None:
         entry.write(result, tmp_path)
 
 
-def test_results_that_cannot_be_added_to_are_refused_before_measuring(tmp_path: Path) -> None:
+def test_results_that_cannot_be_added_to_are_refused_before_measuring(tmp_path):
     path = entry.path_of(tmp_path)
     row = {"model": "gpt", "link": "rails", "seq_length": 1024, "batch": 8}
     about = {"machine": {"date": "today"}, "rate": "100mbit", "repeats": 5}
@@ -321,7 +318,7 @@ def test_results_that_cannot_be_added_to_are_refused_before_measuring(tmp_path: 
         entry.check(entry.build_parser().parse_args(["--results", str(tmp_path), "--repeats", "3"]))
 
 
-def test_models_without_a_named_configuration_are_left_out() -> None:
+def test_models_without_a_named_configuration_are_left_out():
     args = entry.build_parser().parse_args(["--models", "gpt", "transnormer", "--cases", "lasp2"])
     entry.check(args)
     assert args.models == ["transnormer"]

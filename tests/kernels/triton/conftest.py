@@ -1,11 +1,9 @@
 """What the tests of Triton's kernels share."""
 
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     """Nothing that a test compiles stays in the home folder, or comes from there."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -1,8 +1,5 @@
 """Attention of lists of tiles: numbers by Triton's interpreter and on a GPU, and what its compiler makes for one."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -25,27 +22,27 @@ SPILLED = (24, 3)
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
+def interpreted():
     return interpret("tests.kernels.attention_cases")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_all_pairs_in_float64(name: str, interpreted: dict[str, Any]) -> None:
+def test_kernels_equal_all_pairs_in_float64(name, interpreted):
     found = interpreted["errors"][name]
     assert max(found.values()) < BOUNDS[CASES[name].dtype], found
     assert found["lse"] < 1e-6  # never rounded
 
 
-def test_so_do_a_block_alone_and_the_merge(interpreted: dict[str, Any]) -> None:
+def test_so_do_a_block_alone_and_the_merge(interpreted):
     assert interpreted["block"] < BOUNDS["float32"]
     assert interpreted["merge"] < 1e-6
 
 
-def test_a_mask_off_by_one_is_seen(interpreted: dict[str, Any]) -> None:
+def test_a_mask_off_by_one_is_seen(interpreted):
     assert all(interpreted["fault"][name] > 0.1 for name in NAMES), interpreted["fault"]
 
 
-def launches(width: int, dtype: torch.dtype = torch.bfloat16, alone: bool = True) -> None:
+def launches(width, dtype=torch.bfloat16, alone=True):
     """Each kernel continuing, and alone."""
     backend = select_backend("triton", "cuda", dtype)
     q, k, lse = meta(2, 1000, 16, width, dtype=dtype), meta(2, 1000, 4, width, dtype=dtype), meta(2, 1000, 16).float()
@@ -58,7 +55,7 @@ def launches(width: int, dtype: torch.dtype = torch.bfloat16, alone: bool = True
         backend.backward(Rows(q, q, *backend.forward(q, k, k, True, 0.1)), Keys(k, k), True, 0.1)
 
 
-def check(capability: int, width: int, alone: bool, folder: Path) -> list[str]:
+def check(capability, width, alone, folder):
     """Compile the launches; assert that they keep to a GPU's registers and shared memory, and return their names."""
     found = compiled(capability, lambda: launches(width, alone=alone))
     for one in found:
@@ -73,7 +70,7 @@ def check(capability: int, width: int, alone: bool, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("capability", SHARED)
-def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability: int, tmp_path: Path) -> None:
+def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, tmp_path):
     """At the width that most models have."""
     assert check(capability, 128, False, tmp_path) == ["forward_kernel", "rows_kernel", "columns_kernel"]
 
@@ -81,12 +78,12 @@ def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability: in
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
-def test_so_does_every_launch_of_other_widths(capability: int, width: int, tmp_path: Path) -> None:
+def test_so_does_every_launch_of_other_widths(capability, width, tmp_path):
     assert len(check(capability, width, True, tmp_path)) == 6
 
 
 @pytest.mark.parametrize("capability", SHARED)
-def test_so_does_the_merge(capability: int, tmp_path: Path) -> None:
+def test_so_does_the_merge(capability, tmp_path):
     from kernels.triton import pointwise
 
     out, lse = meta(2, 1000, 16, 128).float(), meta(2, 1000, 16).float()
@@ -99,13 +96,13 @@ def test_so_does_the_merge(capability: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
-def test_float32_fits_too(capability: int) -> None:
+def test_float32_fits_too(capability):
     for one in compiled(capability, lambda: launches(256, torch.float32)):
         assert one.kernel.metadata.shared <= SHARED[capability]
 
 
 @pytest.mark.slow
-def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
     from kernels.triton import tiled
 
     monkeypatch.setattr(tiled, "blocking_of", lambda *_: tiled.Blocking(128, 128, 8, 2))
@@ -113,7 +110,7 @@ def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.
     assert max(stored for _, stored in found) > 10 * SPILLED[1], found
 
 
-def test_work_lists_travel_once_and_hold_every_pair() -> None:
+def test_work_lists_travel_once_and_hold_every_pair():
     from kernels.triton.work import work_of
 
     for mask in ("window on both sides and documents", "documents, not causal"):
@@ -130,7 +127,7 @@ def test_work_lists_travel_once_and_hold_every_pair() -> None:
             assert sum(found) == sum(tile.pairs for tile in tiles)
 
 
-def test_every_tensor_of_a_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_of_a_plan_is_taken(monkeypatch):
     """What plans of all kinds pass on is contiguous where the kernels add to it; see ``_check_contiguous``."""
     launched = list[str]()
     monkeypatch.setattr(JITFunction, "__getitem__", lambda kernel, _: lambda *_, **__: launched.append(kernel.__name__))
@@ -143,7 +140,7 @@ def test_every_tensor_of_a_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_all_pairs_on_a_gpu(name: str) -> None:
+def test_kernels_equal_all_pairs_on_a_gpu(name):
     found = errors(CASES[name], "cuda")
     assert max(found.values()) < BOUNDS[CASES[name].dtype], found
 
@@ -151,7 +148,7 @@ def test_kernels_equal_all_pairs_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks_of_many_blocks_equal_the_naive_form_on_a_gpu(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_many_blocks_equal_the_naive_form_on_a_gpu(mask, monkeypatch):
     backend = select_backend("triton", "cuda", torch.bfloat16)
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
     given = tuple(x.cuda() for x in inputs(torch.bfloat16))
@@ -161,6 +158,6 @@ def test_masks_of_many_blocks_equal_the_naive_form_on_a_gpu(mask: str, monkeypat
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_blocks_and_the_merge_are_right_on_a_gpu() -> None:
+def test_blocks_and_the_merge_are_right_on_a_gpu():
     assert max(block_error(kind, "cuda") for kind in (FULL, CAUSAL, ANTI)) < BOUNDS["float32"]
     assert merge_error("cuda") < 1e-6

@@ -1,8 +1,6 @@
 """The fused kernel: numbers through Triton's interpreter on the CPU, and what its compiler makes of it for a GPU."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,48 +17,46 @@ BOUNDS = 7
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
+def interpreted():
     """The errors of all cases."""
     return interpret(PROGRAM)
 
 
 @pytest.mark.parametrize("index", range(len(CASES + CUT)), ids=[f"{case.length}-{case.dtype}" for case in CASES + CUT])
-def test_kernel_equals_the_reference(index: int, interpreted: dict[str, Any]) -> None:
+def test_kernel_equals_the_reference(index, interpreted):
     found = interpreted["errors"][index]
     assert within_bounds((CASES + CUT)[index], found), found
 
 
 @pytest.mark.slow
-def test_kernel_equals_the_reference_far_away() -> None:
+def test_kernel_equals_the_reference_far_away():
     for case, found in zip(FAR + CUT_FAR, interpret(PROGRAM, "far", timeout=1200)["errors"], strict=True):
         assert within_bounds(case, found), (case, found)
 
 
 @pytest.mark.parametrize("fault", ["decay", "carried", "documents"])
-def test_the_bound_sees_a_fault(fault: str, interpreted: dict[str, Any]) -> None:
+def test_the_bound_sees_a_fault(fault, interpreted):
     found = interpreted["faults"][fault]
     assert all(found[name] > 10 * BOUND for name in NAMES), found
 
 
-def test_a_wide_output_is_not_rounded(interpreted: dict[str, Any]) -> None:
+def test_a_wide_output_is_not_rounded(interpreted):
     widths = interpreted["widths"]
     assert widths["torch.float32"] < 0.9 * widths["torch.bfloat16"]
 
 
-def test_a_state_without_outputs_is_the_same(interpreted: dict[str, Any]) -> None:
+def test_a_state_without_outputs_is_the_same(interpreted):
     assert interpreted["alone"] == [True, True]
 
 
-def forward(
-    width: int, value_width: int, documents: tuple[int, ...] | None = None, *, size: tuple[int, ...] = (2, 1000, 8)
-) -> None:
+def forward(width, value_width, documents=None, *, size=(2, 1000, 8)):
     from kernels.triton.linear_attention import scan
 
     q, v = meta(*size, width), meta(*size, value_width)
     scan(q, q, v, [-0.1] * size[-1], documents=documents)
 
 
-def steps(width: int, value_width: int, heads: int, documents: tuple[int, ...] | None) -> None:
+def steps(width, value_width, heads, documents):
     """Forward and backward, of one process and of one of several, which takes and passes on a state: 14 scans."""
     from kernels.linear_attention import backward
     from kernels.triton.linear_attention import scan
@@ -78,7 +74,7 @@ def steps(width: int, value_width: int, heads: int, documents: tuple[int, ...] |
         scan(*args, decays, None, documents, reverse=True, wide=True)
 
 
-def check(capability: int, width: int, value_width: int, one: Launched, folder: Path) -> None:
+def check(capability, width, value_width, one, folder):
     """Assert that a kernel keeps to a GPU's registers and shared memory."""
     used = one.used(folder)
     spilled, allowed = used["STACK"] + used["LOCAL"], 0 if max(width, value_width) <= 128 else 32
@@ -89,9 +85,7 @@ def check(capability: int, width: int, value_width: int, one: Launched, folder: 
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (256, 128)])
-def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(
-    capability: int, width: int, value_width: int, tmp_path: Path
-) -> None:
+def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, width, value_width, tmp_path):
     """A sequence of 131,072 tokens; width 256 is the first TransNormer layer's, whose LRPE doubles queries and keys."""
     added, carried, launched = compiled(capability, lambda: forward(width, value_width, size=(1, 131072, 16)))
     assert math.prod(added.grid) == math.prod(launched.grid) == 512, "for 132 multiprocessors"
@@ -105,9 +99,7 @@ def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(16, 16), (64, 64), (128, 64), (128, 128), (256, 128)])
-def test_so_does_every_launch(
-    capability: int, width: int, value_width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_does_every_launch(capability, width, value_width, tmp_path, monkeypatch):
     from kernels.triton import linear_attention as fused
 
     launched = list[Launched]()
@@ -122,7 +114,7 @@ def test_so_does_every_launch(
 
 
 @pytest.mark.slow
-def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
     from kernels.triton import linear_attention as fused
 
     monkeypatch.setattr(fused, "parts_of", lambda _: 1)
@@ -134,7 +126,7 @@ def test_blocks_that_are_too_large_are_seen(tmp_path: Path, monkeypatch: pytest.
     assert compiled(80, lambda: forward(256, 128))[-1].used(tmp_path)["shared"] > SHARED[80]
 
 
-def test_documents_travel_to_the_device_once() -> None:
+def test_documents_travel_to_the_device_once():
     """Not in every layer, whose host would wait for it."""
     for documents in (None, (0, 100, 1000)):
         launched = compiled(90, lambda given=documents: [forward(16, 16, documents=given) for _ in range(2)])
@@ -144,13 +136,13 @@ def test_documents_travel_to_the_device_once() -> None:
 
 
 @pytest.mark.parametrize(("programs", "parts"), [(1, 528), (64, 8), (105, 5), (106, 1), (132, 1), (133, 3), (600, 1)])
-def test_what_fills_a_gpu_is_not_cut(programs: int, parts: int) -> None:
+def test_what_fills_a_gpu_is_not_cut(programs, parts):
     from kernels.linear_scan import parts_of
 
     assert parts_of(programs) == parts
 
 
-def test_segments_are_whole_chunks_of_one_document() -> None:
+def test_segments_are_whole_chunks_of_one_document():
     from kernels.linear_scan import segments_of
 
     bounds, steps = segments_of((0, 1, 65, 1000, 1001), 5, 64, torch.device("cpu"))
@@ -172,14 +164,14 @@ def test_segments_are_whole_chunks_of_one_document() -> None:
         ),
     ],
 )
-def test_kernel_equals_the_reference_on_a_gpu(case: Case) -> None:
+def test_kernel_equals_the_reference_on_a_gpu(case):
     found = errors(case, "triton", "cuda")
     if case.dtype == "float32":
         found = {name: error / 2 for name, error in found.items()}
     assert within_bounds(case, found), found
 
 
-def test_without_an_interpreter_the_cpu_is_refused() -> None:
+def test_without_an_interpreter_the_cpu_is_refused():
     from kernels.linear_attention import linear_attention
 
     x = torch.zeros(1, 4, 1, 16)

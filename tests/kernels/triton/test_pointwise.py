@@ -1,7 +1,5 @@
 """The rotation and the gate in one launch: numbers by Triton's interpreter, and what its compiler makes for a GPU."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,23 +15,23 @@ ROUNDED = {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, float]:
+def interpreted():
     return interpret("tests.kernels.pointwise_cases")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["rotary", "gate"])
-def test_in_one_launch_as_in_float64(name: str, dtype: str, interpreted: dict[str, float]) -> None:
+def test_in_one_launch_as_in_float64(name, dtype, interpreted):
     cut_off = 2 if dtype == "bfloat16" else 1  # the interpreter does not round to it
     assert interpreted[f"{name} {dtype}"] < cut_off * ROUNDED[dtype]
 
 
-def test_gate_and_up_in_each_others_place_are_seen(interpreted: dict[str, float]) -> None:
+def test_gate_and_up_in_each_others_place_are_seen(interpreted):
     assert interpreted["faulty"] > 0.1
 
 
 @pytest.mark.parametrize("capability", SHARED)
-def test_a_rotation_compiles_for_a_gpu(capability: int, tmp_path: Path) -> None:
+def test_a_rotation_compiles_for_a_gpu(capability, tmp_path):
     x, angles = meta(1, 1000, 16, 100).transpose(1, 2).transpose(1, 2), meta(1000, 1, 50, dtype=torch.float32)
     for one in compiled(capability, lambda: [pointwise.rotate(x, angles, angles, back) for back in (False, True)]):
         used = one.used(tmp_path)
@@ -43,7 +41,7 @@ def test_a_rotation_compiles_for_a_gpu(capability: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", SHARED)
-def test_a_gate_moves_16_bytes_at_once_on_a_gpu(capability: int) -> None:
+def test_a_gate_moves_16_bytes_at_once_on_a_gpu(capability):
     gate = meta(2, 1000, 96)
     forward, backward = compiled(
         capability, lambda: [pointwise.gated(gate, gate), pointwise.gated_backward(gate, gate, gate)]
@@ -58,12 +56,12 @@ def test_a_gate_moves_16_bytes_at_once_on_a_gpu(capability: int) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [20, 64, 128, 256])
-def test_a_rotation_is_right_on_a_gpu(width: int, dtype: str) -> None:
+def test_a_rotation_is_right_on_a_gpu(width, dtype):
     assert rotary_error(DTYPES[dtype], "cuda", width) < ROUNDED[dtype]
 
 
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_so_is_a_gate(dtype: str) -> None:
+def test_so_is_a_gate(dtype):
     assert max(gate_errors(DTYPES[dtype], "cuda")) < ROUNDED[dtype]

@@ -2,8 +2,6 @@
 
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,12 +24,12 @@ BOUND = 1e-5
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     hugging_face(LLAMA).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
-def peft_adapter(base: Path, folder: Path, **settings: Any) -> Any:
+def peft_adapter(base, folder, **settings):
     """An adapter of PEFT's own making, which does something."""
     peft = pytest.importorskip("peft", reason="compares with PEFT's adapters")
     torch.manual_seed(0)
@@ -54,13 +52,7 @@ def peft_adapter(base: Path, folder: Path, **settings: Any) -> Any:
     ],
     ids=["two", "all", "pattern"],
 )
-def test_an_adapter_of_peft_computes_here_what_it_does_there(
-    settings: dict[str, Any],
-    linears: tuple[str, ...],
-    base: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_adapter_of_peft_computes_here_what_it_does_there(settings, linears, base, tmp_path, capsys):
     theirs = peft_adapter(base, tmp_path / "adapter", **settings)
     command = ["import", str(base), str(tmp_path / "run"), "--adapter", str(tmp_path / "adapter")]
     assert main(command) == 0
@@ -95,9 +87,7 @@ def test_an_adapter_of_peft_computes_here_what_it_does_there(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_our_adapters_cannot_be_is_refused(
-    settings: dict[str, Any], words: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_our_adapters_cannot_be_is_refused(settings, words, base, tmp_path, capsys):
     peft_adapter(base, tmp_path / "adapter", **settings)
     command = ["import", str(base), str(tmp_path / "run"), "--adapter", str(tmp_path / "adapter")]
     assert main(command) == 1
@@ -105,9 +95,7 @@ def test_what_our_adapters_cannot_be_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_files_of_an_adapter_are_read_without_trust(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bounds, "MOST_SECONDS", 0.2)
     adapter = tmp_path / "adapter"
     peft_adapter(base, adapter)

@@ -5,10 +5,8 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from model.dit import DiT, patchify, unpatchify
-from model.dit_config import DiTConfig
 from model.hf.dit import dit_from_original, dit_to_original, load_dit, save_dit
 from tests.model.dits import IMAGE, VIDEO, random_dit
 
@@ -21,7 +19,7 @@ BLOCK.adaLN_modulation.1 144 24
 """The original's modules with the shapes of their weights, whose first number is that of the bias."""
 
 
-def in_diffusers(original: dict[str, Tensor], config: DiTConfig) -> torch.nn.Module:
+def in_diffusers(original, config):
     """diffusers' model with weights in the original's naming; each of its blocks has embedders of its own.
 
     Its sines of times go by 10000^(-j / 127), the original's by 10000^(-j / 128): set to the latter here.
@@ -65,7 +63,7 @@ def in_diffusers(original: dict[str, Tensor], config: DiTConfig) -> torch.nn.Mod
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_outputs_are_those_of_diffusers(dtype: torch.dtype, bound: float) -> None:
+def test_outputs_are_those_of_diffusers(dtype, bound):
     model = random_dit(IMAGE).to(dtype)
     original = dit_to_original(model.state_dict(), IMAGE)
     theirs = in_diffusers(original, IMAGE).to(dtype)
@@ -79,9 +77,9 @@ def test_outputs_are_those_of_diffusers(dtype: torch.dtype, bound: float) -> Non
     assert (unpatchify(out, IMAGE) - want).abs().max() < bound
 
 
-def test_names_are_the_original_s() -> None:
+def test_names_are_the_original_s():
     state = dit_to_original(random_dit(IMAGE).state_dict(), IMAGE)
-    want: dict[str, tuple[int, ...]] = {"pos_embed": (1, 16, 24), "y_embedder.embedding_table.weight": (6, 24)}
+    want = {"pos_embed": (1, 16, 24), "y_embedder.embedding_table.weight": (6, 24)}
     for row in WEIGHTS.strip().replace("\n", "|").split("|"):
         name, *shape = row.split()
         for layer in range(IMAGE.num_layers if "BLOCK" in name else 1):
@@ -90,7 +88,7 @@ def test_names_are_the_original_s() -> None:
     assert {name: tuple(weight.shape) for name, weight in state.items()} == want
 
 
-def test_the_patch_embedding_is_their_convolution() -> None:
+def test_the_patch_embedding_is_their_convolution():
     for config, convolve in ((IMAGE, torch.nn.functional.conv2d), (VIDEO, torch.nn.functional.conv3d)):
         model = random_dit(config).double()
         weight = dit_to_original(model.state_dict(), config)["x_embedder.proj.weight"]
@@ -101,7 +99,7 @@ def test_the_patch_embedding_is_their_convolution() -> None:
 
 
 @pytest.mark.parametrize("config", [IMAGE, VIDEO])
-def test_what_is_saved_is_loaded(tmp_path, config: DiTConfig) -> None:
+def test_what_is_saved_is_loaded(tmp_path, config):
     state = random_dit(config).state_dict()
     save_dit(tmp_path / "out", config, state)
     found, loaded = load_dit(tmp_path / "out")
@@ -113,7 +111,7 @@ def test_what_is_saved_is_loaded(tmp_path, config: DiTConfig) -> None:
         save_dit(tmp_path / "out", config, state)
 
 
-def test_what_does_not_fit_is_named(tmp_path) -> None:
+def test_what_does_not_fit_is_named(tmp_path):
     state = dit_to_original(random_dit(IMAGE).state_dict(), IMAGE)
     with pytest.raises(ValueError, match=r"lacks blocks\.1\.attn\.qkv\.bias"):
         dit_from_original({name: w for name, w in state.items() if name != "blocks.1.attn.qkv.bias"}, IMAGE)

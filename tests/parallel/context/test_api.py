@@ -1,49 +1,45 @@
 """k and v prefetched: what it gathers is under way before q is projected, and nothing else changes."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from model.attention import PrefetchingAttend
 from model.config import ModelConfig
 from model.llama import Llama
-from parallel.context import ContextError, ContextParallel, Traffic, context_parallel
+from parallel.context import ContextError, Traffic, context_parallel
 from parallel.recompute import RecomputeConfig, recompute_layers
 from runtime.ranks import run_ranks
 
 LENGTH, BATCH = 96, 2
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=8, num_query_groups=4, vocab_size=37)
-GATHERING: dict[int, list[tuple[str, dict[str, Any]]]] = {
+GATHERING = {
     4: [("wallfacer", {"team_size": 2}), ("allgather", {}), ("allgather", {"ulysses_degree": 2})],
     8: [("wallfacer", {"team_size": 2}), ("wallfacer", {"team_size": 2, "ulysses_degree": 2})],
 }
-STAGED: list[tuple[str, dict[str, Any]]] = [("allgather", {"ulysses_degree": 2, "ulysses_head_chunks": 2})]
+STAGED = [("allgather", {"ulysses_degree": 2, "ulysses_head_chunks": 2})]
 AGAIN = {"none": 0, "full": 1, "selective": 1, "attention_boundary": 0}
 """How often the backward gathers and attends again."""
 
 
-def late(cp: ContextParallel) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def late(cp):
     """The same attention for a model that cannot prefetch."""
     return lambda q, k, v: cp.attend(q, k, v)
 
 
-def llama(attend: Callable[..., Tensor], granularity: str = "none") -> Llama:
+def llama(attend, granularity="none"):
     model = Llama(MODEL, attend).double()
     model.init_weights(3)
-    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))  # type: ignore[arg-type]
+    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
     return model
 
 
-def micro_batch(cp: ContextParallel, index: int) -> Tensor:
+def micro_batch(cp, index):
     tokens = torch.randint(37, (BATCH, LENGTH), generator=torch.Generator().manual_seed(index))
     return cp.shard(tokens, dim=1)
 
 
-def gradients(model: Llama, cp: ContextParallel, micro_batches: int = 1) -> list[Tensor]:
+def gradients(model, cp, micro_batches=1):
     """Loss and gradients; all micro-batches go forward before the first goes back, as a pipeline may have it."""
     losses = [model(micro_batch(cp, i), positions=cp.positions).square().sum() for i in range(micro_batches)]
     for loss in losses:
@@ -51,26 +47,26 @@ def gradients(model: Llama, cp: ContextParallel, micro_batches: int = 1) -> list
     return [torch.stack(losses).detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def events(cp: ContextParallel, model: Llama) -> list[str]:
+def events(cp, model):
     """What happens in a forward: projections and the gathers that are posted, by how many tensors each."""
-    found: list[str] = []
+    found = []
     for layer in model.layers:
         for name in ("wq", "wk", "wv"):
             projection = getattr(layer.attention, name)
             projection.register_forward_pre_hook(lambda *_, name=name: found.append(name))
     gather = cp.transport.gather
 
-    def noting(tensors: tuple[Tensor, ...], ranks: tuple[int, ...]) -> Any:
+    def noting(tensors, ranks):
         found.append(f"gather {len(tensors)}")
         return gather(tensors, ranks)
 
-    cp.transport.gather = noting  # type: ignore[method-assign]
+    cp.transport.gather = noting
     with torch.no_grad():
         model(micro_batch(cp, 0), positions=cp.positions)
     return found
 
 
-def in_order(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[list[str]]]:
+def in_order(rank, world_size, cases):
     found = []
     for method, options in cases:
         cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
@@ -82,14 +78,14 @@ def in_order(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]
 
 
 @pytest.mark.parametrize("world_size", GATHERING)
-def test_keys_and_values_are_on_their_way_before_q_is_projected(world_size: int) -> None:
+def test_keys_and_values_are_on_their_way_before_q_is_projected(world_size):
     for found in run_ranks(in_order, world_size, GATHERING[world_size]):
         for early, at_once in found:
             assert early == ["wk", "wv", "gather 2", "wq", "gather 1"] * MODEL.num_layers
             assert at_once == ["wk", "wv", "wq", "gather 2", "gather 1"] * MODEL.num_layers  # the order is noticed
 
 
-def without_a_team(rank: int, world_size: int) -> list[list[str]]:
+def without_a_team(rank, world_size):
     found = []
     for method in ("zigzag", "wallfacer", "ulysses"):
         cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD)
@@ -97,12 +93,12 @@ def without_a_team(rank: int, world_size: int) -> list[list[str]]:
     return found
 
 
-def test_where_nothing_is_gathered_nothing_begins_early() -> None:
+def test_where_nothing_is_gathered_nothing_begins_early():
     for found in run_ranks(without_a_team, 4):
         assert found == [["wk", "wv", "wq", "gather 2", "gather 1"] * MODEL.num_layers] * 3
 
 
-def steps(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
+def steps(rank, world_size, cases):
     """Against an attention of the same plan that never prefetches, to the bit, and against one process in float64."""
     one = context_parallel("ring", seq_len=LENGTH)
     want = gradients(llama(one.attend), one, 2)
@@ -127,11 +123,11 @@ def steps(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -
 
 
 @pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_no_policy_of_recomputation_changes_or_gathers_more(world_size: int) -> None:
+def test_no_policy_of_recomputation_changes_or_gathers_more(world_size):
     run_ranks(steps, world_size, GATHERING[world_size] + STAGED * (world_size > 4))
 
 
-def lose_handles(rank: int, world_size: int) -> None:
+def lose_handles(rank, world_size):
     """attention_boundary without the operator that prefetches."""
     from parallel import recompute
 
@@ -144,11 +140,11 @@ def lose_handles(rank: int, world_size: int) -> None:
         gradients(model, cp)
 
 
-def test_a_handle_that_is_not_kept_is_noticed() -> None:
+def test_a_handle_that_is_not_kept_is_noticed():
     run_ranks(lose_handles, 4)
 
 
-def misused(rank: int, world_size: int) -> None:
+def misused(rank, world_size):
     cp = context_parallel("wallfacer", seq_len=LENGTH, group=dist.group.WORLD, team_size=2)
     q = torch.randn(1, cp.plan.local_len, 4, 8)
     want = cp.attend(q, q, q)
@@ -167,11 +163,11 @@ def misused(rank: int, world_size: int) -> None:
     assert torch.equal(cp.attend(q, q, q), want)
 
 
-def test_what_is_prefetched_is_taken_once_and_next() -> None:
+def test_what_is_prefetched_is_taken_once_and_next():
     run_ranks(misused, 4)
 
 
-def traced(rank: int, world_size: int) -> None:
+def traced(rank, world_size):
     cp = context_parallel("allgather", seq_len=16, group=dist.group.WORLD)
     k = torch.randn(1, 8, 2, 8)
     tests = ("test_schema", "test_autograd_registration")
@@ -180,5 +176,5 @@ def traced(rank: int, world_size: int) -> None:
         cp._executor._prefetched = None
 
 
-def test_the_prefetch_is_an_operator() -> None:
+def test_the_prefetch_is_an_operator():
     run_ranks(traced, 2)

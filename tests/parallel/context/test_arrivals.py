@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from parallel.context import executor
 from parallel.context.circulation import Needed
@@ -21,11 +20,11 @@ MASKS = (Masked((0, 9, 123)), Masked((0, 60, 61, 123), causal=False), Masked((0,
 Case = tuple[str, dict[str, Any], Masked]
 
 
-def make_late(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
+def make_late(patch, draw):
     """Sleep before sends are posted, before what arrived is taken, and before tiles are computed."""
 
-    def late(function: Any) -> Any:
-        def called(*args: Any) -> Any:
+    def late(function):
+        def called(*args):
             time.sleep(draw.uniform(0, LATEST))
             return function(*args)
 
@@ -33,7 +32,7 @@ def make_late(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
 
     post = late(Transport.isend_irecv)
 
-    def late_post(*args: Any) -> Any:
+    def late_post(*args):
         arrivals, sent = post(*args)
         return [late(arrival) for arrival in arrivals], sent
 
@@ -42,11 +41,11 @@ def make_late(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
         patch.setattr(executor, name, late(getattr(executor, name)))
 
 
-def add_in_any_order(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
+def add_in_any_order(patch, draw):
     """As if gradients were added as they arrive."""
     home = Needed.home
 
-    def shuffled(self: Needed) -> Any:
+    def shuffled(self):
         for waiting in self._returning.values():
             draw.shuffle(waiting)
         return home(self)
@@ -54,11 +53,11 @@ def add_in_any_order(patch: pytest.MonkeyPatch, draw: random.Random) -> None:
     patch.setattr(Needed, "home", shuffled)
 
 
-def attend_again(rank: int, world_size: int, cases: list[Case], runs: int, change: Any) -> list[bool]:
+def attend_again(rank, world_size, cases, runs, change):
     """Per case: whether out and gradients of all runs but the first, which ``change`` leaves alone, equal the first."""
     ranks, found = Ranks(), []
     for method, options, masked in cases:
-        results: list[list[Tensor]] = []
+        results = []
         for run in range(runs):
             with pytest.MonkeyPatch.context() as patch:
                 if run:
@@ -72,14 +71,14 @@ def attend_again(rank: int, world_size: int, cases: list[Case], runs: int, chang
     ("world_size", "runs"),
     [(4, 3), pytest.param(4, 20, marks=pytest.mark.slow), pytest.param(8, 8, marks=pytest.mark.slow)],
 )
-def test_late_ranks_change_no_bit(world_size: int, runs: int) -> None:
+def test_late_ranks_change_no_bit(world_size, runs):
     some = by_turns(world_size, MASKS)
     for found in run_ranks(attend_again, world_size, some, runs, make_late):
         assert dict(zip(map(str, some), found, strict=True)) == dict.fromkeys(map(str, some), True)
 
 
-def test_gradients_added_as_they_arrive_would_be_seen() -> None:
+def test_gradients_added_as_they_arrive_would_be_seen():
     """Negative control: the order in which an owner adds is in the bits."""
-    some: list[Case] = [("exchange", {}, MASKS[0]), ("allgather", {}, MASKS[1])]
+    some = [("exchange", {}, MASKS[0]), ("allgather", {}, MASKS[1])]
     for found in zip(*run_ranks(attend_again, 4, some, 4, add_in_any_order), strict=True):
         assert not all(found)

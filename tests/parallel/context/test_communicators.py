@@ -1,10 +1,8 @@
 """Every plan through the code of a GPU, without one: its kernels' calls, and whether what all ranks post can end."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +13,7 @@ import pretrain_dit
 import pretrain_gpt
 from kernels import attention, cudnn, flash_attn, packed
 from kernels.attention import AttentionBackend, select_backend
-from parallel.context import METHODS, Plan, executor, make_plan
+from parallel.context import METHODS, executor, make_plan
 from parallel.data import shard_model
 from parallel.mesh import distributed_mesh
 from parity.cases import DIFFUSION, chosen_cases, flags_of
@@ -40,7 +38,7 @@ from train.config import diffusion, language
 
 LENGTH = 251
 DOCUMENTS = (0, 9, 100, 101, LENGTH)
-MASKS: dict[str, dict[str, Any]] = {
+MASKS = {
     "causal": {},
     "full": {"causal": False},
     "documents": {"documents": DOCUMENTS},
@@ -49,7 +47,7 @@ MASKS: dict[str, dict[str, Any]] = {
 STATES = ("lasp", "lasp2")
 
 
-def methods(size: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def methods(size):
     """Every method with each of its options."""
     yield from ((method, {}) for method in METHODS if method not in STATES)
     for part in range(2, size):
@@ -66,7 +64,7 @@ def methods(size: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "double_ring", {"ranks_per_node": 4, "ulysses_degree": 2}
 
 
-def through(plan: Plan, **shape: Any) -> CudaCalls:
+def through(plan, **shape):
     """Run a plan's ranks, check its kernels' calls, and let what they post come to an end."""
     with CudaCalls() as calls:
         posted = timelines(plan, softmax(heads=2 * plan.size, **shape))
@@ -74,7 +72,7 @@ def through(plan: Plan, **shape: Any) -> CudaCalls:
     return calls
 
 
-def taking(kind: str, patch: pytest.MonkeyPatch) -> str:
+def taking(kind, patch):
     """Have one of ``KINDS`` taken; return its name in a configuration."""
     patch.setattr(executor, "select_backend", select_backend.__wrapped__)
     if kind == "auto on Hopper":  # cuDNN, but for the shapes that it does not take, and for documents
@@ -93,7 +91,7 @@ SIZES = [*((size, 1) for size in (2, 3, 4)), *((size, 4) for size in range(5, 9)
 
 
 @pytest.mark.parametrize(("size", "each"), SIZES + [pytest.param(n, 1, marks=pytest.mark.slow) for n in range(5, 9)])
-def test_every_method_asks_kernels_for_what_they_take_and_ends(size: int, each: int) -> None:
+def test_every_method_asks_kernels_for_what_they_take_and_ends(size, each):
     """With every option and mask, or one in ``each`` of these pairs."""
     calls = Counter[str]()
     for i, (method, options) in enumerate(methods(size)):
@@ -108,7 +106,7 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(size: int, each: 
     assert each > 1 or {*FORWARD, *BACKWARD} == {*calls}
 
 
-def test_what_flash_attn_would_refuse_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_flash_attn_would_refuse_is_seen(monkeypatch):
     taking("flash_attn 2.8", monkeypatch)
     monkeypatch.setattr(packed, "SMALL", 0)
     through(make_plan("zigzag", seq_len=LENGTH, size=4), kv_heads=4)
@@ -118,12 +116,12 @@ def test_what_flash_attn_would_refuse_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("method", STATES)
-def test_states_travel_to_their_end(method: str) -> None:
+def test_states_travel_to_their_end(method):
     for size, documents in ((2, None), (4, (0, 64, 100, 256))):  # one ends between two ranks
         assert play(timelines(make_plan(method, seq_len=256, size=size, documents=documents), states)) > 0
 
 
-HYBRIDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+HYBRIDS = (
     ("lasp", "zigzag", {}),
     ("lasp2", "striped", {"documents": DOCUMENTS}),
     ("lasp", "ulysses", {"layout": "zigzag"}),
@@ -131,7 +129,7 @@ HYBRIDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def mixed(state: str, method: str, given: dict[str, Any], size: int) -> list[Timeline]:
+def mixed(state, method, given, size):
     """What the ranks of a hybrid post, whose layers have these two methods."""
     inside = make_plan(method, seq_len=LENGTH, size=size, **given)
     outside = make_plan(state, seq_len=LENGTH, size=size, multiple=inside.local_len, documents=given.get("documents"))
@@ -139,12 +137,12 @@ def mixed(state: str, method: str, given: dict[str, Any], size: int) -> list[Tim
 
 
 @pytest.mark.parametrize(("state", "method", "given"), HYBRIDS)
-def test_tokens_go_from_one_layout_to_the_other_and_back(state: str, method: str, given: dict[str, Any]) -> None:
+def test_tokens_go_from_one_layout_to_the_other_and_back(state, method, given):
     for size in (2, 3, 4):
         assert play(mixed(state, method, given, size)) > 0
 
 
-def test_a_part_of_an_exchange_that_is_lost_or_of_another_layout_is_found() -> None:
+def test_a_part_of_an_exchange_that_is_lost_or_of_another_layout_is_found():
     posted = mixed("lasp", "zigzag", {}, 4)
     at, exchange = next((i, of) for i, (of, _) in enumerate(posted[1]) if len(of.parts) > 2)
     kept = tuple(part for part in exchange.parts if part != exchange.parts[-1])
@@ -155,10 +153,10 @@ def test_a_part_of_an_exchange_that_is_lost_or_of_another_layout_is_found() -> N
             play([posted[0], broken, *posted[2:]])
 
 
-def with_layout(change: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+def with_layout(change, kernel):
     """A kernel's call that lays out its tensors in another way."""
 
-    def called(*given: Any) -> Any:
+    def called(*given):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "heads_first", change)
             return kernel(*given)
@@ -166,7 +164,7 @@ def with_layout(change: Callable[..., Any], kernel: Callable[..., Any]) -> Calla
     return called
 
 
-def wrong_kernels() -> dict[str, tuple[int, AttentionBackend]]:
+def wrong_kernels():
     """Backends each of which gets one thing wrong that shape functions take, and the width that shows it."""
     forward, backward, plain = attention._aten_cuda_forward, attention._aten_cuda_backward, attention.heads_first
     as_given = with_layout(lambda *some: [x.transpose(1, 2) for x in some], forward)
@@ -179,7 +177,7 @@ def wrong_kernels() -> dict[str, tuple[int, AttentionBackend]]:
 
 
 @pytest.mark.parametrize("words", wrong_kernels())
-def test_what_a_kernel_would_refuse_is_seen(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_would_refuse_is_seen(words, monkeypatch):
     plan, (width, backend) = make_plan("ring", seq_len=LENGTH, size=4), wrong_kernels()[words]
     for small in (0, 1 << 20):  # each tile alone, and in shared launches
         monkeypatch.setattr(packed, "SMALL", small)
@@ -189,7 +187,7 @@ def test_what_a_kernel_would_refuse_is_seen(words: str, monkeypatch: pytest.Monk
         through(plan, width=width, strided=True)
 
 
-def lost(posted: list[Timeline], what: str) -> None:
+def lost(posted, what):
     """Take one message from what rank 1 posts."""
     at = next(i for i, (operation, _) in enumerate(posted[1]) if any(part.what == what for part in operation.parts))
     operation, index = posted[1][at]
@@ -199,7 +197,7 @@ def lost(posted: list[Timeline], what: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["zigzag", "exchange"])
-def test_a_message_that_is_lost_or_of_another_size_is_found(method: str) -> None:
+def test_a_message_that_is_lost_or_of_another_size_is_found(method):
     plan = make_plan(method, seq_len=LENGTH, size=4, documents=DOCUMENTS)
     for what in ("send", "receive"):
         posted = timelines(plan, softmax())
@@ -213,23 +211,23 @@ def test_a_message_that_is_lost_or_of_another_size_is_found(method: str) -> None
         play(posted)
 
 
-def test_messages_of_some_alone_on_a_group_that_nobody_connected_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_some_alone_on_a_group_that_nobody_connected_are_found(monkeypatch):
     monkeypatch.setattr(GpuTransport, "connect_all", lambda *_: None)
     plan = make_plan("lasp", seq_len=256, size=4, documents=(0, 64, 256))  # rank 0 has nobody to send to
     with pytest.raises(AssertionError, match=r"not connected: only \[1, 2, 3\]"):
         play(timelines(plan, states))
 
 
-def waiting(*groups: Group) -> Timeline:
+def waiting(*groups):
     """Gather on each group, one after the other, waiting for each."""
-    found: Timeline = []
+    found = []
     for group in groups:
         made = Operation(group, (Part("all_gather", None, 4),))
         found += [(made, len(found)), (made._replace(waits=True), len(found))]
     return found
 
 
-def test_a_circle_of_ranks_that_wait_is_found() -> None:
+def test_a_circle_of_ranks_that_wait_is_found():
     one, other = Group((0, 1), 0), Group((0, 1), 1)
     assert play([waiting(one, other), waiting(one, other)]) == 4
     with pytest.raises(AssertionError, match="2 wait for ever"):
@@ -244,7 +242,7 @@ def test_a_circle_of_ranks_that_wait_is_found() -> None:
     assert play([[(there, 0), (apart[0], 1)], [(mirrored[0]._replace(group=other), 0), (apart[1], 1)]]) == 4
 
 
-def sharded(part: Any, *given: Any, **named: Any) -> None:
+def sharded(part, *given, **named):
     """Shard a part whose layers have one parameter each: to split all of them takes most of the time."""
     for layer in part.layers:
         for name, _ in [*layer.named_parameters()][1:]:
@@ -253,12 +251,12 @@ def sharded(part: Any, *given: Any, **named: Any) -> None:
     shard_model(part, *given, **named)
 
 
-def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
+def groups_of(kind, case):
     """Per rank of a mesh: how many groups torch has counted, and those that it is in, in the order they were made.
 
     A stage has one layer of few parameters, without values: they bring no groups of their own.
     """
-    entry: Any = (diffusion, pretrain_dit) if kind == DIFFUSION else (language, pretrain_gpt)
+    entry = (diffusion, pretrain_dit) if kind == DIFFUSION else (language, pretrain_gpt)
     layers = str(sum(case.layers) or case.pp * case.virtual)
     config = entry[0].parse_args([*flags_of(kind, case, Path("none")), "--num-layers", layers])
     counts, made = [], list[Timeline]()
@@ -273,7 +271,7 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
             world = dist.distributed_c10d._world
             counts.append(world.group_count)
             names = {group: name for group, name in world.pg_names.items() if group is not dist.group.WORLD}
-            members = [Group(tuple(sorted(world.pg_group_ranks[group])), name) for group, name in names.items()]  # type: ignore[arg-type]
+            members = [Group(tuple(sorted(world.pg_group_ranks[group])), name) for group, name in names.items()]
             made.append(waiting(*members))
     return counts, made
 
@@ -281,7 +279,7 @@ def groups_of(kind: str, case: Case) -> tuple[list[int], list[Timeline]]:
 LISTS = [(kind, chosen_cases(kind)) for kind in ("llama", "transnormer", DIFFUSION)]
 
 
-def all_cases() -> list[Any]:
+def all_cases():
     """Each case; those are slow that differ from one before in what makes no group: schedules, chunks, ZeRO stages.
 
     So are those of 8 ranks of models that make groups as a llama does.
@@ -297,14 +295,14 @@ def all_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "case"), all_cases(), ids=lambda of: of.title if isinstance(of, Case) else of)
-def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind: str, case: Case) -> None:
+def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind, case):
     """torch names a group by how many there were, or by its ranks: a name that differs is a rank alone at its door."""
     counts, made = groups_of(kind, case)
     assert len({*counts}) == 1
     assert play(made) > 0 or case.ranks == 1
 
 
-def test_a_rank_that_makes_one_group_more_is_found() -> None:
+def test_a_rank_that_makes_one_group_more_is_found():
     _, made = groups_of("llama", Case(cp=4, method="wallfacer", team=2))
     made[2] += [(operation, index + 100) for operation, index in waiting(Group((2, 3), 9))]
     with pytest.raises(AssertionError, match="rank 2 in Operation"):

@@ -1,18 +1,15 @@
 """Teams, heads, nodes and their products over real gloo ranks: against float64, and bytes against the plan."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from kernels import reference
 from parallel.context import context_parallel
 from runtime.ranks import run_ranks
-from tests.parallel.context.attended import PLAIN, Case, Ranks, attended, check, error, inputs, truth
+from tests.parallel.context.attended import PLAIN, Ranks, attended, check, error, inputs, truth
 
-COMPOSED: dict[int, list[tuple[str, dict[str, Any]]]] = {
+COMPOSED = {
     4: [
         ("wallfacer", {}),
         ("wallfacer", {"team_size": 2}),
@@ -39,9 +36,9 @@ COMPOSED: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("world_size", [4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (8, 9))])
-def test_teams_heads_and_nodes_are_exact_and_send_what_the_plan_says(world_size: int) -> None:
+def test_teams_heads_and_nodes_are_exact_and_send_what_the_plan_says(world_size):
     full, packed = PLAIN._replace(causal=False), PLAIN._replace(documents=(0, 50, 51, 130, 251))
-    cases: list[Case] = [
+    cases = [
         (method, {**options, "backward": moves}, masked, dtype)
         for method, options in COMPOSED[world_size]
         for moves, dtype, masked in (
@@ -56,20 +53,20 @@ def test_teams_heads_and_nodes_are_exact_and_send_what_the_plan_says(world_size:
     check(world_size, cases, exact=1e-13)
 
 
-def attend_as_rings(rank: int, world_size: int) -> list[list[Tensor]]:
+def attend_as_rings(rank, world_size):
     """Methods that come down to one ring."""
     rings = [("zigzag", {}), ("wallfacer", {}), ("double_ring", {}), ("double_ring", {"ranks_per_node": 1})]
     given = ((method, {**options, "backward": "queries"}) for method, options in rings)
     return [attended(Ranks(), *method, PLAIN, torch.float32)[0] for method in given]
 
 
-def test_one_member_or_one_node_is_the_plain_ring_to_the_bit() -> None:
+def test_one_member_or_one_node_is_the_plain_ring_to_the_bit():
     for zigzag, *others in run_ranks(attend_as_rings, 4):
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(zigzag, other, strict=True))
 
 
-def attend_side_by_side(rank: int, world_size: int) -> list[list[Tensor]]:
+def attend_side_by_side(rank, world_size):
     """Two sequences at once, each on every other rank of eight, with groups of their own within."""
     group = [dist.new_group(list(range(first, 8, 2))) for first in (0, 1)][rank % 2]
     found = []
@@ -80,14 +77,14 @@ def attend_side_by_side(rank: int, world_size: int) -> list[list[Tensor]]:
     return found
 
 
-def test_the_groups_of_two_sequences_do_not_meet() -> None:
+def test_the_groups_of_two_sequences_do_not_meet():
     q, k, v, _ = inputs(PLAIN, torch.float64)
     want = [[reference.attention(q + other, k, v, causal=True)[0]] for other in (0, 1)]
     for rank, results in enumerate(run_ranks(attend_side_by_side, 8)):
         assert max(max(error(got, want[rank % 2])) for got in results) < 1e-13
 
 
-def attend_broken(rank: int, world_size: int, broken: str) -> list[Tensor]:
+def attend_broken(rank, world_size, broken):
     """WallFacer with KV left where it was gathered, or partial results added without their weights."""
     from parallel.context import executor, transport
 
@@ -102,12 +99,12 @@ def attend_broken(rank: int, world_size: int, broken: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("broken", ["nothing", "placement", "weights"])
-def test_kv_left_where_it_was_and_partial_results_without_weights_are_noticed(broken: str) -> None:
+def test_kv_left_where_it_was_and_partial_results_without_weights_are_noticed(broken):
     found = max(error(run_ranks(attend_broken, 4, broken)[0], truth(PLAIN, torch.float64)))
     assert found < 1e-13 if broken == "nothing" else found > 1e-2
 
 
-def exchange_heads(rank: int, world_size: int) -> None:
+def exchange_heads(rank, world_size):
     cp = context_parallel("ulysses", seq_len=16, group=dist.group.WORLD)
     for kv_heads in (1, 2):
         x = torch.randn(1, 8, kv_heads, 8, dtype=torch.float64, requires_grad=True)
@@ -117,5 +114,5 @@ def exchange_heads(rank: int, world_size: int) -> None:
     torch.library.opcheck(torch.ops.longmesh.heads_to_tokens.default, (x, 2, 2, cp._heads.handle))
 
 
-def test_the_exchange_of_heads_is_an_operator_that_autograd_and_tracing_accept() -> None:
+def test_the_exchange_of_heads_is_an_operator_that_autograd_and_tracing_accept():
     run_ranks(exchange_heads, 2)

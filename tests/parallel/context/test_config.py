@@ -6,7 +6,7 @@ from parallel.context import ContextConfig, ContextError
 from parallel.context.config import HybridConfig
 
 
-def check(size: int, launched: int | None = None, **fields: object) -> None:
+def check(size, launched=None, **fields):
     named = {name if name.startswith("ulysses_") else f"context_parallel_{name}": fields[name] for name in fields}
     ContextConfig(**named).check(seq_len=64, size=size, heads=8, kv_heads=2, ranks_per_node=launched)
 
@@ -26,19 +26,19 @@ def check(size: int, launched: int | None = None, **fields: object) -> None:
         (1, {"method": "none", "ulysses_degree": 2}, "method is none.*leave them out"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(size: int, fields: dict, message: str) -> None:
+def test_what_cannot_work_is_refused_with_the_reason(size, fields, message):
     with pytest.raises(ContextError, match=message):
         check(size, **fields)
 
 
-def test_what_works_passes() -> None:
+def test_what_works_passes():
     check(1, method="none")
     check(8, method="wallfacer", team_size=2, placement="p2p_intra", layout="striped", ulysses_degree=2)
     check(8, method="ulysses")
 
 
 @pytest.mark.parametrize("method", ["striped", "zigzag"])
-def test_layouts_for_causal_masks_run_under_full_attention_only_where_forced(method: str) -> None:
+def test_layouts_for_causal_masks_run_under_full_attention_only_where_forced(method):
     full = {"seq_len": 64, "size": 8, "heads": 8, "kv_heads": 8, "ranks_per_node": None, "causal": False}
     reason = (
         f"is {method}, whose layout balances a causal mask, .*same work.*use ring.*context_parallel_layout {method}$"
@@ -57,14 +57,14 @@ def test_layouts_for_causal_masks_run_under_full_attention_only_where_forced(met
             ContextConfig(context_parallel_method=linear).check(**full)
 
 
-def test_nodes_are_as_launched_unless_said_otherwise() -> None:
+def test_nodes_are_as_launched_unless_said_otherwise():
     with pytest.raises(ContextError, match="rings of 3"):
         check(8, launched=3, method="double_ring")
     assert ContextConfig(context_parallel_ranks_per_node=4).plan_arguments(3)["ranks_per_node"] == 4
     assert ContextConfig().plan_arguments(3)["ranks_per_node"] == 3
 
 
-def test_zigzag_under_an_exchange_of_heads_is_refused() -> None:
+def test_zigzag_under_an_exchange_of_heads_is_refused():
     hybrid = HybridConfig(hybrid_softmax_method="ulysses", hybrid_softmax_layout="zigzag")
     with pytest.raises(ContextError, match=r"hybrid_softmax_layout is zigzag .* same work in any layout"):
         hybrid.check(seq_len=16, size=2, heads=4, kv_heads=4)

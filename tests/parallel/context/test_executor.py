@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from kernels import reference
 from parallel.context import METHODS, ContextError, context_parallel
 from runtime.ranks import run_ranks
-from tests.parallel.context.attended import Case, Masked, Ranks, attended, check, error, truth
+from tests.parallel.context.attended import Masked, Ranks, attended, check, error, truth
 
 BASIC = ("ring", "striped", "zigzag", "allgather")
 SHAPES = [Masked(length=256, kv_heads=8), Masked(length=251), Masked(length=1201, heads=2, kv_heads=1)]
@@ -16,8 +15,8 @@ SHAPES = [Masked(length=256, kv_heads=8), Masked(length=251), Masked(length=1201
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_error_does_not_grow_with_the_number_of_ranks(world_size: int) -> None:
-    cases: list[Case] = [
+def test_error_does_not_grow_with_the_number_of_ranks(world_size):
+    cases = [
         (method, {}, shape._replace(causal=causal), dtype)
         for method in BASIC
         for shape in SHAPES
@@ -28,28 +27,28 @@ def test_error_does_not_grow_with_the_number_of_ranks(world_size: int) -> None:
     check(world_size, cases)
 
 
-def test_float64_is_exact_to_its_own_precision() -> None:
+def test_float64_is_exact_to_its_own_precision():
     masks = [shape._replace(causal=causal) for shape in SHAPES for causal in (True, False)]
     check(3, [(method, {}, mask, torch.float64) for method in BASIC for mask in masks], exact=1e-14)
 
 
-def attend_without_the_shift(rank: int, world_size: int) -> list[Tensor]:
+def attend_without_the_shift(rank, world_size):
     """Striping with the diagonal kept where it must be excluded."""
     from kernels.attention import CAUSAL, FULL
     from parallel.context import tiles
 
-    def compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[tuple[int, int, int, int, str]]:
+    def compare(rows, columns, shift, q0, k0):
         return [(q0, q0 + rows, k0, k0 + columns, CAUSAL if shift < columns else FULL)]
 
     tiles._compare = compare
     return attended(Ranks(), "striped", {}, SHAPES[0], torch.float64)[0]
 
 
-def test_dropping_the_shift_of_the_striped_mask_is_noticed() -> None:
+def test_dropping_the_shift_of_the_striped_mask_is_noticed():
     assert max(error(run_ranks(attend_without_the_shift, 2)[0], truth(SHAPES[0], torch.float64))) > 1e-3
 
 
-def shard_and_unshard(rank: int, world_size: int) -> bool:
+def shard_and_unshard(rank, world_size):
     x = torch.arange(2 * 13 * 3).reshape(2, 13, 3)
     return all(
         torch.equal(cp.unshard(cp.shard(x, dim=1, pad_value=-1), dim=1), x)
@@ -58,11 +57,11 @@ def shard_and_unshard(rank: int, world_size: int) -> bool:
     )
 
 
-def test_unshard_undoes_shard_and_padding_is_marked() -> None:
+def test_unshard_undoes_shard_and_padding_is_marked():
     assert all(run_ranks(shard_and_unshard, 4))
 
 
-def padding_rows_reach_nothing(rank: int, world_size: int) -> list[float]:
+def padding_rows_reach_nothing(rank, world_size):
     """Difference that gradients on the rows of padding make to dk and dv."""
     found = []
     for method in METHODS:
@@ -76,12 +75,12 @@ def padding_rows_reach_nothing(rank: int, world_size: int) -> list[float]:
     return found
 
 
-def test_padding_sees_and_changes_nothing_of_the_sequence() -> None:
+def test_padding_sees_and_changes_nothing_of_the_sequence():
     for found in run_ranks(padding_rows_reach_nothing, 4):
         assert found == [0.0] * len(found)
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
+def test_shapes_that_do_not_fit_are_named():
     cp = context_parallel("zigzag", seq_len=16)
     q = torch.randn(1, 16, 4, 8)
     with pytest.raises(ContextError, match="dimension 1 has 12 positions and the plan was made for 16"):
@@ -94,14 +93,14 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         context_parallel("ring", seq_len=16, ulysses_degree=2)
 
 
-def test_the_backward_outlives_the_object_that_attended() -> None:
+def test_the_backward_outlives_the_object_that_attended():
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
     context_parallel("striped", seq_len=16).attend(q, q, q).sum().backward()  # .sum(): a gradient with strides of 0
     want = torch.autograd.grad(reference.attention(q, q, q, causal=True)[0].sum(), q)[0]
     torch.testing.assert_close(q.grad, want)
 
 
-def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> None:
+def test_the_attention_is_one_operator_that_autograd_and_tracing_accept():
     cp = context_parallel("striped", seq_len=16)
     q, k, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)

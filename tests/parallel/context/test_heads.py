@@ -2,12 +2,10 @@
 
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel.context import Traffic, context_parallel, heads
 from planner.recorder import Recorder
@@ -16,7 +14,7 @@ from runtime.ranks import run_ranks
 from tests.parallel.context.attended import error
 
 BATCH, WIDTH = 2, 4
-STAGES: dict[int, list[tuple[str, dict[str, Any], int, int, int]]] = {  # method, options, heads, KV heads, stages
+STAGES = {  # method, options, heads, KV heads, stages
     2: [("ulysses", {}, 8, 8, 2), ("ulysses", {}, 8, 8, 4), ("ulysses", {"window": (31, 0)}, 8, 4, 2)],
     4: [
         ("ulysses", {}, 8, 2, 2),  # fewer KV heads than ranks
@@ -33,11 +31,11 @@ STAGES: dict[int, list[tuple[str, dict[str, Any], int, int, int]]] = {  # method
 }
 
 
-def in_stages(rank: int, world_size: int, dtype: torch.dtype, *, wrong: bool = False) -> list[list[list[Tensor]]]:
+def in_stages(rank, world_size, dtype, *, wrong=False):
     """[out, dq, dk, dv, dsinks] of each case, without stages and in stages; what is sent is what the plan says."""
     if wrong:  # every stage attends with its rank's first heads
         heads._Heads._view = lambda self, x: x.unflatten(2, self.split).select(5, 0).select(3, 0)
-    found: list[list[list[Tensor]]] = []
+    found = []
     for method, options, count, kv_count, stages in STAGES[world_size]:
         generator = torch.Generator().manual_seed(5)
         counts = (count, kv_count, kv_count, count)
@@ -65,7 +63,7 @@ def in_stages(rank: int, world_size: int, dtype: torch.dtype, *, wrong: bool = F
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_stages_change_no_bit(world_size: int, dtype: torch.dtype) -> None:
+def test_stages_change_no_bit(world_size, dtype):
     """If the query heads of a KV head are in several stages, sums over them have another order: dk, dv, in a ring dq.
 
     All tiles here have multiples of 16 rows: of others a CPU merges the last rows, and which these are depends on the
@@ -80,12 +78,12 @@ def test_stages_change_no_bit(world_size: int, dtype: torch.dtype) -> None:
         assert all(x <= limit for x in error(got[same:], [x.double() for x in want[same:]])), case
 
 
-def test_stages_of_wrong_heads_would_be_seen() -> None:
+def test_stages_of_wrong_heads_would_be_seen():
     wrong = run_ranks(partial(in_stages, wrong=True), 2, torch.float32)[0]
     assert not any(torch.equal(got[0], want[0]) for want, got in wrong)
 
 
-def counted(stages: int, kv_heads: int) -> tuple[int, int, int]:
+def counted(stages, kv_heads):
     """Bytes beyond q, k and v of a rank of 8 with 64 query heads: a forward's peak, what it keeps, a backward's peak.
 
     In units of a rank's tokens of one head in bfloat16.
@@ -105,11 +103,11 @@ def counted(stages: int, kv_heads: int) -> tuple[int, int, int]:
             live = [0, *accumulate(change for _, change in recorder.events)]
     unit = 128 * WIDTH * 2
     peaks = max(live[begun : turned + 1]), live[turned], max(live[turned:])
-    return tuple((peak - live[begun]) // unit for peak in peaks)  # type: ignore[return-value]
+    return tuple((peak - live[begun]) // unit for peak in peaks)
 
 
 @pytest.mark.parametrize("kv_heads", [64, 8])
-def test_exchanged_heads_take_a_stages_memory(kv_heads: int) -> None:
+def test_exchanged_heads_take_a_stages_memory(kv_heads):
     """UPipe's formula: of 64 heads on 8 ranks in 8 stages, 87.5 % less; what is not exchanged stays as it is.
 
     With 8 KV heads all stages share the one that a rank has, exchanged once.

@@ -1,7 +1,5 @@
 """Documents know nothing of each other: one that changes makes no difference to the bits of the others."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ CHANGED = slice(DOCUMENTS[3], DOCUMENTS[4])
 MASKS = (Masked(DOCUMENTS, sinks=True), Masked(DOCUMENTS, (9, 0)), Masked(DOCUMENTS, causal=False))
 
 
-def same_and_changed(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any], Masked]]) -> Any:
+def same_and_changed(rank, world_size, cases):
     """Per case: whether this rank's rows of the other documents are the same to the bit in out, dq, dk and dv.
 
     And, of each of the four, whether any row of the changed document differs.
@@ -42,7 +40,7 @@ def same_and_changed(rank: int, world_size: int, cases: list[tuple[str, dict[str
     return found
 
 
-def test_a_document_that_changes_changes_no_bit_of_the_others() -> None:
+def test_a_document_that_changes_changes_no_bit_of_the_others():
     cases = by_turns(4, MASKS)
     for case, by_rank in zip(cases, zip(*run_ranks(same_and_changed, 4, cases), strict=True), strict=True):
         for same, _ in by_rank:
@@ -51,7 +49,7 @@ def test_a_document_that_changes_changes_no_bit_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("documents", [None, (0, 7, 30, 123)])
-def test_without_its_boundaries_it_would_be_seen(documents: tuple[int, ...] | None) -> None:
+def test_without_its_boundaries_it_would_be_seen(documents):
     """Negative control: ranks that know fewer boundaries."""
     cases = [("exchange", {}, Masked(documents, causal=False)), ("zigzag", {}, Masked(documents, causal=False))]
     for by_rank in zip(*run_ranks(same_and_changed, 2, cases), strict=True):

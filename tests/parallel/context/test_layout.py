@@ -8,7 +8,7 @@ from parallel.context.layout import LAYOUTS, Layout, granularity, padded_length
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_positions_ascend_and_each_is_owned_once(name: str) -> None:
+def test_positions_ascend_and_each_is_owned_once(name):
     for size in range(1, 25):
         for team_size in (team for team in range(1, size + 1) if size % team == 0):
             layout = Layout(name, 3 * granularity(name, size, team_size), size, team_size)
@@ -20,21 +20,21 @@ def test_positions_ascend_and_each_is_owned_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_team_joined_in_member_order_ascends(name: str) -> None:
+def test_a_team_joined_in_member_order_ascends(name):
     layout = Layout(name, 48, 8, 2)
     for team in range(4):
         joined = np.concatenate([layout.positions(2 * team), layout.positions(2 * team + 1)])
         assert (np.diff(joined) > 0).all()
 
 
-def test_the_three_layouts_on_eight_tokens() -> None:
+def test_the_three_layouts_on_eight_tokens():
     assert Layout("contiguous", 8, 2).positions(1).tolist() == [4, 5, 6, 7]
     assert Layout("striped", 8, 2).positions(1).tolist() == [1, 3, 5, 7]
     assert Layout("zigzag", 8, 2).positions(1).tolist() == [2, 3, 4, 5]
     assert Layout("zigzag", 8, 2).positions(0).tolist() == [0, 1, 6, 7]
 
 
-def test_lengths_are_padded_up_never_cut() -> None:
+def test_lengths_are_padded_up_never_cut():
     assert padded_length("contiguous", 1001, 4) == 1004
     assert padded_length("zigzag", 1001, 4) == 1008
     assert padded_length("striped", 1000, 4) == 1000
@@ -48,11 +48,11 @@ def test_lengths_are_padded_up_never_cut() -> None:
         (("striped", 8, 4, 3), "team size 3 does not divide the context-parallel size 4"),
     ],
 )
-def test_what_cannot_work_is_refused(arguments: tuple, message: str) -> None:
+def test_what_cannot_work_is_refused(arguments, message):
     with pytest.raises(ContextError, match=message):
         Layout(*arguments)
 
 
-def test_a_rank_outside_is_refused() -> None:
+def test_a_rank_outside_is_refused():
     with pytest.raises(ContextError, match="rank 2 is not among 2"):
         Layout("striped", 8, 2).positions(2)

@@ -2,41 +2,38 @@
 
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from parallel.context import ContextError, ContextParallel, context_parallel, executor, heads, plan
+from parallel.context import ContextError, context_parallel, executor, heads, plan
 from parallel.context.linear import state
 from runtime.ranks import run_ranks
 
 LENGTH, HEADS, WIDTH = 43, 4, 8
-MASKS: list[tuple[int, ...] | None] = [(0, 7, 30, 43), (0, 20, 43), None]
-SOFTMAX: list[tuple[str, dict[str, Any]]] = [
+MASKS = [(0, 7, 30, 43), (0, 20, 43), None]
+SOFTMAX = [
     ("zigzag", {}),
     ("striped", {"ulysses_degree": 2}),
     ("allgather", {}),
     ("exchange", {}),
 ]
-LINEAR: list[tuple[str, dict[str, Any]]] = [("lasp", {}), ("lasp2", {}), ("ulysses", {})]
-TEAMS: list[tuple[str, dict[str, Any]]] = [("wallfacer", {"team_size": 2})]
+LINEAR = [("lasp", {}), ("lasp2", {}), ("ulysses", {})]
+TEAMS = [("wallfacer", {"team_size": 2})]
 
 
-def attention(cp: ContextParallel, linear: bool) -> Callable[..., Tensor]:
+def attention(cp, linear):
     return (lambda q, k, v: cp.attend_linear(q, k, v, [-0.1 * head for head in range(HEADS)])) if linear else cp.attend
 
 
-def leaves(cp: ContextParallel, seed: int) -> list[Tensor]:
+def leaves(cp, seed):
     generator = torch.Generator().manual_seed(seed)
     whole = (torch.randn(2, LENGTH, HEADS, WIDTH, generator=generator) for _ in range(3))
     return [cp.shard(x, 1).requires_grad_() for x in whole]
 
 
-def steps(masked: list[ContextParallel], linear: bool) -> list[list[Tensor]]:
+def steps(masked, linear):
     """[out, dq, dk, dv] of two micro-batches under each mask; all go forward before the first goes back."""
     inputs = [leaves(cp, seed) for seed in range(2) for cp in masked]
     outs = [attention(cp, linear)(*x) for cp, x in zip(masked * 2, inputs, strict=True)]
@@ -45,8 +42,8 @@ def steps(masked: list[ContextParallel], linear: bool) -> list[list[Tensor]]:
     return [found[i] for i in sorted(found)]
 
 
-def compare_case(method: str, options: dict[str, Any], linear: bool, made: list[int]) -> list[list[bool]]:
-    def join(mask: tuple[int, ...] | None) -> ContextParallel:
+def compare_case(method, options, linear, made):
+    def join(mask):
         return context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, documents=mask, **options)
 
     by_mask = [steps([join(mask)] * 3, linear)[::3] for mask in MASKS]
@@ -63,11 +60,11 @@ def compare_case(method: str, options: dict[str, Any], linear: bool, made: list[
     return [[torch.equal(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(got, want, strict=True)]
 
 
-def compare(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], linear: bool) -> list[list[bool]]:
+def compare(rank, world_size, cases, linear):
     """Whether out and gradients under changing masks are those of ranks joined for each mask alone."""
     new_group, made = dist.new_group, []
 
-    def noting(*args: Any, **named: Any) -> Any:
+    def noting(*args, **named):
         made.append(1)
         return new_group(*args, **named)
 
@@ -78,22 +75,18 @@ def compare(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]],
 
 
 @pytest.mark.parametrize(("world_size", "cases", "linear"), [(2, SOFTMAX, False), (2, LINEAR, True), (4, TEAMS, False)])
-def test_masks_in_turn_are_those_of_ranks_joined_for_each_and_make_no_group_or_operator(
-    world_size: int, cases: list[tuple[str, dict[str, Any]]], linear: bool
-) -> None:
+def test_masks_in_turn_are_those_of_ranks_joined_for_each_and_make_no_group_or_operator(world_size, cases, linear):
     for found in run_ranks(compare, world_size, cases, linear):
         assert found == [[True] * 4] * len(found)
         assert len(found) == 2 * len(MASKS) * len(cases)
 
 
-def with_the_latest_mask(
-    rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], linear: bool
-) -> list[list[bool]]:
+def with_the_latest_mask(rank, world_size, cases, linear):
     """Every backward takes the mask of the last forward, whichever that was."""
-    owner: Any = state.StateExecutor if linear else executor.Executor
+    owner = state.StateExecutor if linear else executor.Executor
     forward, backward, latest = owner.forward, owner.backward, {}
 
-    def noting(self: Any, plan: Any, *args: Any) -> Any:
+    def noting(self, plan, *args):
         latest[self] = plan
         return forward(self, plan, *args)
 
@@ -102,16 +95,16 @@ def with_the_latest_mask(
 
 
 @pytest.mark.parametrize(("case", "linear"), [(SOFTMAX[0], False), (LINEAR[0], True)])
-def test_a_backward_with_another_mask_than_its_forward_would_be_seen(case: Any, linear: bool) -> None:
+def test_a_backward_with_another_mask_than_its_forward_would_be_seen(case, linear):
     for found in run_ranks(with_the_latest_mask, 2, [case], linear):
         assert all(out for out, *_ in found)
         assert not all(all(gradients) for _, *gradients in found)
 
 
-def test_a_backward_outlives_the_mask_and_all_caches_of_it() -> None:
+def test_a_backward_outlives_the_mask_and_all_caches_of_it():
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
 
-    def attended() -> Tensor:
+    def attended():
         return context_parallel("ring", seq_len=16).under(documents=(0, 5, 16)).attend(q, q, q).sum()
 
     (want,) = torch.autograd.grad(attended(), q)
@@ -123,7 +116,7 @@ def test_a_backward_outlives_the_mask_and_all_caches_of_it() -> None:
 
 
 @pytest.mark.parametrize("moves", ["kv", "queries"])
-def test_what_is_planned_ahead_is_not_planned_again(moves: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_planned_ahead_is_not_planned_again(moves, monkeypatch):
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
     cp = context_parallel("exchange", seq_len=16, backward=moves).under(documents=(0, 5, 16))
     cp.plan_ahead((None, (3, 0)))
@@ -135,15 +128,15 @@ def test_what_is_planned_ahead_is_not_planned_again(moves: str, monkeypatch: pyt
         cp.attend(q, q, q, window=(4, 0))
 
 
-def test_plans_of_past_micro_batches_are_forgotten() -> None:
+def test_plans_of_past_micro_batches_are_forgotten():
     made = [weakref.ref(plan.make_plan("exchange", seq_len=64, size=2, documents=(0, n, 64))) for n in range(1, 60)]
     for found in made[-1:]:
-        found().schedule(0)  # type: ignore[union-attr]
+        found().schedule(0)
     gc.collect()
     assert sum(found() is not None for found in made) <= 16
 
 
-def test_a_layer_with_a_window_keeps_the_layout_of_those_without() -> None:
+def test_a_layer_with_a_window_keeps_the_layout_of_those_without():
     whole = plan.make_plan("exchange", seq_len=4096, size=8, documents=(0, 1000, 4096))
     assert whole.windowed((64, 0)).layout == whole.layout
     alone = plan.make_plan("exchange", seq_len=4096, size=8, documents=(0, 1000, 4096), window=(64, 0))
@@ -151,12 +144,12 @@ def test_a_layer_with_a_window_keeps_the_layout_of_those_without() -> None:
     assert alone.windowed((64, 0)) is alone
 
 
-def test_documents_that_do_not_fit_are_refused() -> None:
+def test_documents_that_do_not_fit_are_refused():
     with pytest.raises(ContextError, match="documents must ascend from 0 to seq_len 16"):
         context_parallel("ring", seq_len=16).under(documents=(0, 5, 15))
 
 
-def test_masks_of_other_ranks_and_sinks_of_other_heads_are_refused() -> None:
+def test_masks_of_other_ranks_and_sinks_of_other_heads_are_refused():
     q = torch.randn(1, 16, 2, 8)
     cp = context_parallel("ring", seq_len=16)
     with pytest.raises(ContextError, match="mask is of ring over 24 tokens on 1 ranks"):
@@ -170,7 +163,7 @@ def test_masks_of_other_ranks_and_sinks_of_other_heads_are_refused() -> None:
             cp.attend(q, q, q, sinks=torch.zeros(shape))
 
 
-def test_a_compiled_attention_serves_every_mask() -> None:
+def test_a_compiled_attention_serves_every_mask():
     """Compiled once: the plan is a tensor. A plan's number as an int, as executors have theirs, compiles again."""
     from torch._dynamo.testing import CompileCounterWithBackend
 

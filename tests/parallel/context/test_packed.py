@@ -1,7 +1,6 @@
 """Packed documents, windows and sinks under every method on real ranks: against float64, and bytes against the plan."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from parallel.context import METHODS
 from parallel.context.circulation import Needed
 from parallel.context.heads import HeadExchange
 from runtime.ranks import run_ranks
-from tests.parallel.context.attended import DOCUMENTS, Case, Masked, Ranks, attended, check, error, truth
+from tests.parallel.context.attended import DOCUMENTS, Masked, Ranks, attended, check, error, truth
 
-VARIANTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
+VARIANTS = {
     1: [],
     2: [("exchange", {"layout": "striped"}), ("zigzag", {"ulysses_degree": 2})],
     4: [
@@ -52,12 +51,12 @@ TINY = {
 """Masks of five tokens, and what their backwards move."""
 
 
-def methods(world_size: int) -> list[tuple[str, dict[str, Any]]]:
+def methods(world_size):
     """Every method alone, and with options."""
     return [*((name, {}) for name in METHODS), *VARIANTS[world_size]]
 
 
-def by_turns(world_size: int, masks: tuple[Masked, ...]) -> list[tuple[str, dict[str, Any], Masked]]:
+def by_turns(world_size, masks):
     """Every method under one of these masks, and with one of the backwards."""
     return [
         (method, {**options, "backward": MOVES[i % 2]}, masks[i % len(masks)])
@@ -65,7 +64,7 @@ def by_turns(world_size: int, masks: tuple[Masked, ...]) -> list[tuple[str, dict
     ]
 
 
-def some_cases(world_size: int) -> list[Case]:
+def some_cases(world_size):
     """Every method under every mask, of which 4 and 8 ranks share the work; dtypes and backwards by turns."""
     first, apart = {4: (0, 2), 8: (1, 2)}.get(world_size, (0, 1))
     return [
@@ -76,13 +75,13 @@ def some_cases(world_size: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_every_method_is_exact_under_every_mask_and_sends_what_the_plan_says(world_size: int) -> None:
+def test_every_method_is_exact_under_every_mask_and_sends_what_the_plan_says(world_size):
     check(world_size, some_cases(world_size))
 
 
-def test_ranks_without_a_token_of_the_sequence_take_part() -> None:
+def test_ranks_without_a_token_of_the_sequence_take_part():
     """Five tokens on four ranks: one holds padding alone, some send and receive nothing."""
-    cases: list[Case] = [
+    cases = [
         (method, {**options, "backward": moves}, mask, torch.float64)
         for method, options in methods(4)
         for mask, moves in TINY.items()
@@ -92,18 +91,18 @@ def test_ranks_without_a_token_of_the_sequence_take_part() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", VARIANTS)
-def test_the_same_for_every_dtype_and_both_directions_of_the_backward(world_size: int) -> None:
+def test_the_same_for_every_dtype_and_both_directions_of_the_backward(world_size):
     for dtype in DTYPES:  # not all tensors at once
         every = product(methods(world_size), MOVES, MASKS)
         check(world_size, [(name, {**options, "backward": on}, mask, dtype) for (name, options), on, mask in every])
 
 
-def attend_broken(rank: int, world_size: int, method: str, options: dict[str, Any], broken: list[str]) -> Any:
+def attend_broken(rank, world_size, method, options, broken):
     """Attend with sinks, a window and documents, each time with something else broken."""
     ranks, found = Ranks(), []
     own, filled = HeadExchange.own, Needed._filled
 
-    def one_row_short(self: Needed, *args: Any) -> Any:
+    def one_row_short(self, *args):
         tensors = tuple(x.clone() for x in filled(self, *args))
         for x in tensors:
             x[:, -1:] = 0
@@ -127,7 +126,7 @@ def attend_broken(rank: int, world_size: int, method: str, options: dict[str, An
 @pytest.mark.parametrize(
     ("method", "options"), [("exchange", {}), ("zigzag", {}), ("exchange", {"ulysses_degree": 2, "ranks_per_node": 2})]
 )
-def test_what_is_wrong_in_silence_is_seen(method: str, options: dict[str, Any]) -> None:
+def test_what_is_wrong_in_silence_is_seen(method, options):
     """Negative controls of all comparisons here."""
     broken = ["nothing", "a boundary", "a window too narrow", "a window too wide", "the halo", "the heads of sinks"]
     want = truth(FULL_CASE, torch.float64)

@@ -2,25 +2,24 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.shapes import documents_of
-from parallel.context import Plan, make_plan
+from parallel.context import make_plan
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "packed.md"
 CASES = ((16_384, 8), (131_072, 16))
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
-METHODS: dict[str, dict[str, Any]] = {
+METHODS = {
     **{name: {} for name in ("ring", "zigzag", "striped", "allgather")},
     "double_ring": {"ranks_per_node": 4},
     "wallfacer": {"team_size": 2},
     "exchange": {"layout": "balanced"},
 }
 WINDOW = (1023, 0)
-KINDS: dict[str, tuple[str, tuple[int, int] | None]] = {
+KINDS = {
     "log-normal, at most a quarter": ("lognormal", None),
     "chat, 3 % long": ("chat", None),
     "about 500 tokens each": ("short", None),
@@ -32,14 +31,14 @@ KINDS: dict[str, tuple[str, tuple[int, int] | None]] = {
 DRAWS = 3
 
 
-def drawn(name: str, seed: int, seq_len: int) -> tuple[int, ...]:
+def drawn(name, seed, seq_len):
     """Cumulative lengths of documents: one, two of 0.35 to 0.65 of the sequence, or as bench/shapes.py draws them."""
     if name == "two":
         return (0, int(seq_len * np.random.default_rng(seed).uniform(0.35, 0.65)), seq_len)
     return (0, seq_len) if name == "one" else documents_of(name, seq_len, seed)
 
 
-def figures(plan: Plan) -> tuple[float, float]:
+def figures(plan):
     """Largest over mean work of the ranks, and rows of KV that all of them send as a share of a ring's.
 
     What a team gathers of its queries is left out.
@@ -50,7 +49,7 @@ def figures(plan: Plan) -> tuple[float, float]:
     return float(pairs.max() / pairs.mean()), sent / ((plan.size - 1) * plan.padded_len)
 
 
-def counted(kind: str, method: str, seq_len: int, size: int, **options: Any) -> tuple[float, str]:
+def counted(kind, method, seq_len, size, **options):
     """Mean figures over draws of documents, the second as the page has it."""
     name, window = KINDS[kind]
     make = partial(make_plan, method, seq_len=seq_len, size=size, window=window, **options)
@@ -59,24 +58,24 @@ def counted(kind: str, method: str, seq_len: int, size: int, **options: Any) -> 
     return float(work), f"{rows:.1%}" if rows < 0.0995 else f"{rows:.0%}"
 
 
-def layouts_row(kind: str, seq_len: int, size: int) -> str:
+def layouts_row(kind, seq_len, size):
     """A kind's row: work and rows of each layout, sent by exchange."""
     found = [counted(kind, "exchange", seq_len, size, layout=layout) for layout in LAYOUTS]
     return f"| {kind} | " + " | ".join(f"{work:.2f}; {rows}" for work, rows in found) + " |"
 
 
-def lines() -> list[str]:
+def lines():
     return PAGE.read_text().splitlines()
 
 
 @pytest.mark.parametrize("kind", ["log-normal, at most a quarter", "one document, window 1,024"])
-def test_the_page_has_what_is_counted(kind: str) -> None:
+def test_the_page_has_what_is_counted(kind):
     assert layouts_row(kind, *CASES[0]) in lines()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seq_len", "size"), CASES)
-def test_the_page_has_every_layout(seq_len: int, size: int) -> None:
+def test_the_page_has_every_layout(seq_len, size):
     head = lines().index(f"| {seq_len:,} tokens on {size} ranks | {' | '.join(LAYOUTS)} |")
     table = lines()[head + 2 : head + 2 + len(KINDS)]
     assert table == [layouts_row(kind, seq_len, size) for kind in KINDS]
@@ -84,13 +83,13 @@ def test_the_page_has_every_layout(seq_len: int, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_the_page_has_every_method(method: str) -> None:
+def test_the_page_has_every_method(method):
     kinds = ["log-normal, at most a quarter", "one document", "one document, window 1,024"]
     rows = [counted(kind, method, *CASES[0], **METHODS[method])[1] for kind in kinds]
     assert f"| `{method}` | {' | '.join(rows)} |" in lines()
 
 
-def test_one_document_by_hand() -> None:
+def test_one_document_by_hand():
     """Of four blocks of 16 tokens the last sees 3.5 others; half of the rows of a ring are of earlier blocks."""
     make = partial(make_plan, "exchange", seq_len=64, size=4, documents=(0, 64))
     pairs = [16 * 17 / 2 + 16 * 16 * rank for rank in range(4)]
@@ -99,7 +98,7 @@ def test_one_document_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_fill_the_sequence(kind: str) -> None:
+def test_documents_fill_the_sequence(kind):
     documents = drawn(KINDS[kind][0], 0, 4096)
     assert documents[0] == 0
     assert documents[-1] == 4096

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from kernels.attention import CAUSAL
-from parallel.context import METHODS, ContextError, Geometry, Plan, make_plan
+from parallel.context import METHODS, ContextError, make_plan
 
 SIZES = (*range(1, 25), 31, 32, 33, 48, 61, 64)
 BASIC = ("ring", "striped", "zigzag", "allgather")  # the others are these, with no team, one node or all heads
 
 
-VARIANTS: list[tuple[str, int, dict]] = [
+VARIANTS = [
     ("wallfacer", 4, {"team_size": 2}),
     ("wallfacer", 16, {"team_size": 4}),
     ("wallfacer", 32, {"team_size": 4, "placement": "p2p_intra"}),
@@ -36,18 +36,18 @@ VARIANTS: list[tuple[str, int, dict]] = [
     ("double_ring", 6, {"ranks_per_node": 1}),
     ("double_ring", 16, {"ranks_per_node": 8, "ulysses_degree": 2}),
 ]
-TEAMS: list[tuple[str, int, dict]] = [
+TEAMS = [
     ("wallfacer", size, {"team_size": team, "layout": layout, "placement": placement})
     for size, team in ((4, 1), (4, 2), (8, 1), (8, 2), (9, 1), (9, 3), (16, 1), (16, 2), (16, 4))
     for layout, placement in product(("zigzag", "striped", "contiguous"), ("collect_intra", "p2p_intra"))
 ]
 
 
-def coverage(plan: Plan, moves: str = "kv") -> np.ndarray:
+def coverage(plan, moves="kv"):
     """How often each (query, key) pair of the padded sequence is computed for a head, over all ranks and rounds."""
 
     @cache
-    def joined(ranks: tuple[int, ...]) -> np.ndarray:
+    def joined(ranks):
         found = torch.cat([plan.positions(rank) for rank in ranks])
         order = plan.geometry.gather_order(ranks, torch.device("cpu"))
         return (found if order is None else found[order]).numpy()
@@ -66,7 +66,7 @@ def coverage(plan: Plan, moves: str = "kv") -> np.ndarray:
     return counts
 
 
-def visible(plan: Plan) -> np.ndarray:
+def visible(plan):
     """The pairs that the mask leaves; padding is a document of its own."""
     position = np.arange(plan.padded_len)
     boundaries = list(plan.documents[1:-1]) if plan.documents else []
@@ -76,12 +76,12 @@ def visible(plan: Plan) -> np.ndarray:
     return (same & (position[:, None] >= position[None, :])) if plan.causal else same
 
 
-def check_transfers(geometry: Geometry) -> None:
+def check_transfers(geometry):
     """Sends match receives, what arrives is what is held next, and gradients of all queries reach each KV's owner."""
     steps = [geometry.steps(rank) for rank in range(geometry.size)]
     rounds = len(steps[0])
     held = [{0: own[0].holds} for own in steps]
-    part: list[dict[int, list]] = [{} for _ in steps]  # by round: whose queries' gradient arrives, and of whose KV
+    part = [{} for _ in steps]  # by round: whose queries' gradient arrives, and of whose KV
     for index in range(rounds):
         for rank, own in enumerate(steps):
             assert held[rank].pop(index) == own[index].holds
@@ -110,7 +110,7 @@ def check_transfers(geometry: Geometry) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_size_sends_what_is_received_and_covers_each_pair_once(method: str) -> None:
+def test_every_size_sends_what_is_received_and_covers_each_pair_once(method):
     """Of one document, and of several at random."""
     draw = random.Random(method)
     for size in SIZES if method in BASIC else range(1, 14):
@@ -126,9 +126,7 @@ def test_every_size_sends_what_is_received_and_covers_each_pair_once(method: str
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("method", "size", "options"), VARIANTS + TEAMS)
-def test_teams_heads_nodes_and_placements_cover_each_pair_once(
-    method: str, size: int, options: dict, causal: bool
-) -> None:
+def test_teams_heads_nodes_and_placements_cover_each_pair_once(method, size, options, causal):
     for documents in (None, (0, 3, size, 3 * size + 1)):
         plan = make_plan(method, seq_len=3 * size + 1, size=size, causal=causal, documents=documents, **options)
         owned = np.concatenate([plan.positions(rank).numpy() for rank in range(size)])
@@ -138,7 +136,7 @@ def test_teams_heads_nodes_and_placements_cover_each_pair_once(
             np.testing.assert_array_equal(coverage(plan, moves), visible(plan))
 
 
-def test_what_ranks_gather_is_joined_in_ascending_positions() -> None:
+def test_what_ranks_gather_is_joined_in_ascending_positions():
     """The members of a team, and the ranks that exchange heads; so that no rank has to sort."""
     for method, size, options in VARIANTS + TEAMS:
         plan = make_plan(method, seq_len=5 * size + 1, size=size, **options)
@@ -149,7 +147,7 @@ def test_what_ranks_gather_is_joined_in_ascending_positions() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_rank_gets_a_multiple_of_positions_where_that_is_asked_for(method: str) -> None:
+def test_each_rank_gets_a_multiple_of_positions_where_that_is_asked_for(method):
     for size, multiple in ((1, 2), (2, 2), (2, 3), (4, 8)):
         plain = make_plan(method, seq_len=17, size=size)
         plan = make_plan(method, seq_len=17, size=size, multiple=multiple)
@@ -158,7 +156,7 @@ def test_each_rank_gets_a_multiple_of_positions_where_that_is_asked_for(method: 
         assert np.array_equal(coverage(plan), visible(plan))
 
 
-def test_coverage_notices_a_diagonal_that_striping_must_exclude() -> None:
+def test_coverage_notices_a_diagonal_that_striping_must_exclude():
     """Negative control: with the strict mask's shift dropped, later tokens are seen, and the check says so."""
     plan = make_plan("striped", seq_len=32, size=4)
     counts = coverage(plan)
@@ -169,13 +167,13 @@ def test_coverage_notices_a_diagonal_that_striping_must_exclude() -> None:
 
 
 @pytest.mark.parametrize("method", ["striped", "zigzag"])
-def test_balanced_methods_give_every_rank_the_same_work_in_every_round(method: str) -> None:
+def test_balanced_methods_give_every_rank_the_same_work_in_every_round(method):
     plan = make_plan(method, seq_len=8 * 128, size=8)
     work = np.array([[step.pairs for step in plan.rounds(rank)] for rank in range(8)])
     assert work.max(axis=0) == pytest.approx(work.min(axis=0), rel=0.02)
 
 
-def test_under_full_attention_every_rank_has_the_same_work_in_any_layout() -> None:
+def test_under_full_attention_every_rank_has_the_same_work_in_any_layout():
     """So striped and zigzag bring nothing there, and contiguous blocks are the default of all others."""
     for method, size, options in VARIANTS:
         plan = make_plan(method, seq_len=size * 16, size=size, causal=False, **options)
@@ -184,7 +182,7 @@ def test_under_full_attention_every_rank_has_the_same_work_in_any_layout() -> No
         assert plan.geometry.layout.name == options.get("layout", own)
 
 
-def test_striping_halves_the_work_of_the_slowest_rank_as_the_paper_counts_it() -> None:
+def test_striping_halves_the_work_of_the_slowest_rank_as_the_paper_counts_it():
     """Striped Attention, section 3: c (c + 1) / 2 or c (c - 1) / 2 pairs a round against c^2."""
     size, block = 8, 64
     ring = make_plan("ring", seq_len=size * block, size=size)
@@ -195,13 +193,13 @@ def test_striping_halves_the_work_of_the_slowest_rank_as_the_paper_counts_it() -
             assert step.pairs == block * (block + (1 if step.holds[0] <= rank else -1)) // 2
 
 
-def test_tiles_are_as_few_as_the_layout_allows() -> None:
+def test_tiles_are_as_few_as_the_layout_allows():
     for method, most in (("ring", 1), ("striped", 1), ("zigzag", 1), ("allgather", 4)):
         plan = make_plan(method, seq_len=1024, size=8)
         assert max(len(step.tiles) for rank in range(8) for step in plan.rounds(rank)) == most
 
 
-def test_cost_counts_the_bytes_of_each_peer() -> None:
+def test_cost_counts_the_bytes_of_each_peer():
     plan = make_plan("ring", seq_len=4096, size=4)
     gqa = plan.cost(1, batch=2, heads=8, kv_heads=2, head_dim=64, element_size=2)
     block = 2 * 2 * 1024 * 2 * 64  # K and V of one rank
@@ -219,7 +217,7 @@ def test_cost_counts_the_bytes_of_each_peer() -> None:
     assert sum(gqa.pairs) == 1024 * 1025 // 2 + 1024**2
 
 
-def test_the_paper_s_worked_example() -> None:
+def test_the_paper_s_worked_example():
     """WallFacer, section 3.2.2: B 1, N 65,536, H 6,656 (52 heads of 128), P 64, C 4, 64 layers, two bytes."""
     shape = {"batch": 1, "heads": 52, "kv_heads": 52, "head_dim": 128, "element_size": 2}
     activation = 65536 * 6656 // 64
@@ -237,7 +235,7 @@ def test_the_paper_s_worked_example() -> None:
     assert (ring.geometry.peak_activations(64), walls.geometry.peak_activations(64)) == (68, 77)
 
 
-def test_fewer_bytes_decide_what_the_backward_moves_and_either_can_be_forced() -> None:
+def test_fewer_bytes_decide_what_the_backward_moves_and_either_can_be_forced():
     for method, size, options in VARIANTS:
         for kv_heads in (1, 4, 16):
             plans = {
@@ -255,7 +253,7 @@ def test_fewer_bytes_decide_what_the_backward_moves_and_either_can_be_forced() -
             assert sum(cost.forward.total for cost in costs["kv"]) == sum(c.forward.total for c in costs["queries"])
 
 
-def test_a_plan_from_another_process_is_the_same_plan() -> None:
+def test_a_plan_from_another_process_is_the_same_plan():
     """Workers may plan ahead: what they send must meet the caches here."""
     plan = make_plan("wallfacer", seq_len=64, size=4, team_size=2, documents=(0, 10, 64))
     sent = pickle.loads(pickle.dumps(plan))
@@ -263,7 +261,7 @@ def test_a_plan_from_another_process_is_the_same_plan() -> None:
     assert sent.geometry.method != make_plan("ring", seq_len=64, size=4).geometry.method
 
 
-def test_plans_are_cached_and_built_without_processes() -> None:
+def test_plans_are_cached_and_built_without_processes():
     assert make_plan("zigzag", seq_len=64, size=4) is make_plan("zigzag", seq_len=64, size=4)
 
 
@@ -310,12 +308,12 @@ def test_plans_are_cached_and_built_without_processes() -> None:
         ({"method": "ring", "seq_len": 8, "size": 2, "documents": 8}, "documents must be integers"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(arguments: dict, message: str) -> None:
+def test_what_cannot_work_is_refused_with_the_reason(arguments, message):
     with pytest.raises(ContextError, match=message):
         make_plan(arguments.pop("method"), **arguments)
 
 
-def test_heads_that_cannot_be_split_are_refused_with_the_degrees_that_fit() -> None:
+def test_heads_that_cannot_be_split_are_refused_with_the_degrees_that_fit():
     plan = make_plan("ring", seq_len=64, size=8, ulysses_degree=4)
     plan.geometry.check_heads(8, 2)
     plan.geometry.check_heads(4, 4)

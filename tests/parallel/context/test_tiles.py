@@ -9,19 +9,18 @@ import pytest
 from kernels.attention import ANTI, CAUSAL, FULL
 from kernels.tiles import Tile
 from parallel.context.layout import LAYOUTS, Layout, Stride, padded_length
-from parallel.context.mask import Reach
 from parallel.context.tiles import Piece, pieces, tiles
 
 MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
 
 
-def spelled_out(given: list[Piece], stride: int) -> tuple[np.ndarray, np.ndarray]:
+def spelled_out(given, stride):
     """Positions and documents of the pieces, row by row."""
     positions = [np.arange(p.start, p.start + p.length * stride, stride) for p in given]
     return np.concatenate(positions), np.repeat([p.document for p in given], [p.length for p in given])
 
 
-def visible(queries: list[Piece], keys: list[Piece], stride: int, reach: Reach) -> np.ndarray:
+def visible(queries, keys, stride, reach):
     (q, q_document), (k, k_document) = spelled_out(queries, stride), spelled_out(keys, stride)
     behind, ahead = (10**9 if limit is None else limit for limit in reach)
     distance = k - q[:, None]
@@ -30,7 +29,7 @@ def visible(queries: list[Piece], keys: list[Piece], stride: int, reach: Reach) 
     )
 
 
-def covered(found: tuple[Tile, ...], shape: tuple[int, int]) -> np.ndarray:
+def covered(found, shape):
     """How often each pair is computed; checks each tile's shape and count, and that it has no masked row or column."""
     counts = np.zeros(shape, dtype=np.int64)
     for tile in found:
@@ -43,7 +42,7 @@ def covered(found: tuple[Tile, ...], shape: tuple[int, int]) -> np.ndarray:
     return counts
 
 
-def any_pieces(draw: random.Random, length: int, stride: int) -> list[Piece]:
+def any_pieces(draw, length, stride):
     runs, start = [], draw.randrange(stride)
     while start < length:
         run = Stride(start, draw.randint(1, 1 + (length - start) // stride))
@@ -54,7 +53,7 @@ def any_pieces(draw: random.Random, length: int, stride: int) -> list[Piece]:
 
 @pytest.mark.parametrize("stride", [1, 2, 5, 8])
 @pytest.mark.parametrize("ahead", [0, None, 3])
-def test_every_visible_pair_is_computed_once(stride: int, ahead: int | None) -> None:
+def test_every_visible_pair_is_computed_once(stride, ahead):
     draw = random.Random(f"{stride} {ahead}")
     for _ in range(150):
         length = draw.randint(8, 60)
@@ -65,7 +64,7 @@ def test_every_visible_pair_is_computed_once(stride: int, ahead: int | None) -> 
             np.testing.assert_array_equal(covered(tiles(queries, keys, stride, reach), want.shape), want, str(reach))
 
 
-def ranks_of(draw: random.Random, name: str, size: int) -> tuple[list[list[Piece]], int]:
+def ranks_of(draw, name, size):
     """The pieces of every rank, for random documents; the last document is padding half of the time."""
     length = padded_length(name, draw.randint(2 * size, 100 + 2 * size), size)
     layout, cuts = (
@@ -79,7 +78,7 @@ def ranks_of(draw: random.Random, name: str, size: int) -> tuple[list[list[Piece
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 16, 61, 64])
-def test_all_ranks_together_compute_every_visible_pair_once(name: str, size: int) -> None:
+def test_all_ranks_together_compute_every_visible_pair_once(name, size):
     """Of random documents and windows, narrower than the stride too."""
     draw = random.Random(f"{name} {size}")
     for _ in range(3 if size < 60 else 1):
@@ -95,14 +94,14 @@ def test_all_ranks_together_compute_every_visible_pair_once(name: str, size: int
             np.testing.assert_array_equal(counts, want, str(reach))
 
 
-def test_padding_sees_nothing_and_is_not_seen() -> None:
+def test_padding_sees_nothing_and_is_not_seen():
     pieces = [Piece(0, 0, 4, 0), Piece(4, 4, 3, -1)]
     for reach in ((None, 0), (None, None), (2, 2)):
         assert covered(tiles(pieces, pieces, 1, reach), (7, 7))[:, 4:].sum() == 0
         assert sum(tile.pairs for tile in tiles(pieces, pieces, 1, reach)) == visible(pieces, pieces, 1, reach).sum()
 
 
-def test_the_next_window_has_other_tiles() -> None:
+def test_the_next_window_has_other_tiles():
     """Negative control: brute force sees a window that is one key too wide, and one that is too narrow."""
     (given,) = (any_pieces(random.Random(3), 60, 1),)
     for wrong in (6, 8):
@@ -110,7 +109,7 @@ def test_the_next_window_has_other_tiles() -> None:
         assert (got != visible(given, given, 1, (7, 0))).any()
 
 
-def test_what_lies_together_is_joined() -> None:
+def test_what_lies_together_is_joined():
     two = [Piece(0, 0, 4, 0), Piece(8, 4, 4, 0)]
     assert tiles(two, two, 1, (None, 0)) == (Tile(slice(0, 8), slice(0, 8), CAUSAL),)
     assert tiles(two, two, 1, (0, None)) != tiles(two, two, 1, (None, 0))

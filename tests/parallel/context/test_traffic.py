@@ -2,17 +2,16 @@
 
 import gc
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.context import Plan, context_parallel, executor
+from parallel.context import context_parallel, executor
 from runtime.ranks import run_ranks
 
 BATCH, TOKENS, HEADS, WIDTH = 1, 144, 8, 16
-CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+CASES = {
     4: [
         ("ring", {}),
         ("zigzag", {}),
@@ -33,7 +32,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-def formula(plan: Plan, rank: int, kv_heads: int) -> tuple[Fraction, Fraction]:
+def formula(plan, rank, kv_heads):
     """Elements that a forward of a rank sends point to point, and in collectives: METHODS' figures, and where not.
 
     With A = B N H / P elements of a rank's q: 2 B N H / C point to point, of which a ring of one rank per team sends
@@ -55,7 +54,7 @@ def formula(plan: Plan, rank: int, kv_heads: int) -> tuple[Fraction, Fraction]:
     return sent, (2 * query + keys + lse) * (team - 1) + heads
 
 
-def count_elements(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
+def count_elements(rank, world_size, cases):
     """Of 8 bytes each, lse and partial results too, so that bytes are elements; on a group of its own for each."""
     for (method, options), kv_heads in ((case, kv_heads) for case in cases for kv_heads in (HEADS, HEADS // 2)):
         cp = context_parallel(method, seq_len=TOKENS, group=dist.group.WORLD, **options)
@@ -71,26 +70,26 @@ def count_elements(rank: int, world_size: int, cases: list[tuple[str, dict[str, 
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_the_executor_sends_what_the_plan_and_the_formula_say_in_elements(world_size: int) -> None:
+def test_the_executor_sends_what_the_plan_and_the_formula_say_in_elements(world_size):
     run_ranks(count_elements, world_size, CASES[world_size])
 
 
-def live_bytes() -> int:
+def live_bytes():
     """Bytes of every storage that a tensor has which was made since ``gc.freeze``."""
     storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def hold(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[float]:
+def hold(rank, world_size, cases):
     """The most that an attention's tensors take as a round's tiles start, in A: bytes of this rank's q."""
     found, attend_tiles_ = [], executor.attend_tiles_
     for method, options in cases:
         cp = context_parallel(method, seq_len=TOKENS, causal=False, group=dist.group.WORLD, **options)
-        seen: list[int] = []
+        seen = []
         gc.freeze()
         q, k, v = (torch.randn(BATCH, cp.plan.local_len, HEADS, WIDTH) for _ in range(3))
 
-        def noting(*args: Any, seen: list[int] = seen) -> Any:
+        def noting(*args, seen=seen):
             seen.append(live_bytes())
             return attend_tiles_(*args)
 
@@ -100,7 +99,7 @@ def hold(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) ->
     return found
 
 
-def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count() -> None:
+def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count():
     """WallFacer, equations 6 and 7, count 3 C + 1 activations besides checkpoints: q, k and v of a team, and an output.
 
     Here KV that arrives while the other is used takes 2 C more, the partial output and lse are the whole team's, and
@@ -116,12 +115,12 @@ def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count() -> 
         assert two == 6 * 2 + 3 + 2 * lse
 
 
-def hold_most(rank: int, world_size: int) -> list[float]:
+def hold_most(rank, world_size):
     """The same of a ring that passes everything on, whole, and as the rows that a query sees."""
     return hold(rank, world_size, [("ring", {}), ("ring", {"documents": (0, TOKENS - 8, TOKENS)})])
 
 
-def test_rows_needed_are_let_go_of_as_whole_tensors_are() -> None:
+def test_rows_needed_are_let_go_of_as_whole_tensors_are():
     """Most rows travel under both masks; a sender that kept all it passed on would hold four times as many."""
     for whole, needed in run_ranks(hold_most, 4):
         assert needed < 1.2 * whole

@@ -1,22 +1,19 @@
 """Plans are made of runs alone: a twin that writes every position out agrees, and a million tokens take no longer."""
 
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
-from parallel.context import METHODS, ContextError, Plan, layout, make_plan
+from parallel.context import METHODS, ContextError, layout, make_plan
 from parallel.context.tiles import Piece, tiles
-from parallel.context.traffic import Moves, bytes_of_all, sizes, whole_traffic
-from parallel.context.work import Work
+from parallel.context.traffic import bytes_of_all, sizes, whole_traffic
 from tests.parallel.context.sparse.play import drawn
 
 MILLION = 1 << 20
 
 
-def written_out(positions: np.ndarray, stride: int, boundaries: tuple[int, ...]) -> list[Piece]:
+def written_out(positions, stride, boundaries):
     """The pieces of ascending positions, found by looking at each of them."""
     documents = np.searchsorted(boundaries, positions, side="right")
     breaks = np.flatnonzero((np.diff(positions) != stride) | (np.diff(documents) != 0)) + 1
@@ -27,7 +24,7 @@ def written_out(positions: np.ndarray, stride: int, boundaries: tuple[int, ...])
     ]
 
 
-def plans(seeds: range) -> Iterator[Plan]:
+def plans(seeds):
     """Any methods, sizes, options and masks that go together."""
     for draw in map(random.Random, seeds):
         yield drawn(draw, draw.choice(sorted(METHODS)), draw.choice([*range(1, 19), 64]))
@@ -35,13 +32,13 @@ def plans(seeds: range) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("first", range(0, 120, 40))
 @pytest.mark.parametrize("moves", ["kv", "queries"])
-def test_tiles_are_those_of_positions_written_out_and_all_ranks_at_once_those_of_each(first: int, moves: Moves) -> None:
+def test_tiles_are_those_of_positions_written_out_and_all_ranks_at_once_those_of_each(first, moves):
     for plan in plans(range(first, first + 40)):
         check_tiles(plan, moves)
 
 
-def check_tiles(plan: Plan, moves: Moves) -> None:
-    def positions(ranks: tuple[int, ...]) -> np.ndarray:
+def check_tiles(plan, moves):
+    def positions(ranks):
         return np.sort(np.concatenate([plan.positions(rank).numpy() for rank in ranks]))
 
     stride, everyone = plan.layout.stride, plan.work(moves)
@@ -60,7 +57,7 @@ def check_tiles(plan: Plan, moves: Moves) -> None:
 
 
 @pytest.mark.parametrize("moves", [None, "kv", "queries"])
-def test_bytes_of_all_ranks_are_the_sum_of_each(moves: Moves | None) -> None:
+def test_bytes_of_all_ranks_are_the_sum_of_each(moves):
     for seed, plan in enumerate(plans(range(40))):
         per_node = 1 + seed % 8
         of = sizes(plan.geometry, 1, 8 * plan.geometry.ulysses_degree, 8 * plan.geometry.ulysses_degree, 16, 2)
@@ -82,13 +79,11 @@ def test_bytes_of_all_ranks_are_the_sum_of_each(moves: Moves | None) -> None:
         ("ulysses", {}),
     ],
 )
-def test_a_million_tokens_on_512_ranks_take_no_positions(
-    method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_million_tokens_on_512_ranks_take_no_positions(method, options, monkeypatch):
     """Every unmasked pair is counted once over all ranks, and nobody asks where each token lies."""
     monkeypatch.delattr(layout.Layout, "positions")
     plan = make_plan(method, seq_len=MILLION, size=512, **options)
-    work: Work = plan.work()
+    work = plan.work()
     assert int(work.pairs.sum()) == MILLION * (MILLION + 1) // 2
     assert [step.pairs for step in plan.rounds(77)] == work.pairs[:, plan.geometry.place(77)].tolist()
     assert plan.cost(77, batch=1, heads=512, kv_heads=512, head_dim=128, element_size=2).forward.total > 0
@@ -96,6 +91,6 @@ def test_a_million_tokens_on_512_ranks_take_no_positions(
         plan.positions(77)
 
 
-def test_a_rank_outside_is_refused() -> None:
+def test_a_rank_outside_is_refused():
     with pytest.raises(ContextError, match="rank 4 is not among 4"):
         make_plan("zigzag", seq_len=64, size=4).rounds(4)

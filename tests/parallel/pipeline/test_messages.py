@@ -1,20 +1,18 @@
 """What all ranks of a pipeline post in two steps and an evaluation can end, and joins what belongs together."""
 
 from contextlib import ExitStack
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 
 from parallel.pipeline.schedule import PipelineRunner, _Stage
-from parallel.pipeline.stages import PipelineConfig
 from planner.rehearsal import fake_process_group
-from tests.parallel.context.communicators import Group, Noted, Part, Timeline, play
+from tests.parallel.context.communicators import Group, Noted, Part, play
 from tests.parallel.pipeline.test_schedule import SCHEDULES
 
 Purpose = tuple[str, int, int]
@@ -29,30 +27,30 @@ VOTES = 4 if TorchVersion(torch.__version__) >= "2.13" else 2
 class Links(Noted):
     """What torch's schedules and ours post. A message that is posted alone has a communicator of its two ranks."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank, size):
         super().__init__()
         self.rank, self.group = rank, Group(tuple(range(size)), 0)
 
-    def alone(self, what: str, tensor: Tensor, peer: int) -> Any:
+    def alone(self, what, tensor, peer):
         return self.post(Group((min(self.rank, peer), max(self.rank, peer)), 0), part(what, tensor, peer))
 
-    def isend(self, x: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int = 0) -> Any:
+    def isend(self, x, dst=None, group=None, tag=0, group_dst=0):
         return self.alone("send", x, group_dst if dst is None else dst)
 
-    def irecv(self, x: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int = 0) -> Any:
+    def irecv(self, x, src=None, group=None, tag=0, group_src=0):
         if x.dtype == torch.int32:
             x.fill_(1)  # the stages' vote that shapes are known
         return self.alone("receive", x, group_src if src is None else src)
 
-    def all_reduce(self, x: Tensor, group: Any) -> None:
+    def all_reduce(self, x, group):
         super().all_reduce(x, self.group)
 
-    def batch_isend_irecv(self, of: list[Any]) -> list[Any]:
+    def batch_isend_irecv(self, of):
         parts = (part("send" if one.op == self.isend else "receive", one.tensor, one.group_peer) for one in of)
         return [self.post(self.group, *parts)]
 
 
-def part(what: str, tensor: Tensor, peer: int) -> Part:
+def part(what, tensor, peer):
     """A message, told from others of its size by its purpose."""
     return Part(what, peer, getattr(tensor, "purpose", tensor.nbytes))
 
@@ -60,16 +58,16 @@ def part(what: str, tensor: Tensor, peer: int) -> Part:
 class GpuRunner(PipelineRunner):
     """A runner that connects its group as on a GPU."""
 
-    def _connect(self, device: torch.device) -> None:
+    def _connect(self, device):
         with patch.object(torch, "zeros", lambda *size, device: torch.empty(*size, device="meta")):
             super()._connect(torch.device("cuda"))
 
 
-def purposeful(name: str) -> Any:
+def purposeful(name):
     """Let a stage's messages know their purpose."""
     method, (direction, ahead) = getattr(_Stage, f"get_{name}_ops"), MESSAGES[name]
 
-    def noted(self: _Stage, chunk: int) -> list[Any]:
+    def noted(self, chunk):
         found = method(self, chunk)
         for operation in found:
             operation.tensor.purpose = (direction, self.stage_index + ahead, chunk)
@@ -78,12 +76,12 @@ def purposeful(name: str) -> Any:
     return patch.object(_Stage, f"get_{name}_ops", noted)
 
 
-def computed(part: nn.ParameterDict, batch: dict[str, Tensor]) -> Tensor:
+def computed(part, batch):
     out = batch["x"] * torch.stack([*part.values()]).prod(0)
     return out.sum() if "last" in part else out
 
 
-def timeline(rank: int, size: int, config: PipelineConfig, micro_batches: int, tied: bool) -> Timeline:
+def timeline(rank, size, config, micro_batches, tied):
     """What a rank posts; the first and the last stage share a weight if ``tied``. No step makes a group."""
     links, last = Links(rank, size), config.stages(size) - 1
     posts = {name: getattr(links, name) for name in ("isend", "irecv", "batch_isend_irecv", "all_reduce")}
@@ -120,30 +118,30 @@ def timeline(rank: int, size: int, config: PipelineConfig, micro_batches: int, t
     return links.operations
 
 
-def posted(size: int, config: PipelineConfig, micro_batches: int, tied: bool) -> list[Timeline]:
+def posted(size, config, micro_batches, tied):
     return [timeline(rank, size, config, micro_batches, tied) for rank in range(size)]
 
 
 @pytest.mark.parametrize("config", PIPELINES, ids=lambda config: config.pipeline_schedule)
-def test_every_schedule_ends(config: PipelineConfig) -> None:
+def test_every_schedule_ends(config):
     for size, rounds, tied in ((2, 1, False), (2, 2, True), (3, 2, False), (3, 1, True), (4, 2, False), (4, 1, True)):
         messages = (5 * rounds * size + VOTES) * (config.stages(size) - 1) + 4 * tied
         assert play(posted(size, config, rounds * size, tied)) == size + 2 * messages
 
 
-def changed(timeline: Timeline, purpose: Purpose, instead: Purpose | None) -> Timeline:
+def changed(timeline, purpose, instead):
     """Post another message in the place of one, or none."""
     found = []
     for operation, index in timeline:
         kept = [of for of in operation.parts if instead or of.size != purpose]
-        parts = tuple(of._replace(size=instead) if of.size == purpose else of for of in kept)  # type: ignore[arg-type, comparison-overlap]
+        parts = tuple(of._replace(size=instead) if of.size == purpose else of for of in kept)
         found.append((operation._replace(parts=parts), index))
     assert found != timeline
     return found
 
 
 @pytest.mark.parametrize("config", PIPELINES, ids=lambda config: config.pipeline_schedule)
-def test_a_message_that_is_lost_or_in_the_place_of_another_is_found(config: PipelineConfig) -> None:
+def test_a_message_that_is_lost_or_in_the_place_of_another_is_found(config):
     found = posted(3, config, 6, tied=True)
     play(found)
     for rank, purpose, other in ((0, ("forward", 1, 2), ("forward", 1, 3)), (1, ("back", 1, 1), ("back", 1, 2))):
@@ -154,7 +152,7 @@ def test_a_message_that_is_lost_or_in_the_place_of_another_is_found(config: Pipe
 
 
 @pytest.mark.skipif(VOTES == 2, reason="before 2.13 torch's own first operation is of all ranks")
-def test_a_group_in_which_only_two_of_three_send_must_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_in_which_only_two_of_three_send_must_be_connected(monkeypatch):
     monkeypatch.setattr(GpuRunner, "_connect", lambda *_: None)
     with pytest.raises(AssertionError, match=r"not connected: only \[0, 2\]"):
         play(posted(3, SCHEDULES["GPipe"][0], 3, tied=True))

@@ -1,23 +1,18 @@
 """A model in pipeline stages is the whole model: loss and every gradient, and its checkpoints."""
 
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from checkpoint.api import load_checkpoint
-from model.base import LanguageModel, initial_weight
-from model.config import ModelConfig
+from model.base import initial_weight
 from model.registry import build_model
 from parallel.context import ContextError
-from parallel.data import DataParallelConfig, Strategy, finish_gradients
-from parallel.mesh import Mesh, MeshConfig, distributed_mesh
+from parallel.data import DataParallelConfig, finish_gradients
+from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.pipeline import schedule
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.pipeline.stages import PipelineConfig
@@ -35,7 +30,7 @@ LAYERS = 5
 SEED = 3
 ONE_F_ONE_B = PipelineConfig()
 INTERLEAVED = PipelineConfig(pipeline_schedule="Interleaved1F1B", num_virtual_stages_per_pipeline_rank=2)
-SCHEDULES: dict[str, tuple[PipelineConfig, Strategy]] = {
+SCHEDULES = {
     "1F1B": (ONE_F_ONE_B, "zero2"),
     "GPipe": (PipelineConfig(pipeline_schedule="GPipe"), "ddp"),
     "uneven": (PipelineConfig(pipeline_layers=(1, 4)), "legacy_ddp"),
@@ -47,18 +42,16 @@ SCHEDULES: dict[str, tuple[PipelineConfig, Strategy]] = {
 }
 
 
-def llama(tied: bool) -> ModelConfig:
+def llama(tied):
     return config(tied, num_layers=LAYERS)
 
 
-def gpt(tied: bool) -> ModelConfig:
+def gpt(tied):
     return config(tied, num_layers=LAYERS, model_type="gpt", max_position_embeddings=17)
 
 
 @contextmanager
-def built(
-    model: ModelConfig, pipeline: PipelineConfig, strategy: Strategy, bf16: bool = False, **sizes: int
-) -> Iterator[tuple[Mesh, list[LanguageModel], PipelineRunner, list[dict[str, Tensor]]]]:
+def built(model, pipeline, strategy, bf16=False, **sizes):
     """A mesh, this rank's parts, what runs them, and its micro-batches of one sequence each."""
     mesh_config = MeshConfig(device="cpu", **sizes)
     run = Config(
@@ -87,9 +80,7 @@ def built(
         yield mesh, parts, runner, batches
 
 
-def step(
-    rank: int, world_size: int, model: ModelConfig, pipeline: PipelineConfig, strategy: Strategy, sizes: dict
-) -> tuple[float, float, dict[str, Tensor], dict[str, Tensor]]:
+def step(rank, world_size, model, pipeline, strategy, sizes):
     """The loss of evaluation and of training summed over tokens, the weights, the gradients of this rank's stages."""
     valid = int((data()[1] != -100).sum())
     with built(model, pipeline, strategy, **sizes) as (mesh, parts, runner, batches):
@@ -107,12 +98,12 @@ def step(
         return *shares.tolist(), weights, gradients
 
 
-def compare(results: list[Any], model: ModelConfig) -> float:
+def compare(results, model):
     """Checks losses and weights, and returns the largest difference of a gradient."""
     whole = build_model(model)
     whole.init_weights(SEED)
     want = whole_step(model, whole)
-    found: set[str] = set()
+    found = set()
     worst = 0.0
     for trained, evaluated, weights, gradients in results:
         assert abs(trained - want.loss) < LOSS
@@ -126,7 +117,7 @@ def compare(results: list[Any], model: ModelConfig) -> float:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_gives_the_step_of_one_process(schedule: str) -> None:
+def test_every_schedule_gives_the_step_of_one_process(schedule):
     """On pp 2 x dp 2, sequences with unequal numbers of labels; tied embeddings lie on both ends."""
     pipeline, strategy = SCHEDULES[schedule]
     for model in (llama(tied=True), gpt(tied=True)):
@@ -136,7 +127,7 @@ def test_every_schedule_gives_the_step_of_one_process(schedule: str) -> None:
         assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-def kind(name: str, **changes: Any) -> ModelConfig:
+def kind(name, **changes):
     """Return the configuration of a model with linear attention."""
     return config(model_type=name, num_query_groups=None, **{"num_layers": LAYERS, **changes})
 
@@ -159,14 +150,12 @@ WINDOWED = {"num_layers": LAYERS, "window_size": "5,0", "window_attn_skip_freq":
         (HYBRID, "tensor_model", ONE_F_ONE_B, "zero2"),
     ],
 )
-def test_a_pipeline_over_tensor_or_context_parallel_ranks(
-    model: ModelConfig, inner: str, pipeline: PipelineConfig, strategy: Strategy
-) -> None:
+def test_a_pipeline_over_tensor_or_context_parallel_ranks(model, inner, pipeline, strategy):
     sizes = {"pipeline_model_parallel_size": 2, f"{inner}_parallel_size": 2}
     assert compare(run_ranks(step, 4, model, pipeline, strategy, sizes), model) < GRADIENT
 
 
-def reductions(rank: int, world_size: int, strategy: Strategy) -> int:
+def reductions(rank, world_size, strategy):
     """Reductions of gradients over dp in a step of four micro-batches."""
     with built(llama(tied=False), ONE_F_ONE_B, strategy, pipeline_model_parallel_size=2) as (_, _, runner, batches):
         runner.forward_backward(batches, 60)
@@ -176,38 +165,38 @@ def reductions(rank: int, world_size: int, strategy: Strategy) -> int:
 
 
 @pytest.mark.parametrize(("strategy", "per_group"), [("zero1", 1), ("zero2", 2)])
-def test_a_stage_reduces_gradients_as_often_as_its_strategy_says(strategy: Strategy, per_group: int) -> None:
+def test_a_stage_reduces_gradients_as_often_as_its_strategy_says(strategy, per_group):
     """Two micro-batches on each rank; a stage has its layers and what goes round them, each a group of parameters."""
     assert run_ranks(reductions, 4, strategy) == [per_group * groups for groups in (4, 4, 3, 3)]
 
 
-def inputs_kept(rank: int, world_size: int, graphs: bool) -> int:
+def inputs_kept(rank, world_size, graphs):
     """The most received inputs that are still there after a backward of a stage; with or without the losses' graphs."""
-    received: list[weakref.ref[Tensor]] = []
+    received = []
     counts = []
 
     class Watched(schedule._Stage):
-        def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+        def forward_one_chunk(self, fwd_chunk_id, *arguments, **named):
             received.extend(weakref.ref(info.buffer) for info in self._buffers("forward").get(fwd_chunk_id, []))
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
 
-        def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *how: Any, **named: Any) -> None:
+        def backward_one_chunk(self, bwd_chunk_id, loss=None, *how, **named):
             super().backward_one_chunk(bwd_chunk_id, 1 * loss if graphs and loss is not None else loss, *how, **named)
             counts.append(sum(one() is not None for one in received))
 
-    schedule._Stage = Watched  # type: ignore[misc]  # in this process alone
+    schedule._Stage = Watched  # in this process alone
     with built(llama(tied=False), ONE_F_ONE_B, "zero1", pipeline_model_parallel_size=2) as (_, _, runner, batches):
         runner.forward_backward(batches, 60)
     return max(counts)
 
 
 @pytest.mark.parametrize(("graphs", "most"), [(False, 1), (True, 4)])
-def test_a_last_stage_lets_go_of_its_inputs(graphs: bool, most: int) -> None:
+def test_a_last_stage_lets_go_of_its_inputs(graphs, most):
     """torch keeps the losses of a step, whose graphs would keep what they are of: here 4 micro-batches."""
     assert run_ranks(inputs_kept, 2, graphs)[1] == most
 
 
-def in_bfloat16(rank: int, world_size: int, widened: bool) -> float:
+def in_bfloat16(rank, world_size, widened):
     """The largest difference of a gradient between a split backward and a whole one, relative to its norm."""
     if not widened:
         schedule.widen_gradients = lambda model: None
@@ -225,36 +214,36 @@ def in_bfloat16(rank: int, world_size: int, widened: bool) -> float:
     return max(((split[name] - whole[name]).norm() / whole[name].norm()).item() for name in whole)
 
 
-def test_a_split_backward_sums_gradients_in_float32_too() -> None:
+def test_a_split_backward_sums_gradients_in_float32_too():
     """Over four micro-batches in bfloat16, whose own gradients are the same."""
     assert max(run_ranks(in_bfloat16, 2, True)) < 1e-6
     assert max(run_ranks(in_bfloat16, 2, False)) > 1e-4
 
 
-def test_what_a_user_can_mend_keeps_its_kind_in_a_stage() -> None:
+def test_what_a_user_can_mend_keeps_its_kind_in_a_stage():
     """torch wraps every error of a stage."""
     runner = object.__new__(PipelineRunner)
     runner.name, runner.own = "tokens", (1,)
 
-    def step(*_: Any, **__: Any) -> None:
+    def step(*_, **__):
         raise RuntimeError("[Stage 1] failed to run forward") from ContextError("mend it")
 
     with pytest.raises(ContextError, match="mend it"):
         runner._run(step, [{"tokens": torch.zeros(1, 1)}])
 
 
-def without_the_other_copy(rank: int, world_size: int, *arguments: Any) -> Any:
-    PipelineRunner._sum_copies = lambda *_: None  # type: ignore[method-assign]
+def without_the_other_copy(rank, world_size, *arguments):
+    PipelineRunner._sum_copies = lambda *_: None
     return step(rank, world_size, *arguments)
 
 
-def test_tied_embeddings_that_do_not_meet_would_be_seen() -> None:
+def test_tied_embeddings_that_do_not_meet_would_be_seen():
     model = llama(tied=True)
     results = run_ranks(without_the_other_copy, 2, model, ONE_F_ONE_B, "zero3", {"pipeline_model_parallel_size": 2})
     assert compare(results, model) > 1000 * GRADIENT
 
 
-def saved(rank: int, world_size: int, folder: Path, load: Path | None, pp: int) -> dict[str, Tensor]:
+def saved(rank, world_size, folder, load, pp):
     """Train two steps, or load; save; everything of this rank's stages by name."""
     with built(llama(tied=True), ONE_F_ONE_B, "zero3", pipeline_model_parallel_size=pp) as (_, parts, runner, batches):
         optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-2, fused=True)
@@ -272,7 +261,7 @@ def saved(rank: int, world_size: int, folder: Path, load: Path | None, pp: int) 
         return {name: full(p) for name, p in named.items()} | moments
 
 
-def test_a_checkpoint_goes_from_two_stages_to_four_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_from_two_stages_to_four_bit_for_bit(tmp_path):
     first = run_ranks(saved, 4, tmp_path / "a", None, 2)
     second = run_ranks(saved, 4, tmp_path / "b", tmp_path / "a" / "iter_0000001", 4)
     before = {name: value for result in first for name, value in result.items()}

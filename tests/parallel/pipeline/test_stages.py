@@ -1,7 +1,6 @@
 """Stages of a pipeline hold every layer once, and what cannot run is refused with what can."""
 
 import re
-from typing import Any
 
 import pytest
 
@@ -9,8 +8,8 @@ from parallel.pipeline.stages import PipelineConfig, stage_layers
 
 
 @pytest.mark.parametrize(("layers", "ranks", "virtual"), [(1, 1, 1), (4, 2, 1), (5, 2, 1), (7, 4, 1), (9, 2, 3)])
-def test_every_layer_lies_in_one_stage_and_every_stage_on_one_rank(layers: int, ranks: int, virtual: int) -> None:
-    schedule: Any = "1F1B" if virtual == 1 else "Interleaved1F1B"
+def test_every_layer_lies_in_one_stage_and_every_stage_on_one_rank(layers, ranks, virtual):
+    schedule = "1F1B" if virtual == 1 else "Interleaved1F1B"
     config = PipelineConfig(num_virtual_stages_per_pipeline_rank=virtual, pipeline_schedule=schedule)
     stages = stage_layers(config, layers, ranks)
     assert [layer for stage in stages for layer in stage] == list(range(layers))
@@ -18,17 +17,17 @@ def test_every_layer_lies_in_one_stage_and_every_stage_on_one_rank(layers: int, 
     assert sorted(stage for rank in range(ranks) for stage in config.own(rank, ranks)) == list(range(len(stages)))
 
 
-def test_what_does_not_divide_goes_to_the_middle() -> None:
+def test_what_does_not_divide_goes_to_the_middle():
     assert [len(stage) for stage in stage_layers(PipelineConfig(), 6, 4)] == [1, 2, 2, 1]
 
 
-def test_layers_can_be_named() -> None:
+def test_layers_can_be_named():
     assert stage_layers(PipelineConfig(pipeline_layers=(1, 3)), 4, 2) == [range(1), range(1, 4)]
     with pytest.raises(ValueError, match=r"pipeline_layers is \[1, 3\], 4 layers for 2 stages, and there are 5"):
         stage_layers(PipelineConfig(pipeline_layers=(1, 3)), 5, 2)
 
 
-def check(config: PipelineConfig | None = None, **changes: Any) -> None:
+def check(config=None, **changes):
     fits = {"layers": 4, "ranks": 2, "micro_batches": 4, "strategy": "zero1", "tp": 1, "recompute": False}
     (config or PipelineConfig()).check(**{**fits, **changes})
 
@@ -37,7 +36,7 @@ ZERO_BUBBLE = PipelineConfig(pipeline_schedule="InterleavedZeroBubble")
 INTERLEAVED = PipelineConfig(pipeline_schedule="Interleaved1F1B", num_virtual_stages_per_pipeline_rank=2)
 
 
-def test_what_fits_passes() -> None:
+def test_what_fits_passes():
     for config in (PipelineConfig(), PipelineConfig(pipeline_schedule="GPipe"), INTERLEAVED, ZERO_BUBBLE):
         check(config)
     check(ranks=1, micro_batches=1)
@@ -67,7 +66,7 @@ def test_what_fits_passes() -> None:
         (ZERO_BUBBLE, {"ranks": 1}, ("pipeline_schedule is Inter", "no pipeline", "--pipeline-model-parallel-size")),
     ],
 )
-def test_what_does_not_fit_is_refused(config: PipelineConfig | None, changes: dict, words: tuple[str, ...]) -> None:
+def test_what_does_not_fit_is_refused(config, changes, words):
     with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
         check(config, **changes)
 
@@ -80,12 +79,12 @@ def test_what_does_not_fit_is_refused(config: PipelineConfig | None, changes: di
         ({"pipeline_layers": (2, 0)}, "each stage needs a layer"),
     ],
 )
-def test_a_contradiction_in_itself_is_refused(fields: dict[str, Any], words: str) -> None:
+def test_a_contradiction_in_itself_is_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         PipelineConfig(**fields)
 
 
-def test_a_rank_holds_as_many_micro_batches_as_its_schedule_warms_up_with() -> None:
+def test_a_rank_holds_as_many_micro_batches_as_its_schedule_warms_up_with():
     assert [PipelineConfig().in_flight(rank, 4, 8) for rank in range(4)] == [4, 3, 2, 1]
     assert PipelineConfig().in_flight(0, 4, 2) == 2
     assert PipelineConfig(pipeline_schedule="GPipe").in_flight(3, 4, 8) == 8

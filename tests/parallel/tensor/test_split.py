@@ -1,18 +1,13 @@
 """A model split over ranks is the whole model: its weights, loss, gradients, their norm and its checkpoints."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention import sdpa
-from model.config import ModelConfig
 from model.gpt import GPT
 from model.registry import build_model
 from parallel.data import init_parameters, shard_model
@@ -26,7 +21,6 @@ from tests.parallel.split import (
     GRADIENT,
     LENGTH,
     PLAIN,
-    Step,
     check_step,
     config,
     data,
@@ -60,9 +54,7 @@ LLAMAS = [config(), config(tied=True), SUNK, QWEN]
 GPTS = [config(**LEARNED), config(tied=True, **LEARNED, **ODD), config(**ROPE), config(tied=True, **ROPE)]
 
 
-def steps(
-    rank: int, world_size: int, tp: int, cp: int, models: list[ModelConfig], recompute: RecomputeConfig
-) -> list[tuple[Step, float]]:
+def steps(rank, world_size, tp, cp, models, recompute):
     """A step of each model and its gradient norm."""
     found = []
     with distributed_mesh(mesh_config(tp, cp)) as mesh:
@@ -73,7 +65,7 @@ def steps(
     return found
 
 
-def check(mesh: str, models: list[ModelConfig], recompute: RecomputeConfig = PLAIN) -> None:
+def check(mesh, models, recompute=PLAIN):
     ranks, tp, cp = MESHES[mesh]
     results = run_ranks(steps, ranks, tp, cp, models, recompute)
     for index, model_config in enumerate(models):
@@ -85,26 +77,26 @@ def check(mesh: str, models: list[ModelConfig], recompute: RecomputeConfig = PLA
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_one_step_is_that_of_one_process(mesh: str) -> None:
+def test_one_step_is_that_of_one_process(mesh):
     check(mesh, [*LLAMAS, *GPTS])
 
 
 @pytest.mark.parametrize("mesh", ["tp4", "tp2 cp2"])
-def test_chunks_of_the_loss_and_of_the_feed_forward_are_the_same_step(mesh: str) -> None:
+def test_chunks_of_the_loss_and_of_the_feed_forward_are_the_same_step(mesh):
     check(mesh, [*LLAMAS[:2], *GPTS[:2]], CHUNKS)
 
 
 @pytest.mark.slow
-def test_what_is_kept_in_host_memory_comes_back_as_it_was_split() -> None:
+def test_what_is_kept_in_host_memory_comes_back_as_it_was_split():
     """Layers' inputs are DTensors here; of 4 layers, 2 are read from host memory."""
     check("tp2", [config(num_layers=4)], RecomputeConfig(recompute_granularity="full", recompute_offload=True))
 
 
-def masks_seen(rank: int, world_size: int, granularity: Any) -> list[bool]:
+def masks_seen(rank, world_size, granularity):
     """Whether each attention of a step in bfloat16, also of the recomputation, has the mask itself."""
     given, seen = object(), list[bool]()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def attend(q, k, v, mask):
         seen.append(mask is given)
         return sdpa(q, k, v)
 
@@ -120,33 +112,33 @@ def masks_seen(rank: int, world_size: int, granularity: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize(("granularity", "forwards"), [("none", 1), ("selective", 2), ("full", 2)])
-def test_the_mask_passes_tensor_parallelism_sharding_and_recomputation(granularity: str, forwards: int) -> None:
+def test_the_mask_passes_tensor_parallelism_sharding_and_recomputation(granularity, forwards):
     layers = config().num_layers
     assert run_ranks(masks_seen, 2, granularity) == [[True] * forwards * layers] * 2
 
 
-def without_the_sum(rank: int, world_size: int) -> Step:
+def without_the_sum(rank, world_size):
     keep_parts()
     with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, config())[1]
 
 
-def with_a_local_mean(rank: int, world_size: int) -> Step:
+def with_a_local_mean(rank, world_size):
     with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, config(), local_mean=True)[1]
 
 
-def with_a_bias_of_every_rank(rank: int, world_size: int) -> Step:
+def with_a_bias_of_every_rank(rank, world_size):
     """What row-parallel layers add to their outputs is added up over tp."""
-    tensor_styles.own_entries = DTensor.full_tensor  # type: ignore[assignment]
+    tensor_styles.own_entries = DTensor.full_tensor
     with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, GPTS[0])[1]
 
 
-def with_parts_for_wholes(rank: int, world_size: int, recompute: RecomputeConfig) -> Step:
+def with_parts_for_wholes(rank, world_size, recompute):
     """Each rank's part of a gradient is taken for the whole, where every rank holds the value whole."""
     to_local = DTensor.to_local
-    DTensor.to_local = lambda self, **_: to_local(self)  # type: ignore[method-assign]
+    DTensor.to_local = lambda self, **_: to_local(self)
     with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, GPTS[0], recompute)[1]
 
@@ -161,20 +153,18 @@ def with_parts_for_wholes(rank: int, world_size: int, recompute: RecomputeConfig
         (with_parts_for_wholes, GPTS[0], 2, (CHUNKS,)),
     ],
 )
-def test_what_is_summed_wrongly_over_tp_or_a_local_mean_would_be_seen(
-    wrong: Callable[..., Step], model: ModelConfig, ranks: int, settings: tuple[RecomputeConfig, ...]
-) -> None:
+def test_what_is_summed_wrongly_over_tp_or_a_local_mean_would_be_seen(wrong, model, ranks, settings):
     assert difference(run_ranks(wrong, ranks, *settings)[0], whole_step(model)) > 1000 * GRADIENT
 
 
 class Logits(TorchDispatchMode):
     """The most tokens, and the most vocabulary entries, of any tensor of logits on this rank."""
 
-    def __init__(self, entries: Sequence[int]) -> None:
+    def __init__(self, entries):
         super().__init__()
         self.entries, self.tokens, self.seen = entries, 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             shape = (out.to_local() if isinstance(out, DTensor) else out).shape
@@ -183,19 +173,19 @@ class Logits(TorchDispatchMode):
         return out
 
 
-def largest_logits(rank: int, world_size: int, size: int) -> tuple[int, int]:
+def largest_logits(rank, world_size, size):
     with distributed_mesh(mesh_config(tp=2)) as mesh, Logits((500, 250)) as logits:
         split_step(mesh, config(vocab_size=500), RecomputeConfig(loss_chunk_size=size))
     return logits.tokens, logits.seen
 
 
-def test_chunks_of_the_loss_never_have_the_logits_of_all_tokens_or_of_the_whole_vocabulary() -> None:
+def test_chunks_of_the_loss_never_have_the_logits_of_all_tokens_or_of_the_whole_vocabulary():
     tokens = BATCH * (LENGTH + 1)
     assert run_ranks(largest_logits, 2, 0) == 2 * [(tokens, 250)]
     assert run_ranks(largest_logits, 2, 30) == 2 * [(30, 250)]
 
 
-def of_another_kind(rank: int, world_size: int) -> None:
+def of_another_kind(rank, world_size):
     with distributed_mesh(mesh_config(tp=2)) as mesh, torch.device("meta"):
         model = GPT(GPTS[0])
         model.layers[1].mlp.router = torch.nn.Linear(24, 2)
@@ -203,7 +193,7 @@ def of_another_kind(rank: int, world_size: int) -> None:
             split_model(model, mesh.tp, head_dim=6, kv_heads=2)
 
 
-def test_a_module_that_the_plan_does_not_know_is_refused() -> None:
+def test_a_module_that_the_plan_does_not_know_is_refused():
     run_ranks(of_another_kind, 2)
 
 
@@ -215,9 +205,7 @@ def test_a_module_that_the_plan_does_not_know_is_refused() -> None:
         ("linear_transformer", "lasp", "norm.weight"),
     ],
 )
-def test_a_checkpoint_goes_from_one_mesh_to_another_bit_for_bit(
-    kind: str, method: str, trained: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_from_one_mesh_to_another_bit_for_bit(kind, method, trained, tmp_path):
     """From tp 2 x dp 2, where both shard one dimension, over tp 1 x cp 2 to tp 4, moments and all.
 
     LRPE's angles are one vector of all heads.

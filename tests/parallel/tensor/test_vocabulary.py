@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -13,7 +12,7 @@ from runtime.ranks import run_ranks
 TOKENS, VOCABULARY = (3, 11), 37
 
 
-def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def inputs(dtype):
     """Return logits far from zero, largest on different ranks, and labels with both ends and -100."""
     generator = torch.Generator().manual_seed(5)
     logits = 30 * torch.randn(*TOKENS, VOCABULARY, generator=generator)
@@ -22,7 +21,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits.to(dtype), labels
 
 
-def split(rank: int, world_size: int, dtype: torch.dtype, shift: int) -> tuple[float, int, Tensor]:
+def split(rank, world_size, dtype, shift):
     """The loss, its tokens and the gradient in full; labels are wrong by ``shift``."""
     whole.LOSS_CHUNK["cpu"] = 4 * VOCABULARY  # several chunks of rows
     logits, labels = inputs(dtype)
@@ -35,7 +34,7 @@ def split(rank: int, world_size: int, dtype: torch.dtype, shift: int) -> tuple[f
     return loss.item(), int(count), leaf.grad.full_tensor()
 
 
-def unsplit(dtype: torch.dtype) -> tuple[float, int, Tensor]:
+def unsplit(dtype):
     logits, labels = inputs(dtype)
     logits.requires_grad_()
     loss, count = cross_entropy_sum(logits, labels)
@@ -46,7 +45,7 @@ def unsplit(dtype: torch.dtype) -> tuple[float, int, Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_and_gradient_are_those_of_the_whole_logits(size: int, dtype: torch.dtype) -> None:
+def test_loss_and_gradient_are_those_of_the_whole_logits(size, dtype):
     want_loss, want_count, want = unsplit(dtype)
     results = run_ranks(split, size, dtype, 0)
     assert len({loss for loss, _, _ in results}) == 1, "all ranks get the same bits"
@@ -57,18 +56,18 @@ def test_loss_and_gradient_are_those_of_the_whole_logits(size: int, dtype: torch
         torch.testing.assert_close(gradient, want, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
 
 
-def test_a_label_looked_up_beside_its_place_would_be_seen() -> None:
+def test_a_label_looked_up_beside_its_place_would_be_seen():
     want, got = unsplit(torch.float32), run_ranks(split, 2, torch.float32, 1)[0]
     assert abs(got[0] - want[0]) > 1
     assert (got[2] - want[2]).abs().max() > 0.1
 
 
-def of_other_shape(rank: int, world_size: int) -> str:
+def of_other_shape(rank, world_size):
     logits = distribute_tensor(torch.zeros(2, 3, 5), init_device_mesh("cpu", (world_size,)), [Shard(-1)])
     with pytest.raises(ValueError, match="must agree in all but V") as caught:
         cross_entropy_sum(logits, torch.zeros(2, 4, dtype=torch.int64))
     return str(caught.value)
 
 
-def test_labels_of_another_shape_are_refused() -> None:
+def test_labels_of_another_shape_are_refused():
     assert "labels (2, 4) and logits (2, 3) x V" in run_ranks(of_other_shape, 2)[0]

@@ -26,7 +26,7 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word():
         assert command.wait(PATIENCE) == 141
 
 
-def _asked(rank: int, size: int) -> tuple[int, str]:
+def _asked(rank, size):
     with redirect_stderr(StringIO()) as said:
         return exit_status(main, ["--load", "x", "--fast"]), said.getvalue()
 

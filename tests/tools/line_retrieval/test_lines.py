@@ -139,7 +139,7 @@ def test_a_record_is_repeated_as_often_as_asked_and_its_lengths_differ(tokenizer
 
 
 def test_ends_of_records_are_asked_for_often_and_no_line_twice(tokenizer):
-    places: list[float] = []
+    places = []
     for sample in range(60):
         turns = maker(tokenizer, vocabulary="small", questions=5).make(sample).turns
         *record, first = turns[0]["content"].splitlines()

@@ -10,7 +10,7 @@ from train.config.derive import with_vocabulary
 from train.config.flags import ConfigError
 
 
-def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_named() -> None:
+def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_named():
     unset = replace(config(1), model=ModelConfig())
     assert with_vocabulary(unset, 300).model.vocab_size == 300
     assert with_vocabulary(config(1), 300) == config(1)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -28,16 +27,16 @@ APART, JOINED = "--reset-attention-mask", "--balance-over dp_cp --reset-attentio
         (1, JOINED),
     ],
 )
-def test_the_flags_are_independent_otherwise(processes: int, flags: str) -> None:
+def test_the_flags_are_independent_otherwise(processes, flags):
     validate(parse_args([*DATA, *flags.split()]), processes)
 
 
-def test_a_diffusion_transformer_has_no_documents_to_join() -> None:
+def test_a_diffusion_transformer_has_no_documents_to_join():
     with pytest.raises(UserError, match="balance_over is dp_cp"):
         diffusion.validate(diffusion.parse_args(["--balance-over", "dp_cp"]), 4)
 
 
-def test_joined_ranks_are_those_of_a_larger_context_and_have_the_same_samples() -> None:
+def test_joined_ranks_are_those_of_a_larger_context_and_have_the_same_samples():
     sizes = "--context-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16"
     apart = parse_args([APART, *sizes.split()])
     asked = replace(apart, mesh=replace(apart.mesh, balance_over="dp_cp"))
@@ -50,7 +49,7 @@ def test_joined_ranks_are_those_of_a_larger_context_and_have_the_same_samples() 
     assert with_joined_ranks(asked, 6) == asked, "sizes that do not fit are left for validate to name"
 
 
-def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_attend_apart() -> None:
+def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_attend_apart():
     sizes = ["--micro-batch-size", "3", "--seq-length", "100"]
     assert parse_args([*sizes, APART]).joined_length == 300
     assert parse_args([*sizes, "--reset-position-ids"]).joined_length == 100
@@ -67,8 +66,8 @@ def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_atte
         (f"{APART} --reset-position-ids --sft", "64 tokens of packed conversations, each by itself"),
     ],
 )
-def test_the_first_line_says_how_sequences_are_packed(flags: str, words: str) -> None:
+def test_the_first_line_says_how_sequences_are_packed(flags, words):
     config = parse_args([*DATA, "--seq-length", "64", "--vocab-size", "300", *flags.split()])
     mesh = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    run: Any = SimpleNamespace(config=config, mesh=mesh, summary=lambda *parts: parts[-1])
+    run = SimpleNamespace(config=config, mesh=mesh, summary=lambda *parts: parts[-1])
     assert pretrain_gpt.described(run) == f"sequences of {words}"

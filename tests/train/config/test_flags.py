@@ -1,7 +1,5 @@
 """Reading a command line, whatever the fields are."""
 
-from pathlib import Path
-
 import pytest
 
 from train.config import flags
@@ -10,7 +8,7 @@ from train.config.flags import spelled, write_toml
 from train.config.language import load_config, parse_args
 
 
-def test_megatrons_spelling_of_a_flag_and_underscores_are_taken() -> None:
+def test_megatrons_spelling_of_a_flag_and_underscores_are_taken():
     flags = "--override-opt_param-scheduler --lr_decay_style=inverse-square-root --train_iters 7 --save a_b --load=c_d"
     config = parse_args(flags.split())
     assert config.optimizer.override_opt_param_scheduler
@@ -29,12 +27,12 @@ def test_megatrons_spelling_of_a_flag_and_underscores_are_taken() -> None:
         ("adam_eps", 1e-8, "--adam-eps 1e-08"),
     ],
 )
-def test_a_field_is_spelled_as_a_command_line_has_it(name: str, value: object, words: str) -> None:
+def test_a_field_is_spelled_as_a_command_line_has_it(name, value, words):
     assert spelled(name, value) == words
 
 
-def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
-    changed: dict[str, object] = {"split": "90,5,5", "window_size": "8,0", "window_attn_skip_freq": "2"}
+def test_toml_round_trip_of_every_field(tmp_path):
+    changed = {"split": "90,5,5", "window_size": "8,0", "window_attn_skip_freq": "2"}
     changed |= {
         "data_path": ("a b", 'c "d" \\ é'),
         "allow_changed": ("lr", "data_path"),
@@ -45,7 +43,7 @@ def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
         "lora_target": ("wq", "down_proj"),
     }
     # Which go with no learned positions, no warm-up in iterations and no use_checkpoint_opt_param_scheduler.
-    alone: dict[str, object] = {
+    alone = {
         "rotary_base": 5.1 + 0.2,
         "lr_warmup_fraction": 0.1 + 0.2,
         "override_opt_param_scheduler": True,
@@ -80,7 +78,7 @@ def test_toml_round_trip_of_every_field(tmp_path: Path) -> None:
     assert known.keys() == flags.config_fields(Config).keys()
 
 
-def test_help_has_defaults_as_they_are_typed() -> None:
+def test_help_has_defaults_as_they_are_typed():
     words = " ".join(flags._parser(Config, "about").format_help().split())
     assert "(default: 0)" in words[words.index("--profile-ranks N [N ...]") :][:200]
     assert "(default: (" not in words

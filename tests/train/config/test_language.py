@@ -17,19 +17,19 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if "dit_" no
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     path = folder / "run.toml"
     path.write_text(text)
     return path
 
 
-def refusal(*argv: str) -> str:
+def refusal(*argv):
     with pytest.raises(UserError) as caught:
         parse_args(argv)
     return str(caught.value)
 
 
-def contradiction(world_size: int, *argv: str) -> str:
+def contradiction(world_size, *argv):
     config = parse_args([*DATA, *argv])
     with pytest.raises(UserError) as caught:
         validate(config, world_size)

@@ -1,7 +1,5 @@
 """Sizes that no machine can hold, and files that are no configuration: one line, before anything is allocated."""
 
-from pathlib import Path
-
 import pytest
 
 from runtime.errors import UserError
@@ -30,7 +28,7 @@ DIT = [
 ]
 
 
-def refused(module, line: str) -> str:
+def refused(module, line):
     with pytest.raises(UserError) as caught:
         module.validate(module.parse_args(line.split()), 1)
     assert "\n" not in str(caught.value)
@@ -38,14 +36,14 @@ def refused(module, line: str) -> str:
 
 
 @pytest.mark.parametrize("line", GPT)
-def test_a_size_beyond_any_machine_is_refused_by_its_name(line: str) -> None:
+def test_a_size_beyond_any_machine_is_refused_by_its_name(line):
     flag = line.split()[0]
     names = (flag[2:].replace("-", "_"), "num_attention_heads", "pipeline_schedule", f"argument {flag}: ")
     assert any(name in refused(config, f"{' '.join(DATA)} {line}") for name in names)
 
 
 @pytest.mark.parametrize("line", DIT)
-def test_a_diffusion_transformers_too(line: str) -> None:
+def test_a_diffusion_transformers_too(line):
     refused(dit_config, line)
 
 
@@ -58,11 +56,11 @@ def test_a_diffusion_transformers_too(line: str) -> None:
         ("--num-workers 5000", "num_workers is 5000, processes that read ahead"),
     ],
 )
-def test_sizes_that_are_too_much_together_are_refused(line: str, words: str) -> None:
+def test_sizes_that_are_too_much_together_are_refused(line, words):
     assert words in refused(config, f"{' '.join(DATA)} {line}")
 
 
-def test_counts_of_time_have_no_such_bound() -> None:
+def test_counts_of_time_have_no_such_bound():
     line = "--train-iters 2000000000 --seed 5000000000 --eval-interval 3000000000 --log-interval 1000000000"
     config.validate(config.parse_args([*DATA, *line.split()]), 1)
 
@@ -79,7 +77,7 @@ def test_counts_of_time_have_no_such_bound() -> None:
         (b"[train]\nseed = 1\n[train]\n", "not valid TOML"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_one_line(content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_configuration_is_one_line(content, words, tmp_path):
     (tmp_path / "run.toml").write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
         load_config(tmp_path / "run.toml")
@@ -87,7 +85,7 @@ def test_a_file_that_is_no_configuration_is_one_line(content: bytes, words: str,
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_and_an_endless_device_are_one_line(tmp_path: Path) -> None:
+def test_a_folder_and_an_endless_device_are_one_line(tmp_path):
     for path, kind in ((tmp_path, "a folder"), ("/dev/zero", "a socket or device")):
         with pytest.raises(UserError, match=f"^{path}: it is {kind}; name an existing TOML file$"):
             load_config(path)
@@ -96,12 +94,12 @@ def test_a_folder_and_an_endless_device_are_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbf[train]\nseed = 7\n", b"[train]\r\nseed = 7\r\n"])
-def test_what_editors_on_windows_write_is_read(content: bytes, tmp_path: Path) -> None:
+def test_what_editors_on_windows_write_is_read(content, tmp_path):
     (tmp_path / "run.toml").write_bytes(content)
     assert load_config(tmp_path / "run.toml").train.seed == 7
 
 
-def test_the_bounds_name_fields_that_exist() -> None:
+def test_the_bounds_name_fields_that_exist():
     from train.config.sizes import LARGEST
 
     assert set(LARGEST) <= set(config_fields(Config))

@@ -14,7 +14,7 @@ from train.config.megatron_flags import entries
 OURS = {field.flag for root in (Config, DiTRunConfig) for field in config_fields(root).values()}
 
 
-def test_the_table_is_whole_and_names_flags_that_exist() -> None:
+def test_the_table_is_whole_and_names_flags_that_exist():
     table = entries()
     assert len(table) >= 150
     assert not set(table) & OURS, "these exist by their name"
@@ -28,7 +28,7 @@ def test_the_table_is_whole_and_names_flags_that_exist() -> None:
 
 
 @pytest.mark.parametrize("parse", [config.parse_args, dit_config.parse_args])
-def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse) -> None:
+def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
     accepted = []
     for entry in entries().values():
         line = [entry.flag, *(value.replace("N", "7") for value in entry.values[:1])]
@@ -71,7 +71,7 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse) 
         ("--no-such-flag", "unknown argument --no-such-flag; "),
     ],
 )
-def test_what_contradicts_is_refused(line: str, words: str | None) -> None:
+def test_what_contradicts_is_refused(line, words):
     if words is None:
         config.parse_args(line.split())
         return
@@ -81,6 +81,6 @@ def test_what_contradicts_is_refused(line: str, words: str | None) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_needs_a_kind_of_model_is_refused_where_there_is_none() -> None:
+def test_what_needs_a_kind_of_model_is_refused_where_there_is_none():
     with pytest.raises(UserError, match="--swiglu is given and this program has no model_type"):
         dit_config.parse_args(["--swiglu"])

@@ -11,12 +11,12 @@ HYBRID = (
 
 
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
-def test_every_method_goes_with_a_hybrid(method: str) -> None:
+def test_every_method_goes_with_a_hybrid(method):
     validate(parse_args([*HYBRID.split(), "--hybrid-softmax-method", method]), 4)
     validate(parse_args([*HYBRID.split(), "--hybrid-softmax-method", method, "--context-parallel-size", "1"]), 4)
 
 
-def test_learned_sinks_are_for_backwards_in_one_part_alone() -> None:
+def test_learned_sinks_are_for_backwards_in_one_part_alone():
     """The refusal of the one that they are not for is in ``test_language.py``."""
     flags = "--data-path x --tokenizer-model x --pipeline-model-parallel-size 2 --global-batch-size 4"
     parts = "--pipeline-schedule InterleavedZeroBubble --data-parallel-sharding-strategy zero1"

@@ -1,11 +1,7 @@
 """The denoising objective: what is drawn for a sample, how it is shared out, and the loss of one process."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.diffusion import Diffusion, DiffusionConfig
@@ -21,19 +17,19 @@ MODEL = DiTConfig(
 CPU = torch.device("cpu")
 
 
-def batch(*samples: int) -> dict[str, Tensor]:
+def batch(*samples):
     latents = torch.randn(len(samples), *MODEL.latent_shape, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(len(samples)) % MODEL.num_classes
     return {"latents": latents, "labels": labels, "sample": torch.tensor(samples)}
 
 
-def objective(seed: int = 1, group: object = None, kind: str = "ddpm") -> Denoising:
-    cp = context_parallel("ring", seq_len=MODEL.num_patches, group=group, causal=False)  # type: ignore[arg-type]
-    diffusion = Diffusion(DiffusionConfig(objective=kind), channels=3)  # type: ignore[arg-type]
+def objective(seed=1, group=None, kind="ddpm"):
+    cp = context_parallel("ring", seq_len=MODEL.num_patches, group=group, causal=False)
+    diffusion = Diffusion(DiffusionConfig(objective=kind), channels=3)
     return Denoising(cp, CPU, MODEL, diffusion, seed)
 
 
-def test_what_is_drawn_depends_on_seed_and_sample_alone() -> None:
+def test_what_is_drawn_depends_on_seed_and_sample_alone():
     together, alone = objective().local(batch(7, 8, 9)), objective().local(batch(8))
     for name in ("noise", "times"):
         assert torch.equal(together[name][1:2], alone[name])
@@ -41,7 +37,7 @@ def test_what_is_drawn_depends_on_seed_and_sample_alone() -> None:
         assert not torch.equal(objective(2).local(batch(8))[name], alone[name])
 
 
-def test_noise_times_and_dropped_labels_have_their_distributions() -> None:
+def test_noise_times_and_dropped_labels_have_their_distributions():
     local = objective().local(batch(*range(400)))
     assert local["noise"].mean().abs() < 0.02
     assert abs(local["noise"].std() - 1) < 0.02
@@ -53,13 +49,13 @@ def test_noise_times_and_dropped_labels_have_their_distributions() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddpm", "v_prediction", "rectified_flow"])
-def test_the_loss_is_the_naive_one_without_fillers(kind: str) -> None:
+def test_the_loss_is_the_naive_one_without_fillers(kind):
     model, trained, given = DiT(MODEL), objective(kind=kind), batch(3, -1, 5)
     model.init_weights(0)
     local = trained.local(given)
     x0, noise, times = patchify(given["latents"], MODEL), local["noise"], local["times"]
     assert int(local["count"]) == 2 * MODEL.num_patches
-    diffusion = Diffusion(DiffusionConfig(objective=kind))  # type: ignore[arg-type]
+    diffusion = Diffusion(DiffusionConfig(objective=kind))
     output = model(diffusion.noised(x0, noise, times), torch.arange(MODEL.num_patches), times, local["labels"])
     elements = (output - diffusion.target(x0, noise, times)).square()
     want = elements[[0, 2]].mean() * 2 * MODEL.num_patches
@@ -67,7 +63,7 @@ def test_the_loss_is_the_naive_one_without_fillers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddpm", "rectified_flow"])
-def test_joined_samples_have_the_loss_that_they_have_apart(kind: str) -> None:
+def test_joined_samples_have_the_loss_that_they_have_apart(kind):
     given, patches = batch(3, -1, 5, 8), MODEL.num_patches
     alone = objective(kind=kind)
     whole = context_parallel("ring", seq_len=4 * patches, causal=False)
@@ -91,12 +87,12 @@ class Copies(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten._to_copy.default
         return func(*args, **(kwargs or {}))
 
 
-def test_joined_samples_are_told_apart_on_the_device_without_a_copy() -> None:
+def test_joined_samples_are_told_apart_on_the_device_without_a_copy():
     given, patches = batch(3, -1, 5, 8), MODEL.num_patches
     cp = context_parallel("ring", seq_len=4 * patches, causal=False)
     meta = torch.device("meta")
@@ -108,7 +104,7 @@ def test_joined_samples_are_told_apart_on_the_device_without_a_copy() -> None:
     assert copies.count == 0
 
 
-def test_joined_samples_have_their_gradients_in_bfloat16_too() -> None:
+def test_joined_samples_have_their_gradients_in_bfloat16_too():
     """A row of the modulation sums the gradients of all its patches: in bfloat16 a sum of thousands would stop."""
     apart, joined = (torch.nn.Sequential(Modulation(16, 2)) for _ in range(2))
     joined.load_state_dict(apart.state_dict())
@@ -123,13 +119,13 @@ def test_joined_samples_have_their_gradients_in_bfloat16_too() -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0.01, atol=0)
 
 
-def shared(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], int]:
+def shared(rank, world_size, folder):
     found = objective(group=torch.distributed.group.WORLD)
     local = found.local(batch(4, 5))
     return local, int(local["count"])
 
 
-def test_ranks_have_their_patches_of_the_same_noise_and_no_loss_of_padding(tmp_path: Path) -> None:
+def test_ranks_have_their_patches_of_the_same_noise_and_no_loss_of_padding(tmp_path):
     """Nine patches on two ranks: the second has one of padding."""
     want = objective().local(batch(4, 5))
     (first, count), (second, rest) = run_ranks(shared, 2, tmp_path)
@@ -141,6 +137,6 @@ def test_ranks_have_their_patches_of_the_same_noise_and_no_loss_of_padding(tmp_p
         assert torch.equal(second[name], want[name])
 
 
-def test_a_validation_has_no_perplexity() -> None:
+def test_a_validation_has_no_perplexity():
     line = objective().validation_line({"iteration": 3, "validation_loss": 0.5, "diffusion_loss": 2.0})
     assert line == "validation loss at iteration 3: 0.5000"

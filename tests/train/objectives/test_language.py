@@ -1,14 +1,12 @@
 """Next-token prediction over context-parallel ranks: every token once, padding never."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.loader import IGNORE_INDEX, Batch
+from data.loader import IGNORE_INDEX
 from data.text.config import DataConfig
 from kernels.loss import cross_entropy_sum
 from model.config import ModelConfig
@@ -28,14 +26,14 @@ LLAMA = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_s
 GPT = replace(LLAMA, model_type="gpt", max_position_embeddings=LENGTH)
 
 
-def whole_batch() -> Batch:
+def whole_batch():
     tokens = torch.randint(29, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, 1:].clone()
     labels[1, 4:9] = IGNORE_INDEX
     return {"tokens": tokens[:, :-1], "labels": labels}
 
 
-def share(rank: int, world_size: int, method: str, shape: ModelConfig) -> tuple[Batch, torch.Tensor, int, float]:
+def share(rank, world_size, method, shape):
     import torch.distributed as dist
 
     config = Config(
@@ -53,7 +51,7 @@ def share(rank: int, world_size: int, method: str, shape: ModelConfig) -> tuple[
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("size", "shape"), [(1, LLAMA), (3, LLAMA), (3, GPT)], ids=["1", "3", "3-gpt"])
-def test_shares_make_up_the_batch_and_its_loss(method: str, size: int, shape: ModelConfig) -> None:
+def test_shares_make_up_the_batch_and_its_loss(method, size, shape):
     size = min(size, 2) if method == "ulysses" else size  # as many as the heads
     shares = run_ranks(share, size, method, shape)
     whole = whole_batch()
@@ -75,7 +73,7 @@ def test_shares_make_up_the_batch_and_its_loss(method: str, size: int, shape: Mo
     assert sum(loss for *_, loss in shares) == pytest.approx(want, rel=1e-6)
 
 
-def test_positions_of_padding_have_no_entry_of_their_own_in_a_table() -> None:
+def test_positions_of_padding_have_no_entry_of_their_own_in_a_table():
     """Negative control: the plan's positions as they are, where NextToken has those of the sequence alone."""
     model = build_model(GPT)
     model.init_weights(3)
@@ -89,11 +87,11 @@ def test_positions_of_padding_have_no_entry_of_their_own_in_a_table() -> None:
 class Largest(TorchDispatchMode):
     """The most elements that any operator returned."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self.elements = max(self.elements, out.numel())
@@ -102,7 +100,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("untied", [True, False])
 @pytest.mark.parametrize("size", [1, 5, 100])
-def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size: int, untied: bool) -> None:
+def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size, untied):
     vocabulary = 500  # logits of all tokens are by far the largest tensor, those of a few are not
     config = replace(LLAMA, vocab_size=vocabulary, untie_embeddings_and_output_weights=untied)
     model = build_model(config).double()
@@ -122,10 +120,10 @@ def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size: int, untied
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
-def test_linear_attention_of_the_backend_that_is_named(backend: str) -> None:
+def test_linear_attention_of_the_backend_that_is_named(backend):
     shape = replace(LLAMA, model_type="transnormer", num_layers=2)
     train = TrainConfig(seq_length=LENGTH)
-    config = Config(model=shape, context=ContextConfig(attention_backend=backend), train=train)  # type: ignore[arg-type]
+    config = Config(model=shape, context=ContextConfig(attention_backend=backend), train=train)
     cp, attend = context_of(config, None)
     assert torch.equal(cp.positions, torch.arange(LENGTH))
     found = []
@@ -136,28 +134,28 @@ def test_linear_attention_of_the_backend_that_is_named(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_a_backend_without_linear_attention_here_is_a_user_error(backend: str) -> None:
-    context = ContextConfig(attention_backend=backend)  # type: ignore[arg-type]
+def test_a_backend_without_linear_attention_here_is_a_user_error(backend):
+    context = ContextConfig(attention_backend=backend)
     config = Config(model=replace(LLAMA, model_type="transnormer"), context=context, mesh=MeshConfig(device="cpu"))
     with pytest.raises(UserError, match=backend):
         context_of(config, None)
 
 
-def test_a_backend_that_the_device_lacks_is_a_user_error() -> None:
+def test_a_backend_that_the_device_lacks_is_a_user_error():
     context = ContextConfig(attention_backend="flash_attn")
     config = Config(context=context, mesh=MeshConfig(device="cpu"), train=TrainConfig(bf16=True))
     with pytest.raises(UserError, match="flash_attn"):
         context_of(config, None)
 
 
-def test_entropy_of_one_corpus_and_of_no_blend(tmp_path: Path) -> None:
+def test_entropy_of_one_corpus_and_of_no_blend(tmp_path):
     prefix = write_documents(tmp_path / "even", [[0, 1, 2, 3], [0, 1, 2, 3]])
     one = DataConfig(data_path=(prefix,))
     assert corpus_entropy(one)["unigram_entropy"] == pytest.approx(torch.tensor(4.0).log().item(), rel=1e-6)
     assert corpus_entropy(replace(one, data_path=("0.5", prefix, "0.5", prefix))) == {}
 
 
-def test_validation_line_tells_what_frequencies_alone_would_give() -> None:
+def test_validation_line_tells_what_frequencies_alone_would_give():
     objective = NextToken(context_parallel("ring", seq_len=LENGTH), torch.device("cpu"))
     line = objective.validation_line({"iteration": 50, "validation_loss": 2.0, "unigram_entropy": 5.5})
     assert line == (

@@ -7,10 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from data.loader import IGNORE_INDEX, Batch
+from data.loader import IGNORE_INDEX
 from data.text.blend import document_starts, positions_in_documents
 from kernels.loss import cross_entropy_sum
-from model.base import LanguageModel
 from model.config import ModelConfig
 from model.registry import build_model
 from parallel.context import context_parallel, plan
@@ -22,7 +21,7 @@ LLAMA = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_s
 CPU = torch.device("cpu")
 
 
-def packed_batch() -> Batch:
+def packed_batch():
     """Ends at 3 and 7 of the first row, at 0 and 12 of the second."""
     tokens = torch.randint(1, 29, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     for place in ((0, 3), (0, 7), (1, 0), (1, 12)):
@@ -32,19 +31,19 @@ def packed_batch() -> Batch:
     return {"tokens": tokens[:, :-1], "labels": labels, "starts": document_starts(tokens[:, :-1], EOD)}
 
 
-def objective(*flags: str, multiple: int = 1) -> NextToken:
+def objective(*flags, multiple=1):
     joined = ROWS if "reset_attention_mask" in flags else 1
     cp = context_parallel("ring", seq_len=joined * LENGTH, multiple=multiple)
-    return NextToken(cp, CPU, **dict.fromkeys(flags, True))  # type: ignore[arg-type]
+    return NextToken(cp, CPU, **dict.fromkeys(flags, True))
 
 
-def model() -> LanguageModel:
+def model():
     found = build_model(LLAMA, context_parallel("ring", seq_len=ROWS * LENGTH).attend)
     found.init_weights(3)
     return found
 
 
-def test_without_a_flag_a_batch_is_as_it_was() -> None:
+def test_without_a_flag_a_batch_is_as_it_was():
     batch = packed_batch()
     local = objective().local(batch)
     assert local.keys() == {"tokens", "labels", "count"}
@@ -52,7 +51,7 @@ def test_without_a_flag_a_batch_is_as_it_was() -> None:
     assert int(local["count"]) == ROWS * LENGTH - 2
 
 
-def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing() -> None:
+def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing():
     batch, one = packed_batch(), objective("reset_attention_mask", "reset_position_ids", multiple=4)
     local = one.local(batch)
     assert {name: tuple(value.shape) for name, value in local.items()} == {
@@ -73,7 +72,7 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing() -> N
     assert int(local["count"]) == int((batch["labels"] != IGNORE_INDEX).sum()) == ROWS * LENGTH - 2
 
 
-def test_positions_restart_alone_or_attention_is_apart_alone() -> None:
+def test_positions_restart_alone_or_attention_is_apart_alone():
     """Each flag for itself, as in Megatron: samples as they are with positions of documents, or the reverse."""
     batch = packed_batch()
     restarted, apart = objective("reset_position_ids").local(batch), objective("reset_attention_mask").local(batch)
@@ -89,7 +88,7 @@ def test_positions_restart_alone_or_attention_is_apart_alone() -> None:
 
 
 @pytest.mark.parametrize("restart", [True, False])
-def test_the_loss_is_that_of_the_documents_alone(restart: bool) -> None:
+def test_the_loss_is_that_of_the_documents_alone(restart):
     """Rotary positions need not restart: only their differences count."""
     batch, flags = packed_batch(), ("reset_attention_mask", *(["reset_position_ids"] * restart))
     one, plain = objective(*flags), build_model(LLAMA)
@@ -103,7 +102,7 @@ def test_the_loss_is_that_of_the_documents_alone(restart: bool) -> None:
     torch.testing.assert_close(one.loss_sum(model(), local), want)
 
 
-def test_the_plan_of_a_micro_batch_lives_as_long_as_its_batch() -> None:
+def test_the_plan_of_a_micro_batch_lives_as_long_as_its_batch():
     """A pipeline joins a step's micro-batches and takes them apart: the parts do not keep the plans, the batches do."""
     one = objective("reset_attention_mask")
     batches = [one.local(packed_batch()), one.local(replaced(packed_batch()))]
@@ -120,13 +119,13 @@ def test_the_plan_of_a_micro_batch_lives_as_long_as_its_batch() -> None:
             PLANS[number]
 
 
-def replaced(batch: Batch) -> Batch:
+def replaced(batch):
     starts = batch["starts"].clone()
     starts[0, 4] = False
     return batch | {"starts": starts}
 
 
-def test_learned_positions_restart_in_a_table_as_long_as_a_sample() -> None:
+def test_learned_positions_restart_in_a_table_as_long_as_a_sample():
     """Joined samples are longer than the table; their positions are not."""
     config = replace(LLAMA, model_type="gpt", max_position_embeddings=LENGTH)
     gpt = build_model(config, context_parallel("ring", seq_len=ROWS * LENGTH).attend)

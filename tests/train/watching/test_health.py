@@ -2,11 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,21 +15,19 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.train.test_loop import Samples, checkpoints, infinite_in, run_with, settings
-from train.config.entries import Config
-from train.loop import Trainer
 from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
 from train.watching.metrics import METRICS, read_metrics
 
 ALWAYS = partial(infinite_in, iterations=range(4, 100))
 
 
-def health(policy: str = "skip", save_interval: int | None = None, **more: Any) -> Config:
+def health(policy="skip", save_interval=None, **more):
     config = settings(train_iters=6)
     checkpoint = CheckpointConfig(save="set below", save_interval=save_interval)
-    return replace(config, checkpoint=checkpoint, health=HealthConfig(bad_step_policy=policy, **more))  # type: ignore[arg-type]
+    return replace(config, checkpoint=checkpoint, health=HealthConfig(bad_step_policy=policy, **more))
 
 
-def judged(rank: int, world_size: int) -> list[str]:
+def judged(rank, world_size):
     """The verdicts on a step after LEAST good ones, of which one rank alone sees a high loss."""
     config = HealthConfig(check_for_spiky_loss=True, spike_factor=3.0)
     said = []
@@ -44,7 +39,7 @@ def judged(rank: int, world_size: int) -> list[str]:
     return [*said, young.judge(6.1, 0.5), large.judge(2.0, 1.6)]
 
 
-def test_what_one_rank_sees_all_ranks_say() -> None:
+def test_what_one_rank_sees_all_ranks_say():
     said, other = run_ranks(judged, 2)
     spike, plain, nan, infinite, young, large = said
     assert [bool(text) for text in said] == [bool(text) for text in other] == [True, False, True, True, False, True]
@@ -55,21 +50,21 @@ def test_what_one_rank_sees_all_ranks_say() -> None:
     assert large == "the gradient norm was 1.6, above 1.5, a spike"
 
 
-def infinite_once_at_4(trainer: Trainer) -> None:
+def infinite_once_at_4(trainer):
     """The run comes to iteration 4 a second time when it has been rolled back."""
     runner, plain = trainer.runner, trainer.runner.forward_backward
     infinite_in(trainer, range(4, 5))
     broken = runner.forward_backward
 
-    def once(micro_batches: Sequence, valid: int) -> torch.Tensor:
+    def once(micro_batches, valid):
         if trainer.progress.iteration == 4:
-            runner.forward_backward = plain  # type: ignore[method-assign]
+            runner.forward_backward = plain
         return broken(micro_batches, valid)
 
-    runner.forward_backward = once  # type: ignore[method-assign]
+    runner.forward_backward = once
 
 
-def test_rolled_back_it_goes_on_with_other_samples(tmp_path: Path) -> None:
+def test_rolled_back_it_goes_on_with_other_samples(tmp_path):
     for progress, error in run_ranks(
         run_with, 2, health("rollback", save_interval=2), tmp_path / "run", infinite_once_at_4
     ):
@@ -87,18 +82,18 @@ def test_rolled_back_it_goes_on_with_other_samples(tmp_path: Path) -> None:
     }
 
 
-def test_rolled_back_three_times_it_ends(tmp_path: Path) -> None:
+def test_rolled_back_three_times_it_ends(tmp_path):
     ((progress, error),) = run_ranks(run_with, 1, health("rollback", 2), tmp_path / "run", ALWAYS)
     assert error.startswith("TrainingError: the run failed 3 times after iteration 2, the last time as a step was bad")
     assert progress.iteration == 4
     assert checkpoints(tmp_path / "run") == [2]
 
 
-def four_starts(rank: int, world_size: int, config: Config, folder: Path) -> list[tuple[Progress, str]]:
+def four_starts(rank, world_size, config, folder):
     return [run_with(rank, world_size, config, folder, ALWAYS) for _ in range(4)]
 
 
-def test_after_three_starts_that_failed_the_next_one_does_not_train(tmp_path: Path) -> None:
+def test_after_three_starts_that_failed_the_next_one_does_not_train(tmp_path):
     folder = tmp_path / "run"
     for starts in run_ranks(four_starts, 2, health("stop"), folder):
         assert [progress.iteration for progress, _ in starts] == [4, 4, 4, 0]
@@ -106,7 +101,7 @@ def test_after_three_starts_that_failed_the_next_one_does_not_train(tmp_path: Pa
         assert f"remove {folder}/{FAILURES} to go on from iteration 0" in starts[3][1]
 
 
-def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_out(tmp_path):
     """They note the newest shared one, of iteration 2, whichever local one each start went on from."""
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / FAILURES).write_text('{"iteration": 1, "checkpoint": 0, "why": "old"}\n{"iter')
@@ -119,30 +114,30 @@ def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_ou
     assert [json.loads(line)["iteration"] for line in (tmp_path / FAILURES).read_text().splitlines()] == [1, 4, 6, 8]
 
 
-def poisoned_at_4(trainer: Trainer) -> None:
+def poisoned_at_4(trainer):
     """The update of iteration 4 makes weights of which the loss is high, though it is finite."""
     plain = trainer.optimizer.step
 
-    def step(*args: Any) -> Any:
+    def step(*args):
         answer = plain(*args)
         if trainer.progress.iteration == 4:
             with torch.no_grad():
-                for parameter in trainer.runner.parts[0].output.parameters():  # type: ignore[union-attr]
+                for parameter in trainer.runner.parts[0].output.parameters():
                     parameter.mul_(-1e4)
         return answer
 
-    trainer.optimizer.step = step  # type: ignore[method-assign, assignment]
+    trainer.optimizer.step = step
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_weights_that_an_update_broke_are_never_saved(policy: str, tmp_path: Path) -> None:
+def test_weights_that_an_update_broke_are_never_saved(policy, tmp_path):
     for _, error in run_ranks(run_with, 2, health(policy, save_interval=2), tmp_path / "run", poisoned_at_4):
         assert "iteration 4 is not saved: its update took their loss from 3." in error
     assert checkpoints(tmp_path / "run") == [2]
     assert find_checkpoint(tmp_path / "run") is not None
 
 
-def test_a_save_waits_for_a_good_step(tmp_path: Path) -> None:
+def test_a_save_waits_for_a_good_step(tmp_path):
     ((_, error),) = run_ranks(
         run_with, 1, health("skip", save_interval=2), tmp_path / "run", partial(infinite_in, iterations=(2, 3))
     )
@@ -150,13 +145,13 @@ def test_a_save_waits_for_a_good_step(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "run") == [4, 6]
 
 
-def infinite_while_saving(trainer: Trainer) -> None:
-    Saves.agree = lambda self, ready: None  # type: ignore[method-assign]
+def infinite_while_saving(trainer):
+    Saves.agree = lambda self, ready: None
     infinite_in(trainer, range(3, 4))
 
 
-def unread_while_saving(trainer: Trainer) -> None:
-    Saves.agree = lambda self, ready: None  # type: ignore[method-assign]
+def unread_while_saving(trainer):
+    Saves.agree = lambda self, ready: None
     trainer.train_data = Samples(bad=9)
 
 
@@ -164,9 +159,7 @@ def unread_while_saving(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("prepare", "said"), [(infinite_while_saving, "a step was bad, iteration 3"), (unread_while_saving, "sample 9 is")]
 )
-def test_a_run_that_ends_with_an_error_finishes_its_save(
-    prepare: Callable[[Trainer], None], said: str, tmp_path: Path
-) -> None:
+def test_a_run_that_ends_with_an_error_finishes_its_save(prepare, said, tmp_path):
     config = health("stop", save_interval=2)
     config = replace(config, checkpoint=replace(config.checkpoint, async_save=True))
     for _, error in run_ranks(run_with, 2, config, tmp_path / "run", prepare):
@@ -175,7 +168,7 @@ def test_a_run_that_ends_with_an_error_finishes_its_save(
     assert find_checkpoint(tmp_path / "run") is not None
 
 
-def diverging(rank: int, world_size: int, arguments: list[str], starts: int) -> list[str]:
+def diverging(rank, world_size, arguments, starts):
     """Start a run again and again, as torchrun --max-restarts does; the error that ends each start."""
     errors = []
     for _ in range(starts):
@@ -188,9 +181,7 @@ def diverging(rank: int, world_size: int, arguments: list[str], starts: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
-def test_a_diverging_run_ends_under_ten_restarts_with_a_good_checkpoint(
-    policy: str, default_data: Path, tmp_path: Path
-) -> None:
+def test_a_diverging_run_ends_under_ten_restarts_with_a_good_checkpoint(policy, default_data, tmp_path):
     save = tmp_path / "run"
     data = ["--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model"]
     flags = [*TINY, *data, "--save", str(save), "--load", str(save), "--save-interval", "2", "--eval-iters", "0"]

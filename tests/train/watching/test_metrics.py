@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from train.watching.metrics import (
 ROOT = Path(__file__).parents[3]
 
 
-def record(iteration: int, **more: Any) -> dict[str, Any]:
+def record(iteration, **more):
     return {
         "iteration": iteration,
         "consumed_samples": 4 * iteration,
@@ -44,18 +43,18 @@ def record(iteration: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def write(path: Path, iterations: range, end: str = "") -> None:
+def write(path, iterations, end=""):
     path.write_text("".join(json.dumps(record(i)) + "\n" for i in iterations) + end)
 
 
 @pytest.mark.parametrize("end", ["", '{"iteration": 7, "lm_lo', '{"iteration": 7}', "\0\0\0\0", "\ufffd"])
-def test_half_a_last_line_is_no_record(end: str, tmp_path: Path) -> None:
+def test_half_a_last_line_is_no_record(end, tmp_path):
     write(tmp_path / METRICS, range(1, 7), end)
     assert read_metrics(tmp_path / METRICS) == [record(i) for i in range(1, 7)]
 
 
 @pytest.mark.parametrize("line", ['{"iteration": 2, "lm_lo', "", "5", "[1]", "null", "{}", '{"iteration": null}', "\0"])
-def test_a_corrupt_line_before_the_last_is_named(line: str, tmp_path: Path) -> None:
+def test_a_corrupt_line_before_the_last_is_named(line, tmp_path):
     path = tmp_path / METRICS
     path.write_text(f"{json.dumps(record(1))}\n{line}\n{json.dumps(record(3))}\n")
     before = path.read_bytes()
@@ -65,14 +64,14 @@ def test_a_corrupt_line_before_the_last_is_named(line: str, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_bytes_that_are_no_text_are_named_too(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_are_named_too(tmp_path):
     path = tmp_path / METRICS
     path.write_bytes(b"\xff\xfe\x00\n")
     with pytest.raises(ConfigError, match="line 1"):
         read_metrics(path)
 
 
-def test_cut_back_keeps_what_the_checkpoint_knows(tmp_path: Path) -> None:
+def test_cut_back_keeps_what_the_checkpoint_knows(tmp_path):
     path = tmp_path / METRICS
     write(path, range(1, 10), '{"iteration": 10')
     assert cut_back(path, 6) == [record(i) for i in range(1, 7)]
@@ -84,14 +83,14 @@ def test_cut_back_keeps_what_the_checkpoint_knows(tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {METRICS, "new.jsonl"}
 
 
-def test_numbers_come_back_exactly(tmp_path: Path) -> None:
+def test_numbers_come_back_exactly(tmp_path):
     odd = record(1, lm_loss=0.1 + 0.2, grad_norm=float("inf"))
     log = RunLog(tmp_path, LoggingConfig(), {}, 0)
     log.write(odd)
     assert read_metrics(tmp_path / METRICS) == [{**odd, "grad_norm": None}]  # JSON knows no infinity
 
 
-def test_a_log_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
+def test_a_log_goes_on_after_the_checkpoint(tmp_path):
     folder = tmp_path / "deep" / "run"
     first = RunLog(folder, LoggingConfig(), {}, 0)
     for i in range(1, 6):
@@ -101,7 +100,7 @@ def test_a_log_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
     assert read_metrics(folder / METRICS) == [*(record(i) for i in range(1, 4)), record(4, lm_loss=1.25)]
 
 
-def test_a_log_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_without_a_folder_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log = RunLog(None, LoggingConfig(), {}, 0)
     log.write(record(1))
@@ -118,7 +117,7 @@ def test_a_log_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pyte
         [record(1), record(2, validation_loss=3.0, unigram_entropy=5.0), record(3, lm_loss=float("nan"))],
     ],
 )
-def test_the_loss_curve_is_a_picture(records: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_the_loss_curve_is_a_picture(records, tmp_path):
     from matplotlib import image
 
     plot_loss(records, tmp_path / "loss.png")
@@ -129,17 +128,17 @@ def test_the_loss_curve_is_a_picture(records: list[dict[str, Any]], tmp_path: Pa
     assert pixels.std() > 0.01  # it is not blank
 
 
-def test_no_records_draw_nothing(tmp_path: Path) -> None:
+def test_no_records_draw_nothing(tmp_path):
     plot_loss([], tmp_path / "loss.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_memory_is_this_process_and_in_gigabytes() -> None:
+def test_memory_is_this_process_and_in_gigabytes():
     block = torch.ones(1 << 27, dtype=torch.uint8)
     assert block.nbytes / 1e9 < memory_gb(torch.device("cpu")) < 100
 
 
-def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_holds_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -167,7 +166,7 @@ log.sync()
 """
 
 
-def in_a_process_of_its_own(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def in_a_process_of_its_own(code, folder, **environment):
     """wandb ends its service with the process, as in a real run; nothing of this machine's settings is seen."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     homes = {name: str(folder / "home") for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
@@ -177,7 +176,7 @@ def in_a_process_of_its_own(code: str, folder: Path, **environment: str) -> subp
     )  # fmt: skip
 
 
-def test_wandb_offline_holds_the_same_numbers(tmp_path: Path) -> None:
+def test_wandb_offline_holds_the_same_numbers(tmp_path):
     pytest.importorskip("wandb")
     ended = in_a_process_of_its_own(OFFLINE, tmp_path, WANDB_MODE="offline")
     assert ended.returncode == 0, ended.stderr
@@ -188,7 +187,7 @@ def test_wandb_offline_holds_the_same_numbers(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "run" / METRICS) == [record(i) for i in range(1, 4)]
 
 
-def test_wandb_without_a_key_is_one_message(tmp_path: Path) -> None:
+def test_wandb_without_a_key_is_one_message(tmp_path):
     pytest.importorskip("wandb")
     write_first = "from train.watching.metrics import *; from pathlib import Path; import sys\n"
     code = (
@@ -207,16 +206,14 @@ def test_wandb_without_a_key_is_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "module"), [("wandb_project", "wandb"), ("tensorboard_dir", "torch.utils.tensorboard")]
 )
-def test_a_missing_service_is_told_only_where_it_is_asked_for(
-    field: str, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_service_is_told_only_where_it_is_asked_for(field, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     check_services(LoggingConfig())
     with pytest.raises(ConfigError, match=rf"{field} is set and (\w+) .*: pip install \1 .*EXTRAS=logging"):
-        check_services(LoggingConfig(**{field: "x"}))  # type: ignore[arg-type]
+        check_services(LoggingConfig(**{field: "x"}))
 
 
-def test_a_diffusion_run_has_its_own_loss(tmp_path: Path) -> None:
+def test_a_diffusion_run_has_its_own_loss(tmp_path):
     lines = [record(i, diffusion_loss=0.5 * i, samples_per_second=8.0 * i) for i in (1, 2)]
     for line in lines:
         del line["lm_loss"]

@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,16 +16,14 @@ from train.watching.moments import DATA, SAVING
 from train.watching.profile import ProfileConfig, covered, spent, table
 
 
-def event(
-    name: str, start: int, length: int, where: str = "DeviceType.CPU", size: int = 0, annotation: bool = False
-) -> SimpleNamespace:
+def event(name, start, length, where="DeviceType.CPU", size=0, annotation=False):
     """Return an event of torch's profiler, as far as it is read."""
     values = {"name": name, "start_ns": start, "duration_ns": length, "device_type": where, "nbytes": size}
     values |= {"is_user_annotation": annotation}
     return SimpleNamespace(**{key: partial(lambda value: value, value) for key, value in values.items()})
 
 
-def test_intervals_as_sets_of_points() -> None:
+def test_intervals_as_sets_of_points():
     draw = random.Random(5)
     for _ in range(200):
         first, second = ([(a, a + draw.randint(1, 9)) for a in draw.sample(range(60), 5)] for _ in range(2))
@@ -37,7 +34,7 @@ def test_intervals_as_sets_of_points() -> None:
         assert lengths[one].sum() == len(points[0])
 
 
-def test_time_by_hand() -> None:
+def test_time_by_hand():
     second = 10**9
     events = [
         event(DATA, 0, 1 * second),
@@ -51,7 +48,7 @@ def test_time_by_hand() -> None:
     assert (found.iteration, found.other) == (5.0, 0.5)
 
 
-def test_on_a_gpu_kernels_count_and_not_what_launched_them() -> None:
+def test_on_a_gpu_kernels_count_and_not_what_launched_them():
     events = [
         event("aten::mm", 0, 9),
         event("sm90_gemm", 2, 4, "DeviceType.CUDA"),
@@ -64,8 +61,8 @@ def test_on_a_gpu_kernels_count_and_not_what_launched_them() -> None:
     assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [4, 5, 3]
 
 
-def test_memory_is_the_most_at_once_of_the_device_that_computes() -> None:
-    def memory(where: str, *sizes: int) -> list[SimpleNamespace]:
+def test_memory_is_the_most_at_once_of_the_device_that_computes():
+    def memory(where, *sizes):
         return [event("[memory]", start, 0, where, size) for start, size in enumerate(sizes)]
 
     late, early = memory("DeviceType.CPU", 3, 4, -3, 2, -6)[::-1], [event("aten::mm", 0, 9)]
@@ -76,8 +73,8 @@ def test_memory_is_the_most_at_once_of_the_device_that_computes() -> None:
     assert "| MB |" in table([found])
 
 
-def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
-    def rank(number: int, exposed: int) -> list[SimpleNamespace]:
+def test_the_slowest_rank_is_the_one_that_waits_least():
+    def rank(number, exposed):
         return [event("aten::mm", 0, 100 - exposed), event("gloo:send", 100 - exposed, exposed)]
 
     shown = table([spent(rank(number, exposed), number, 1) for number, exposed in enumerate((40, 10, 40))])
@@ -86,7 +83,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_write_their_traces_and_a_table(tmp_path: Path, default_data: Path) -> None:
+def test_two_ranks_write_their_traces_and_a_table(tmp_path, default_data):
     flags = ["--context-parallel-size", "2", "--profile", "--profile-step-start", "2", "--profile-step-end", "4"]
     data = ["--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model", "--save", str(tmp_path)]
     said, _ = run_ranks(on_rank, 2, [*TINY, *data, *flags, "--train-iters", "5", "--profile-ranks", "1"])
@@ -101,6 +98,6 @@ def test_two_ranks_write_their_traces_and_a_table(tmp_path: Path, default_data: 
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (5, 5)])
-def test_steps_that_are_none(start: int, end: int) -> None:
+def test_steps_that_are_none(start, end):
     with pytest.raises(UserError, match=f"profile_step_start is {start} and profile_step_end {end}"):
         ProfileConfig(profile_step_start=start, profile_step_end=end)

@@ -2,8 +2,6 @@
 
 import io
 from contextlib import redirect_stdout
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from train.objectives.language import NextToken
 from train.watching.progress import COLUMNS, Report, machine_line, progress_line
 
 
-def test_a_line_has_the_means_since_the_last_one() -> None:
+def test_a_line_has_the_means_since_the_last_one():
     assert progress_line(NextToken, [record(2), record(4)], 50, 65.4).split(" | ") == [
         "iteration 4/50",
         "loss 3.0000",
@@ -33,14 +31,14 @@ def test_a_line_has_the_means_since_the_last_one() -> None:
     assert machine_line([record(2, tflops_per_gpu=431.2)], "GPU").startswith("per GPU: 431 TFLOP/s, MFU 12.5%")
 
 
-def test_skipped_iterations_are_counted_and_left_out_of_the_loss() -> None:
+def test_skipped_iterations_are_counted_and_left_out_of_the_loss():
     nan = float("nan")
     line = progress_line(NextToken, [record(1), record(2, lm_loss=nan, grad_norm=nan), record(4)], 50, 0.0)
     assert "| loss 5.0000 | grad norm 2 |" in line
     assert "| 1 skipped |" in line
 
 
-def test_a_diffusion_run_has_samples_per_second() -> None:
+def test_a_diffusion_run_has_samples_per_second():
     records = [record(i, diffusion_loss=0.5 * i, samples_per_second=8.0 * i) for i in (1, 2)]
     for each in records:
         del each["lm_loss"]
@@ -60,7 +58,7 @@ def test_a_diffusion_run_has_samples_per_second() -> None:
     ],
 )
 @pytest.mark.parametrize("left", [0.0, 59.9, 3600.0, 1.2e7, 1e300, float("inf")])
-def test_no_line_is_wider_than_a_window(more: dict[str, Any], left: float) -> None:
+def test_no_line_is_wider_than_a_window(more, left):
     last = record(12345) | more
     line = progress_line(NextToken, [last], 10 * last["iteration"], left)
     assert len(line) <= COLUMNS
@@ -68,7 +66,7 @@ def test_no_line_is_wider_than_a_window(more: dict[str, Any], left: float) -> No
     assert line.endswith(" left")
 
 
-def test_a_usual_line_leaves_nothing_out() -> None:
+def test_a_usual_line_leaves_nothing_out():
     usual = record(12000) | {"lm_loss": 2.3456, "grad_norm": 0.3123, "learning_rate": 3e-4}
     line = progress_line(
         NextToken, [usual | {"iteration_time_ms": 4512.0, "tokens_per_second": 929_600.0}], 100_000, 12_000.0
@@ -82,15 +80,15 @@ def test_a_usual_line_leaves_nothing_out() -> None:
     ("seconds", "text"),
     [(0.4, "0:00"), (65.0, "1:05"), (3599.9, "1:00:00"), (3 * 86400 + 7260.0, "3d 2:01"), (1e10, "over 30 years")],
 )
-def test_time_left_says_what_matters_of_it(seconds: float, text: str) -> None:
+def test_time_left_says_what_matters_of_it(seconds, text):
     assert progress_line(NextToken, [record(1)], 2, seconds).endswith(f"| {text} left")
 
 
-def test_the_first_iteration_of_a_run_has_a_line_and_every_tenth_and_the_last() -> None:
+def test_the_first_iteration_of_a_run_has_a_line_and_every_tenth_and_the_last():
     """A resumed run's first one too. Time left goes by the iterations after the first, whose time is none of theirs."""
     objective = NextToken(context_parallel("ring", seq_len=8), torch.device("cpu"))
     report = Report(None, objective, train_iters=34, log_interval=10, device_type="cuda")
-    printed: dict[int, list[str]] = {}
+    printed = {}
     for i in range(7, 35):
         now = 5000.0 + 2.0 * (i - 7)
         printed[i] = report.lines(record(i) | {"iteration_time_ms": 90_000.0 if i == 7 else 2000.0}, now, last=i == 34)
@@ -102,14 +100,14 @@ def test_the_first_iteration_of_a_run_has_a_line_and_every_tenth_and_the_last() 
     assert [printed[i][1].split(":")[0] for i in (10, 34)] == ["per GPU", "per GPU"]
 
 
-def said(rank: int, world_size: int, folder: Path) -> list[str]:
+def said(rank, world_size, folder):
     output = io.StringIO()
     with redirect_stdout(output):
         run_with(rank, world_size, settings(train_iters=3, eval_iters=0), folder)
     return output.getvalue().splitlines()
 
 
-def test_a_run_on_a_cpu_speaks_of_processes_and_its_first_rank_alone_speaks(tmp_path: Path) -> None:
+def test_a_run_on_a_cpu_speaks_of_processes_and_its_first_rank_alone_speaks(tmp_path):
     first, *others = run_ranks(said, 2, tmp_path / "run")
     kinds = [line.split(" ")[0] + " " + line.split(" ")[1].split("/")[0] for line in first]
     assert kinds[:3] == ["iteration 1", "iteration 3", "per process:"]

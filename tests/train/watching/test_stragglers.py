@@ -5,34 +5,30 @@ import socket
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from runtime.ranks import run_ranks
 from tests.train.test_loop import run_with, settings
 from tools import watch
-from train.config.entries import Config
-from train.loop import Trainer
 from train.watching.metrics import METRICS, LoggingConfig, read_metrics
 from train.watching.stragglers import PHASES, slowest
 
 
-def slowed(trainer: Trainer) -> None:
+def slowed(trainer):
     """Let this rank take longer there, even for a loaded machine."""
 
-    def late(*_: Any) -> None:
+    def late(*_):
         time.sleep(0.4)
 
     trainer.runner.parts[0].layers[0].mlp.down.register_forward_pre_hook(late)
 
 
-def _run(rank: int, size: int, config: Config, folder: Path) -> str:
+def _run(rank, size, config, folder):
     with redirect_stdout(io.StringIO()) as said:
         run_with(rank, size, config, folder, slowed if rank == 1 else None)
     return said.getvalue()
 
 
-def test_a_slowed_rank_is_named_with_its_host(tmp_path: Path) -> None:
+def test_a_slowed_rank_is_named_with_its_host(tmp_path):
     said, _ = run_ranks(
         _run, 2, replace(settings(train_iters=4), logging=LoggingConfig(log_interval=2)), tmp_path / "slow"
     )
@@ -49,7 +45,7 @@ def test_a_slowed_rank_is_named_with_its_host(tmp_path: Path) -> None:
     assert "  slowest: rank 1, " in "\n".join(watch.describe(tmp_path / "slow", time.time(), 80))
 
 
-def test_who_is_behind_and_in_what() -> None:
+def test_who_is_behind_and_in_what():
     alike = {"data_ms": [1.0, 1.0, 1.0], "update_ms": [5.0, 5.0, 5.0], "mlp_ms": [2.0, 2.0, 2.0]}
     assert slowest(alike, 100.0, 40)[:2] == (0, 0.0)
     layer = alike | {"mlp_ms": [2.0, 2.0, 2.5]}

@@ -8,7 +8,7 @@ from parallel.context.arcs.orders import opened
 from tests.parallel.context.arcs.packings import drawn
 
 
-def circles_of(rng: np.random.Generator) -> tuple[Circles, float, tuple[int, int]]:
+def circles_of(rng):
     """Several circles on a line: one of all documents, or some that it was cut to."""
     packing = drawn(rng).packing
     beads = opened(packing.documents, packing.seq_len, packing.reach)
@@ -20,7 +20,7 @@ def circles_of(rng: np.random.Generator) -> tuple[Circles, float, tuple[int, int
     return found[rng.integers(len(found))], share, packing.reach
 
 
-def token_work(circles: Circles) -> list[np.ndarray]:
+def token_work(circles):
     """Work of each token, circle by circle."""
     beads = circles.beads
     offset = np.arange(beads.length.sum()) - np.repeat(circles.begin, beads.length)

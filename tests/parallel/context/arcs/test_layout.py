@@ -13,23 +13,23 @@ from parallel.context.layout import Layout
 from tests.parallel.context.arcs.packings import chat, drawn, filled, lognormal, place_work, short, transfers
 
 
-def balanced(documents: tuple[int, ...], size: int, **mask) -> ArcLayout:
+def balanced(documents, size, **mask):
     return ArcLayout(documents[-1], documents[-1], size, 1, documents, **mask)
 
 
-def imbalance(layout: ArcLayout, under: ArcLayout | None = None) -> float:
+def imbalance(layout, under=None):
     """Largest over mean work of places, under the mask of another layout if there is one."""
     work = place_work(layout, under or layout)
     return work.max() / work.mean()
 
 
-def share_of_a_ring(layout: ArcLayout) -> float:
+def share_of_a_ring(layout):
     """Rows received, of those that a ring passes on."""
     rows = transfers(layout)
     return (rows.end - rows.first).sum() / ((layout.places - 1) * layout.seq_len)
 
 
-def check(layout: ArcLayout) -> None:
+def check(layout):
     """Equal tokens, equal work but for the tolerance and one token's, and at most 2 (P - 1) cuts."""
     owned = [layout.positions(rank) for rank in range(layout.size)]
     assert {len(positions) for positions in owned} == {layout.seq_len // layout.size}
@@ -58,7 +58,7 @@ def test_any_documents_under_any_mask():
         check(drawn(rng))
 
 
-def flat(beads: circles.Beads) -> circles.Beads:
+def flat(beads):
     return beads._replace(slope=0 * beads.slope)
 
 
@@ -142,7 +142,7 @@ def test_the_best_order_is_chosen(monkeypatch):
     packings = [balanced(filled(lognormal, 2**14, seed), 8).packing for seed in range(6)]
     every = orders.orders
 
-    def busiest(chosen) -> np.ndarray:
+    def busiest(chosen):
         monkeypatch.setattr(orders, "orders", chosen)
         found = [orders.best(packing) for packing in packings]
         return np.array([orders._busiest(pieces, p, 1)[0] for pieces, p in zip(found, packings, strict=True)])

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from parallel.context.arcs import ArcLayout, orders
-from parallel.context.sparse.visible import Seen
 from tests.parallel.context.arcs.packings import drawn, transfers
 
 
-def check(packed: ArcLayout) -> int:
+def check(packed):
     """Compare with every pair of a query and a key. Returns how many rows travel."""
     place = np.empty(packed.seq_len, dtype=np.int64)
     for rank in range(packed.size):
@@ -42,7 +41,7 @@ def test_rows_that_travel_are_seen_and_rows_that_are_seen_travel():
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_halo_one_row_short_is_seen(monkeypatch, side):
-    def short(*of) -> Seen:
+    def short(*of):
         rows = whole(*of)
         return rows._replace(end=rows.end - 1) if side else rows._replace(first=rows.first + 1)
 

@@ -3,12 +3,10 @@
 import gc
 import weakref
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel.context import ContextError, context_parallel, make_plan, plan
 from parallel.context.linear.relayout import InsideAttention, Relayout, moved_tokens, token_route
@@ -19,11 +17,11 @@ LENGTH, SHAPE = 21, (3, 2)
 PAIRS = [("lasp", "zigzag"), ("lasp", "striped"), ("striped", "zigzag"), ("lasp", "ring")]
 
 
-def whole(length: int, seed: int) -> Tensor:
+def whole(length, seed):
     return torch.randn(2, length, *SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def both(rank: int, world_size: int, wrong: bool = False) -> list[dict[str, Any]]:
+def both(rank, world_size, wrong=False):
     """What arrives of a tensor and of a gradient, each way, beside this rank's share of the whole in that layout."""
     found = []
     for outer, inner in PAIRS:
@@ -48,7 +46,7 @@ def both(rank: int, world_size: int, wrong: bool = False) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_an_exchange_is_unshard_and_shard_and_its_gradient_the_way_back(ranks: int) -> None:
+def test_an_exchange_is_unshard_and_shard_and_its_gradient_the_way_back(ranks):
     results = run_ranks(both, ranks)
     for index in range(2 * len(PAIRS)):
         assert all(all(result[index]["equal"]) for result in results), PAIRS[index // 2]
@@ -56,12 +54,12 @@ def test_an_exchange_is_unshard_and_shard_and_its_gradient_the_way_back(ranks: i
     assert all(result[index]["sent"] == 0 for result in results for index in (6, 7))  # of one layout
 
 
-def test_tokens_left_in_the_order_of_their_arrival_would_be_seen() -> None:
+def test_tokens_left_in_the_order_of_their_arrival_would_be_seen():
     results = run_ranks(partial(both, wrong=True), 2)
     assert not all(all(entry["equal"]) for result in results for entry in result)
 
 
-def test_few_tokens_stay() -> None:
+def test_few_tokens_stay():
     """From contiguous to zigzag over P ranks a rank sends all of its tokens, or half of them."""
     outside, inside = (make_plan(method, seq_len=64, size=4).geometry for method in ("lasp", "zigzag"))
     kept = [token_route(outside, inside, rank).sends[rank] for rank in range(4)]
@@ -69,14 +67,14 @@ def test_few_tokens_stay() -> None:
     assert moved_tokens(outside, inside) == 16
 
 
-def test_plans_of_other_lengths_or_ranks_are_refused() -> None:
+def test_plans_of_other_lengths_or_ranks_are_refused():
     for outer, inner in ((("lasp", 17, 2), ("zigzag", 17, 2)), (("lasp", 16, 2), ("zigzag", 16, 4))):
         plans = [make_plan(method, seq_len=length, size=size).geometry for method, length, size in (outer, inner)]
         with pytest.raises(ContextError, match=r"tokens cannot go from .* make the one plan with multiple="):
             token_route(*plans, 0)
 
 
-def test_one_layout_exchanges_nothing() -> None:
+def test_one_layout_exchanges_nothing():
     one = context_parallel("ring", seq_len=8)
     attend = InsideAttention(one, context_parallel("lasp", seq_len=8))
     x = torch.randn(1, 8, 2, 4)
@@ -85,7 +83,7 @@ def test_one_layout_exchanges_nothing() -> None:
     assert attend._relayout is None
 
 
-def test_a_mask_of_the_outer_layout_is_that_of_the_inner_one() -> None:
+def test_a_mask_of_the_outer_layout_is_that_of_the_inner_one():
     inside, outside = context_parallel("ring", seq_len=8), context_parallel("lasp", seq_len=8)
     attend, x = InsideAttention(inside, outside), torch.randn(1, 8, 2, 4)
     masks = [(0, 3, 8), (0, 5, 8)]
@@ -98,7 +96,7 @@ def test_a_mask_of_the_outer_layout_is_that_of_the_inner_one() -> None:
     assert not torch.equal(attend(x, x, x, handles[0]), attend(x, x, x, handles[1]))
 
 
-def test_a_plan_of_the_outer_layout_that_is_gone_leaves_none_of_the_inner_one() -> None:
+def test_a_plan_of_the_outer_layout_that_is_gone_leaves_none_of_the_inner_one():
     for outer in ("lasp", "ulysses"):
         inside, outside = context_parallel("ulysses", seq_len=8), context_parallel(outer, seq_len=8)
         attend = InsideAttention(inside, outside)

@@ -2,12 +2,10 @@
 
 import math
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from kernels import reference
 from kernels.linear_attention import linear_attention
@@ -20,7 +18,7 @@ BATCH, HEADS, WIDTH = 2, 8, 8
 LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.99, 0.9, 0.7, 0.5, 0.3, 0.2))
 Case = tuple[str, int, tuple[int, ...] | None, torch.dtype]
 """Method, length, documents, dtype."""
-LENGTHS: list[tuple[int, tuple[int, ...] | None]] = [
+LENGTHS = [
     (256, None),
     (251, None),  # padded on any number of ranks
     (5, None),  # on 8 ranks some have nothing but padding
@@ -29,7 +27,7 @@ LENGTHS: list[tuple[int, tuple[int, ...] | None]] = [
 ]
 
 
-def inputs(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(length, dtype):
     """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
     generator = torch.Generator().manual_seed(7)
     widths = (WIDTH, WIDTH, WIDTH + 1, WIDTH + 1)
@@ -39,7 +37,7 @@ def inputs(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Ten
     )
 
 
-def with_gradients(attend: Any, tensors: list[Tensor]) -> list[Tensor]:
+def with_gradients(attend, tensors):
     *leaves, dout = tensors
     leaves = [x.requires_grad_() for x in leaves]
     out = attend(*leaves)
@@ -47,24 +45,22 @@ def with_gradients(attend: Any, tensors: list[Tensor]) -> list[Tensor]:
 
 
 @cache
-def truth(length: int, documents: tuple[int, ...] | None, dtype: torch.dtype) -> list[Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def truth(length, documents, dtype):
+    def attend(q, k, v):
         return reference.linear_attention(q, k, v, LOG_DECAY, documents=documents)[0]
 
     return with_gradients(attend, list(inputs(length, dtype)))
 
 
 @cache
-def one_process(length: int, documents: tuple[int, ...] | None, dtype: torch.dtype) -> list[Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def one_process(length, documents, dtype):
+    def attend(q, k, v):
         return linear_attention(q, k, v, LOG_DECAY, documents=documents, backend="chunked")[0]
 
     return with_gradients(attend, [x.to(dtype) for x in inputs(length, dtype)])
 
 
-def attend_on_ranks(
-    rank: int, world_size: int, cases: list[Case], rates: tuple[float, ...] = LOG_DECAY
-) -> list[list[Tensor]]:
+def attend_on_ranks(rank, world_size, cases, rates=LOG_DECAY):
     """[out, dq, dk, dv] of the whole sequence for each case."""
     results = []
     for method, length, documents, dtype in cases:
@@ -77,14 +73,14 @@ def attend_on_ranks(
     return results
 
 
-def all_cases() -> list[Case]:
+def all_cases():
     cases = [(method, *length) for method in LINEAR_METHODS for length in LENGTHS]
     exact = [(*case, dtype) for case in cases for dtype in (torch.float64, torch.float32)]
     return [*exact, *((*case, torch.bfloat16) for case in cases[1:4:2])]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_ranks_and_documents_are_exact(world_size: int) -> None:
+def test_ranks_and_documents_are_exact(world_size):
     cases = all_cases()
     for case, got in zip(cases, run_ranks(attend_on_ranks, world_size, cases)[0], strict=True):
         want = truth(*case[1:])
@@ -97,7 +93,7 @@ def test_ranks_and_documents_are_exact(world_size: int) -> None:
             assert measured <= limit, f"{case}: {name} has {measured:.3g}, the limit is {limit:.3g}"
 
 
-def attend_broken(rank: int, world_size: int, method: str, broken: str) -> list[Tensor]:
+def attend_broken(rank, world_size, method, broken):
     """States that are not decayed on their way, or gradients of states that are not passed."""
     from parallel.context.linear import state
 
@@ -106,7 +102,7 @@ def attend_broken(rank: int, world_size: int, method: str, broken: str) -> list[
     elif broken == "gradient":
         found = state.StateExecutor._pass_states
 
-        def without(self: Any, *arguments: Any, reverse: bool) -> Any:
+        def without(self, *arguments, reverse):
             results, passed, finish = found(self, *arguments, reverse=reverse)
             return results, None if reverse else passed, finish
 
@@ -116,20 +112,20 @@ def attend_broken(rank: int, world_size: int, method: str, broken: str) -> list[
 
 @pytest.mark.parametrize("method", STATE_METHODS)
 @pytest.mark.parametrize("broken", ["decay", "gradient"])
-def test_a_state_not_decayed_and_a_gradient_not_passed_are_noticed(method: str, broken: str) -> None:
+def test_a_state_not_decayed_and_a_gradient_not_passed_are_noticed(method, broken):
     found = error(run_ranks(attend_broken, 4, method, broken)[0], truth(251, None, torch.float64))
     assert max(found[2:]) > 1e-3
     assert (found[0] > 1e-3) == (broken == "decay")
 
 
-def test_the_decays_of_other_heads_would_be_seen() -> None:
-    case: Case = ("ulysses", 251, None, torch.float64)
+def test_the_decays_of_other_heads_would_be_seen():
+    case = ("ulysses", 251, None, torch.float64)
     rates = LOG_DECAY[:4] * 2  # what both of 2 ranks would have if neither took its own
     (got,) = run_ranks(attend_on_ranks, 2, [case], rates)[0]
     assert min(error(got, truth(*case[1:]))) > 1e-3
 
 
-def count_bytes(rank: int, world_size: int, lengths: list[int]) -> list[tuple[str, int, Traffic, Traffic]]:
+def count_bytes(rank, world_size, lengths):
     """Bytes sent forward and backward, which are the plan's."""
     found = []
     for method in LINEAR_METHODS:
@@ -147,7 +143,7 @@ def count_bytes(rank: int, world_size: int, lengths: list[int]) -> list[tuple[st
     return found
 
 
-def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where_heads_are_exchanged() -> None:
+def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where_heads_are_exchanged():
     """Of B N d / P elements of v and of out, and twice as many of q and of k, a rank keeps its own 1 / P."""
     hidden, ranks = HEADS * WIDTH, 4
     state = 4 * BATCH * hidden**2 // HEADS  # B d^2 / h elements of float32
@@ -161,17 +157,17 @@ def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where
                 assert forward == backward == Traffic(collective={peer: each for peer in range(4) if peer != rank})
 
 
-def record(rank: int, world_size: int, method: str) -> list[str]:
+def record(rank, world_size, method):
     """What a rank does, in order: its transfers and its products."""
     from parallel.context.linear import state
     from parallel.context.transport import Transport
 
-    events: list[str] = []
+    events = []
 
-    def logged(owner: Any, name: str, waits: bool = False) -> None:
+    def logged(owner, name, waits=False):
         found = getattr(owner, name)
 
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*arguments, **named):
             events.append(name)
             result = found(*arguments, **named)
             if not waits:
@@ -180,12 +176,12 @@ def record(rank: int, world_size: int, method: str) -> list[str]:
 
         setattr(owner, name, call)
 
-    def posted(transport: Transport, sends: Any, receives: Any, far: bool) -> Any:
+    def posted(transport, sends, receives, far):
         events.append("receive" if receives else "send")
         arrivals, sent = post(transport, sends, receives, far)
         return [lambda arrival=arrival: (events.append("wait"), arrival())[1] for arrival in arrivals], sent
 
-    post, Transport.isend_irecv = Transport.isend_irecv, posted  # type: ignore[method-assign]
+    post, Transport.isend_irecv = Transport.isend_irecv, posted
     logged(Transport, "gather", waits=True)
     for name in ("from_state", "passed_on"):
         logged(state, name)
@@ -199,7 +195,7 @@ def record(rank: int, world_size: int, method: str) -> list[str]:
     return events
 
 
-def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way() -> None:
+def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way():
     middle = run_ranks(record, 3, "lasp")[1]
     forward = ["receive", "scan", "wait", "passed_on", "send", "from_state"]
     assert middle == [*forward, "backward", "receive", *["scan"] * 3, *forward[2:], "from_state"]
@@ -209,7 +205,7 @@ def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way() ->
     assert middle == [*forward, "backward", *backward]
 
 
-def test_who_passes_what_to_whom() -> None:
+def test_who_passes_what_to_whom():
     plan = make_plan("lasp", seq_len=29, size=4, documents=(0, 8, 12, 29))  # 8 positions each, the last 3 padding
     ahead = passages(4, 8, plan.boundaries)
     assert [(way.source, way.target, way.goes_through, way.seen) for way in ahead] == [
@@ -222,7 +218,7 @@ def test_who_passes_what_to_whom() -> None:
     assert ahead[1].documents == (0, 4, 8)
 
 
-def overflow(rank: int, world_size: int, method: str) -> list[Tensor]:
+def overflow(rank, world_size, method):
     """Of out and the gradients, which heads of which tokens are finite where one key and value overflow: [B, T, H]."""
     tensors = [x.float() for x in inputs(64, torch.float32)]
     for x in tensors[1:3]:
@@ -236,7 +232,7 @@ def overflow(rank: int, world_size: int, method: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("method", STATE_METHODS)
-def test_an_overflow_spoils_what_it_spoils_in_one_process(method: str) -> None:
+def test_an_overflow_spoils_what_it_spoils_in_one_process(method):
     out, *gradients = overflow(0, 1, method)
     assert out[:, :5].all()
     assert not out[0, 5:, 2].any()
@@ -245,7 +241,7 @@ def test_an_overflow_spoils_what_it_spoils_in_one_process(method: str) -> None:
         assert all(torch.equal(got, want) for got, want in zip(of_rank, [out, *gradients], strict=True))
 
 
-def test_calls_that_do_not_fit_are_named() -> None:
+def test_calls_that_do_not_fit_are_named():
     q = torch.randn(1, 16, HEADS, WIDTH)
     cp = context_parallel("lasp", seq_len=16)
     with pytest.raises(ContextError, match=r"method lasp passes states on, which softmax attention.*ring, striped"):
@@ -269,7 +265,7 @@ def test_calls_that_do_not_fit_are_named() -> None:
         make_plan("lasp", seq_len=16, size=4, team_size=2)
 
 
-def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> None:
+def test_the_attention_is_one_operator_that_autograd_and_tracing_accept():
     cp = context_parallel("lasp2", seq_len=16)
     q, k, v = (torch.randn(1, 16, HEADS, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     torch.library.opcheck(
@@ -277,7 +273,7 @@ def test_the_attention_is_one_operator_that_autograd_and_tracing_accept() -> Non
     )
 
 
-def test_the_backward_outlives_the_object_that_attended() -> None:
+def test_the_backward_outlives_the_object_that_attended():
     q = torch.randn(1, 16, HEADS, WIDTH, requires_grad=True)
     context_parallel("lasp", seq_len=16).attend_linear(q, q, q, LOG_DECAY).sum().backward()
     want = torch.autograd.grad(reference.linear_attention(q, q, q, LOG_DECAY)[0].sum(), q)[0]

@@ -7,19 +7,19 @@ from parallel.context import make_plan
 TEAMS = [(size, team) for size in range(1, 257) for team in range(2, 17) if size % team**2 == 0]
 
 
-def initial_target(team: int, member: int, teams: int, members: int) -> int:
+def initial_target(team, member, teams, members):
     """Algorithm 2: the global rank that gets the KV of this member's team."""
     group_size = teams // members
     return (member * group_size + team // members) * members + team % members
 
 
-def ring_neighbour(team: int, member: int, teams: int, members: int, step: int) -> int:
+def ring_neighbour(team, member, teams, members, step):
     """Algorithm 3: the next (step 1) or last (step -1) rank of this member's ring."""
     group_size = teams // members
     return member + ((team + step) % group_size + group_size * (team // group_size)) * members
 
 
-def test_plans_follow_the_paper_s_algorithms_up_to_256_ranks() -> None:
+def test_plans_follow_the_paper_s_algorithms_up_to_256_ranks():
     for size, members in TEAMS:
         plan, teams = make_plan("wallfacer", seq_len=2 * size, size=size, team_size=members), size // members
         for rank in range(0, size, max(1, size // 16)):
@@ -32,7 +32,7 @@ def test_plans_follow_the_paper_s_algorithms_up_to_256_ranks() -> None:
                 assert step.transfers[0].recv_from == ring_neighbour(team, member, teams, members, -1)
 
 
-def test_plans_hold_what_the_paper_says() -> None:
+def test_plans_hold_what_the_paper_says():
     for size, members in [(16, 2), (64, 4), (72, 6), (256, 16), (252, 3)]:
         plan = make_plan("wallfacer", seq_len=2 * size, size=size, team_size=members)
         for first in range(0, size, members):
@@ -41,7 +41,7 @@ def test_plans_hold_what_the_paper_says() -> None:
 
 
 @pytest.mark.parametrize(("size", "team_size", "degree"), [(8, 2, 1), (32, 2, 1), (64, 4, 1), (32, 2, 2)])
-def test_placement_makes_neighbours_of_a_team_or_of_a_ring(size: int, team_size: int, degree: int) -> None:
+def test_placement_makes_neighbours_of_a_team_or_of_a_ring(size, team_size, degree):
     ring = size // degree // team_size**2
     for placement, together in (("collect_intra", team_size), ("p2p_intra", ring)):
         plan = make_plan(
@@ -61,10 +61,10 @@ def test_placement_makes_neighbours_of_a_team_or_of_a_ring(size: int, team_size:
                 assert reached <= set(node)
 
 
-def test_placement_decides_what_crosses_between_nodes() -> None:
+def test_placement_decides_what_crosses_between_nodes():
     shape = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 64, "element_size": 2}
 
-    def crossing(method: str, **options: object) -> int:
+    def crossing(method, **options):
         plan = make_plan(method, seq_len=32768, size=32, **options)
         return sum(plan.cost(rank, **shape).forward.between_nodes(rank, 8) for rank in range(32))
 

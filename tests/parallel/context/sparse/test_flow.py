@@ -2,8 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ from hypothesis import strategies as st
 from parallel.context import METHODS, Plan, make_plan
 from parallel.context.sparse import schedule
 from parallel.context.sparse.flow import Flow
-from parallel.context.sparse.visible import Seen
-from tests.parallel.context.sparse.play import Play, Sent, drawn, visible
+from tests.parallel.context.sparse.play import Play, drawn, visible
 
 BOTH = ("kv", "queries")
 DOCUMENTS = (0, 9, 10, 41, 70, 96)
@@ -23,9 +20,7 @@ DOCUMENTS = (0, 9, 10, 41, 70, 96)
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(draw=st.randoms(use_true_random=False), size=st.integers(1, 16), moves=st.sampled_from(BOTH))
-def test_all_ranks_compute_each_visible_pair_once_and_send_what_is_seen_alone(
-    method: str, draw: random.Random, size: int, moves: Any
-) -> None:
+def test_all_ranks_compute_each_visible_pair_once_and_send_what_is_seen_alone(method, draw, size, moves):
     Play(drawn(draw, method, size), moves).run()
 
 
@@ -34,15 +29,13 @@ def test_all_ranks_compute_each_visible_pair_once_and_send_what_is_seen_alone(
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=100, deadline=None)
 @given(draw=st.randoms(use_true_random=False), size=st.integers(1, 64), moves=st.sampled_from(BOTH))
-def test_the_same_for_other_masks_in_every_run_and_up_to_64_ranks(
-    method: str, draw: random.Random, size: int, moves: Any
-) -> None:
+def test_the_same_for_other_masks_in_every_run_and_up_to_64_ranks(method, draw, size, moves):
     Play(drawn(draw, method, size), moves).run()
 
 
-def crossings(sent: list[Sent], gradients: bool, per_node: int, degree: int) -> Counter:
+def crossings(sent, gradients, per_node, degree):
     """How often each row, per heads, comes to each other node; of gradients, from each other node."""
-    found: Counter = Counter()
+    found = Counter()
     for one in sent:
         nodes = one.sender // per_node, one.receiver // per_node
         if nodes[0] != nodes[1]:
@@ -52,13 +45,11 @@ def crossings(sent: list[Sent], gradients: bool, per_node: int, degree: int) -> 
 
 
 @pytest.mark.parametrize(("size", "per_node", "degree"), [(4, 2, 1), (8, 4, 2), (9, 3, 1), (12, 4, 1), (16, 8, 4)])
-def test_exchange_sends_each_row_once_to_each_node_and_its_gradient_once_from_there(
-    size: int, per_node: int, degree: int
-) -> None:
+def test_exchange_sends_each_row_once_to_each_node_and_its_gradient_once_from_there(size, per_node, degree):
     draw, several = random.Random(size), 0
     for moves, mask in zip(BOTH, ({}, {"window": (3 * size, 0), "layout": "zigzag"}), strict=True):
         documents = (0, *sorted(draw.sample(range(1, 5 * size), 2)), 5 * size)
-        options: dict[str, Any] = {"documents": documents, "ulysses_degree": degree, **mask}
+        options = {"documents": documents, "ulysses_degree": degree, **mask}
         played, control = (
             Play(make_plan("exchange", seq_len=5 * size, size=size, ranks_per_node=node, **options), moves).run()
             for node in (per_node, None)
@@ -73,18 +64,18 @@ def test_exchange_sends_each_row_once_to_each_node_and_its_gradient_once_from_th
     assert several, "negative control: without nodes, rows cross more than once"
 
 
-def changed(change: Callable[[Seen, int], Seen]) -> Callable[..., Flow]:
+def changed(change):
     """Flow that is told of other rows than are seen."""
     return lambda geometry, seen: Flow(geometry, change(seen, geometry.local_len * geometry.ulysses_degree))
 
 
-def one_row_short(seen: Seen, rows: int) -> Seen:
+def one_row_short(seen, rows):
     """Without the first row of what one place sees of another's."""
     chosen = np.flatnonzero(seen.who != seen.whose)[0]
     return seen._replace(first=seen.first + (np.arange(len(seen.first)) == chosen))
 
 
-def one_row_more(seen: Seen, rows: int) -> Seen:
+def one_row_more(seen, rows):
     """With the row before the first one, or after the last one, that a place sees of another's."""
     for who, whose in {*zip(seen.who.tolist(), seen.whose.tolist(), strict=True)}:
         own = np.flatnonzero((seen.who == who) & (seen.whose == whose))
@@ -104,9 +95,7 @@ def one_row_more(seen: Seen, rows: int) -> Seen:
         (one_row_more, "a row is sent that no|gradient of 0"),
     ],
 )
-def test_a_row_too_few_and_a_row_too_many_are_seen(
-    moves: Any, change: Callable[[Seen, int], Seen], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_too_few_and_a_row_too_many_are_seen(moves, change, message, monkeypatch):
     for method in ("ring", "allgather", "exchange", "double_ring"):
         named = {"layout": "contiguous"} if len(METHODS[method].capabilities().layouts) > 1 else {}
         made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0), **named)
@@ -118,7 +107,7 @@ def test_a_row_too_few_and_a_row_too_many_are_seen(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method: str) -> None:
+def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method):
     made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0))
     for documents, window in (((0, 9, 41, 70, 96), (20, 0)), (DOCUMENTS, (19, 0)), (DOCUMENTS, (21, 0))):
         wrong = Plan(made.geometry, made.under(documents=documents, window=window).mask, made.mask)
@@ -127,7 +116,7 @@ def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method: str) -> Non
     Play(made, "kv", visible(made)).run()
 
 
-def test_a_gradient_returns_to_its_owner_before_it_goes_on() -> None:
+def test_a_gradient_returns_to_its_owner_before_it_goes_on():
     """Where an owner holds its rows again amid the rounds, in a team, its own part stays, and so does what came."""
     made = make_plan("wallfacer", seq_len=79, size=12, team_size=2, documents=(0, 34, 79), layout="zigzag")
     amid = [

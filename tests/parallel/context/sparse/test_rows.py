@@ -5,20 +5,20 @@ from itertools import pairwise
 
 import numpy as np
 
-from parallel.context.sparse.rows import NOWHERE, Line, Rows, Spans, common, count, merged, places_in, union, without
+from parallel.context.sparse.rows import NOWHERE, Line, Spans, common, count, merged, places_in, union, without
 
 
-def drawn(draw: random.Random, length: int = 30) -> tuple[Rows, set[int]]:
+def drawn(draw, length=30):
     """Rows that may be none, all, or many single ones, and the set of them."""
     chosen = {i for i in range(length) if draw.random() < draw.choice([0, 0.2, 0.5, 0.9, 1])}
     return merged((i, i + 1) for i in sorted(chosen)), chosen
 
 
-def spans(rows: Rows) -> Spans:
+def spans(rows):
     return Spans(*np.array(rows, dtype=np.int64).reshape(-1, 2).T)
 
 
-def spelled_out(found: Rows | Spans) -> list[int]:
+def spelled_out(found):
     """The numbers; checks that the intervals ascend and neither overlap nor adjoin."""
     rows = list(zip(*(x.tolist() for x in found), strict=True)) if isinstance(found, Spans) else list(found)
     edges = [edge for interval in rows for edge in interval]
@@ -26,7 +26,7 @@ def spelled_out(found: Rows | Spans) -> list[int]:
     return [i for first, end in rows for i in range(first, end)]
 
 
-def test_unions_common_rows_and_rests_are_those_of_sets() -> None:
+def test_unions_common_rows_and_rests_are_those_of_sets():
     draw = random.Random(0)
     for _ in range(2000):
         (a, in_a), (b, in_b), (c, in_c) = (drawn(draw) for _ in range(3))
@@ -38,7 +38,7 @@ def test_unions_common_rows_and_rests_are_those_of_sets() -> None:
             assert spelled_out(found) == sorted(wanted), (a, b, c)
 
 
-def test_a_union_joins_intervals_that_overlap_in_any_order() -> None:
+def test_a_union_joins_intervals_that_overlap_in_any_order():
     draw = random.Random(1)
     for _ in range(1000):
         given = [(first, first + draw.randint(1, 9)) for first in draw.choices(range(40), k=draw.randrange(8))]
@@ -48,14 +48,14 @@ def test_a_union_joins_intervals_that_overlap_in_any_order() -> None:
         assert count(merged(sorted(given))) == len(numbers)
 
 
-def test_nothing_is_a_set_too() -> None:
+def test_nothing_is_a_set_too():
     some = spans(((2, 4),))
     assert spelled_out(union()) == spelled_out(union(NOWHERE, NOWHERE)) == spelled_out(common(some, NOWHERE)) == []
     assert spelled_out(without(NOWHERE, some)) == []
     assert spelled_out(without(some, NOWHERE)) == [2, 3]
 
 
-def test_rows_lie_in_a_buffer_where_those_before_them_end() -> None:
+def test_rows_lie_in_a_buffer_where_those_before_them_end():
     draw = random.Random(2)
     for _ in range(2000):
         kept, numbers = drawn(draw)
@@ -69,19 +69,19 @@ def test_rows_lie_in_a_buffer_where_those_before_them_end() -> None:
 Held = set[tuple[int, int, int]]
 
 
-def drawn_everywhere(draw: random.Random, places: int, rows: int) -> Held:
+def drawn_everywhere(draw, places, rows):
     """What places hold; often the last row of one owner and the first of the next, which adjoin on no line."""
     everything = [(place, owner, i) for place in range(places) for owner in range(places) for i in range(rows)]
     share = draw.choice([0.1, 0.5, 1])
     return {one for one in everything if draw.random() < share}
 
 
-def on(line: Line, held: Held) -> Spans:
+def on(line, held):
     place, owner, row = (np.array(column, dtype=np.int64) for column in zip(*sorted(held), strict=True))
     return union(line.spans(place, owner, row, row + 1))
 
 
-def spelled_out_everywhere(line: Line, spans: Spans, places: int) -> Held:
+def spelled_out_everywhere(line, spans, places):
     return {
         (place, owner, i)
         for place in range(places)
@@ -91,7 +91,7 @@ def spelled_out_everywhere(line: Line, spans: Spans, places: int) -> Held:
     }
 
 
-def test_what_is_put_on_the_line_is_found_by_place_and_by_owner() -> None:
+def test_what_is_put_on_the_line_is_found_by_place_and_by_owner():
     draw = random.Random(0)
     for _ in range(200):
         places, rows = draw.randint(1, 5), draw.randint(1, 6)
@@ -107,7 +107,7 @@ def test_what_is_put_on_the_line_is_found_by_place_and_by_owner() -> None:
         assert set(line.pairs(spans).tolist()) == {place * places + owner for place, owner, _ in held}
 
 
-def test_what_is_moved_is_held_by_another_place() -> None:
+def test_what_is_moved_is_held_by_another_place():
     draw = random.Random(1)
     for _ in range(200):
         places, rows = draw.randint(1, 5), draw.randint(1, 6)

@@ -1,27 +1,24 @@
 """Rows seen against brute force: any documents, windows, layouts and teams."""
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from parallel.context import METHODS, Plan, make_plan
-from parallel.context.mask import Reach
+from parallel.context import METHODS, make_plan
 from parallel.context.sparse import visible as module
-from parallel.context.sparse.visible import Seen, as_columns, rows_seen
-from parallel.context.tiles import Piece
+from parallel.context.sparse.visible import as_columns, rows_seen
 from tests.parallel.context.sparse.play import drawn, visible
 
 
-def sets(plan: Plan) -> Iterator[tuple[list[Piece], np.ndarray]]:
+def sets(plan):
     """Pieces and positions of the ranks one by one, and of each team."""
     groups = [(rank,) for rank in range(plan.size)] + [plan.geometry.team(rank) for rank in range(plan.size)]
     for ranks in groups:
         yield plan.real_pieces(ranks), np.concatenate([plan.positions(rank).numpy() for rank in ranks])
 
 
-def found(plan: Plan, reach: Reach, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def found(plan, reach, seen):
     """Which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and by brute force."""
     pieces, positions = zip(*sets(plan), strict=True)
     begin = np.cumsum([0, *map(len, positions)])
@@ -35,7 +32,7 @@ def found(plan: Plan, reach: Reach, seen: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rows_seen_are_those_that_some_query_sees_and_the_other_way_round(method: str) -> None:
+def test_rows_seen_are_those_that_some_query_sees_and_the_other_way_round(method):
     for seed, size in enumerate((1, 2, 3, 4, 6, 8, 9, 12) * 2):
         plan = drawn(random.Random(f"{method} {seed}"), method, size)
         behind, ahead = plan.mask.reach
@@ -44,7 +41,7 @@ def test_rows_seen_are_those_that_some_query_sees_and_the_other_way_round(method
 
 
 @pytest.mark.parametrize("window", [(1, 0), (2, 0), (6, 0)])
-def test_windows_narrower_than_the_stride_see_some_ranks_alone(window: tuple[int, int]) -> None:
+def test_windows_narrower_than_the_stride_see_some_ranks_alone(window):
     plan = make_plan("striped", seq_len=64, size=8, documents=(0, 3, 30, 64), window=window)
     got, want = found(plan, plan.mask.reach, visible(plan))
     np.testing.assert_array_equal(got, want)
@@ -54,12 +51,12 @@ def test_windows_narrower_than_the_stride_see_some_ranks_alone(window: tuple[int
     assert (narrower != want).any()
 
 
-def test_pieces_compared_a_few_at_a_time_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_compared_a_few_at_a_time_make_no_difference(monkeypatch):
     plan = make_plan("striped", seq_len=60, size=6, documents=(0, 3, 11, 30, 31, 60), window=(20, 0))
     everything, nothing = as_columns([plan.real_pieces((rank,)) for rank in range(6)]), as_columns([[]])
 
-    def seen() -> list[tuple[int, ...]]:
-        columns: Seen = rows_seen(everything, everything, plan.layout.stride, plan.mask.reach)
+    def seen():
+        columns = rows_seen(everything, everything, plan.layout.stride, plan.mask.reach)
         return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
     at_once = seen()

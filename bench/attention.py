@@ -94,7 +94,7 @@ def slowest_pairs(contestant: str, work: AttentionShape, size: int) -> int:
     """
     plan = work.plan(contestant, size)
     pairs = plan.work().pairs  # [rounds, ranks]
-    together = size > 2 and not plan.geometry.method.capabilities().needed_only
+    together = size > 2 and not plan.geometry.method.needed_only
     return int(pairs.max(1).sum() if together else pairs.sum(0).max())
 
 

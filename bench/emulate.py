@@ -15,7 +15,7 @@ from kernels.blocks import Keys, Rows, Tile
 from kernels.tiles import add_gradients_, attend_tiles_
 from parallel.context import Plan
 from parallel.context.executor import Executor
-from parallel.context.geometry import Transfer
+from parallel.context.methods.base import Send
 from parallel.context.traffic import Moves, Sizes
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.errors import UserError
@@ -37,7 +37,7 @@ class LoopbackTransport(Transport):
     ) -> tuple[list[Arrival], Callable[[], object]]:
         return [lambda tensors=tensors: tensors for _, tensors in receives], lambda: None  # type: ignore[misc]
 
-    def send_recv(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
+    def send_recv(self, tensors: Tensors, send: Send, far: bool) -> Arrival:
         return lambda: tensors
 
     def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
@@ -72,7 +72,7 @@ def emulate(plan: Plan, of: Sizes, device: str, dtype: torch.dtype, timer: Timer
 
     Raises UserError: the method passes states, and has no tiles.
     """
-    if plan.geometry.method.capabilities().states:
+    if plan.geometry.method.states:
         raise UserError(f"{plan.geometry.method.name} passes states, and has no rounds; emulate a softmax attention")
     found: dict[Moves | None, np.ndarray] = {}
     for moves in (None, plan.backward_moves(of)):

@@ -69,7 +69,7 @@ class AttentionCost:
 
     def _seconds(self, moves: Moves | None, operations: int, scan: int) -> float:
         """Time a backward that moves KV or queries, or (None) a forward."""
-        if self.plan.geometry.method.capabilities().states:
+        if self.plan.geometry.method.states:
             return self._state_seconds(scan, reverse=moves is not None)
         return self._rounds_seconds(moves, operations)
 
@@ -80,7 +80,7 @@ class AttentionCost:
         return Links(*map(sum, zip(*ways, strict=True)))
 
     def _bytes(self, moves: Moves | None) -> tuple[int, int]:
-        if self.plan.sparse and not self.plan.geometry.method.capabilities().states:
+        if self.plan.sparse and not self.plan.geometry.method.states:
             return needed_of_all(self.plan, self.of, moves, self._per_node)
         return bytes_of_all(self.plan.geometry, self.of, moves, self._per_node, self.plan.boundaries)
 
@@ -96,7 +96,7 @@ class AttentionCost:
         plan, busy = self.plan, self._busy(moves, operations)
         joint = collectives(plan.geometry, self.of, moves, holders_join=not plan.sparse)
         waited = sum(self._transfer(_joint(collective)) for collective in joint)
-        if plan.geometry.method.capabilities().needed_only:
+        if plan.geometry.method.needed_only:
             sent = slots(plan, self.of, moves or "kv", gradients=moves is not None)
             return self._overlapped([(float(busy.sum(axis=0).max()), self._transfer(*sent))], waited)
         computing = [*busy.max(axis=1).tolist(), 0.0]
@@ -106,7 +106,7 @@ class AttentionCost:
         """Return the seconds of what is in transit in every round, and after the last."""
         if self.plan.sparse:
             return list(map(self._transfer, slots(self.plan, self.of, moves or "kv", gradients=moves is not None)))
-        found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(self.plan.geometry.hops) + 1)]
+        found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(self.plan.geometry.rounds) + 1)]
         targets = {}
         for message in self._messages(moves):
             targets[id(message.to)] = message.to
@@ -140,7 +140,7 @@ class AttentionCost:
         geometry, of = self.plan.geometry, self.of
         elements = of.batch * of.tokens * of.heads * of.head_dim**2
         scan = operations * elements / self._rate
-        if geometry.method.capabilities().states == "gather":
+        if geometry.method.states == "gather":
             gathers = sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, None))
             return STATE * elements / self._rate + max(scan, gathers)
         *_, onward = self._messages("kv" if reverse else None)

@@ -57,7 +57,7 @@ def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
     """Return all heads at once, then one head of each rank in a stage, where ranks exchange several."""
     context, tp, cp = config.context, config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
     method = METHODS.get(context.context_parallel_method)
-    degree = cp if method and method.capabilities().splits_heads else context.ulysses_degree
+    degree = cp if method and method.splits_heads else context.ulysses_degree
     stages = config.model.num_attention_heads // (tp * degree)
     return [(context.ulysses_head_chunks,), *[(stages,)] * (degree > 1 and stages > 1)]
 

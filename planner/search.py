@@ -134,19 +134,18 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
         return
     degrees = [degree for degree in range(1, size) if size % degree == 0]
     for name, method in METHODS.items():
-        able = method.capabilities()
-        if able.needed_only and not config.packed:
+        if method.needed_only and not config.packed:
             continue  # of one document it brings nothing
         if not config.causal and method.layout(causal=False) not in ("contiguous", BALANCED):
             continue  # full attention needs no balance
-        if able.splits_heads:
+        if method.splits_heads:
             fields = {"context_parallel_method": name}
             yield replace(base, **fields)
             continue
-        teams = [c for c in range(2, size + 1) if size % c**2 == 0] if able.teams else [1]
-        for degree, team, placement in product(degrees, teams, PLACEMENTS if able.teams else PLACEMENTS[:1]):
-            nodes = able.nodes and degree < inner < size
-            if size // degree % team**2 or (able.nodes and not (nodes or (able.needed_only and inner >= size))):
+        teams = [c for c in range(2, size + 1) if size % c**2 == 0] if method.teams else [1]
+        for degree, team, placement in product(degrees, teams, PLACEMENTS if method.teams else PLACEMENTS[:1]):
+            nodes = method.nodes and degree < inner < size
+            if size // degree % team**2 or (method.nodes and not (nodes or (method.needed_only and inner >= size))):
                 continue
             if placement != PLACEMENTS[0] and size // degree == team**2:
                 continue  # there are no rings to place

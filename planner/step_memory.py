@@ -234,12 +234,12 @@ def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
         buffers += of.gradient("queries") * of.element_size // of.wide  # under way
     if geometry.size == geometry.ulysses_degree:
         return buffers
-    if geometry.method.capabilities().needed_only:  # all rows are received at once
+    if geometry.method.needed_only:  # all rows are received at once
         rows = most_rows_held(plan, moves)
         return buffers + rows * (of.gradient(moves) + of.payload(moves)) // of.tokens + of.gradient(stays)
-    held, team, rounds = len(geometry.holders(0)), len(geometry.teammates(0)), len(geometry.steps(0))
+    held, team, rounds = len(geometry.holders(0)), len(geometry.teammates(0)), len(geometry.rounds_of(0))
     if rounds > 1:
-        held = 2 * len(geometry.steps(0)[-1].holds) // geometry.ulysses_degree
+        held = 2 * len(geometry.rounds_of(0)[-1].holds) // geometry.ulysses_degree
     gathered = rounds == 1 and held > 1
     buffers += int((2 if gathered else STILL_SENT if rounds > 2 else 1) * held * of.gradient(moves))
     buffers += team * (1 if team == 1 else 2) * of.gradient(stays)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from parallel.context.executor import Executor
-from parallel.context.geometry import Geometry, Transfer
+from parallel.context.geometry import Geometry
 from parallel.context.heads import HeadExchange
+from parallel.context.methods.base import Send
 from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 
@@ -113,8 +114,8 @@ class ThreadTransport(Transport):
             self._send(tensors, peer, kind)
         return [self._coming(peer, kind) for peer, _ in receives], lambda: None
 
-    def send_recv(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
-        return self.isend_irecv([(transfer.send_to, tensors)], [(transfer.recv_from, ())], far)[0][0]
+    def send_recv(self, tensors: Tensors, send: Send, far: bool) -> Arrival:
+        return self.isend_irecv([(send.to, tensors)], [(send.source, ())], far)[0][0]
 
     def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
         if len(ranks) == 1:

@@ -167,7 +167,7 @@ class ContextParallel:
 
         A forward and a backward, for layers with these windows. Safe in another thread.
         """
-        if self.plan.geometry.method.capabilities().states:
+        if self.plan.geometry.method.states:
             return
         for window in windows:
             plan = self.plan if window is None else self.plan.windowed(window)
@@ -244,7 +244,7 @@ class ContextParallel:
             check(q, k, v, log_decay)
         except ValueError as error:
             raise ContextError(f"attend_linear: {error}") from error
-        if geometry.method.capabilities().states:
+        if geometry.method.states:
             operands = q, k, v, log_decay, self._state_executor.handle, handle.tensor
             return torch.ops.longmesh.state_attention(*operands)[0]
         geometry.check_heads(q.shape[2], q.shape[2])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.tiles import Tile
-from parallel.context.geometry import Round
+from parallel.context.methods.base import Round
 from parallel.context.sparse.flow import Parcels
 from parallel.context.sparse.rows import Rows, count
 from parallel.context.sparse.schedule import RankSchedule
@@ -35,8 +35,8 @@ class Whole:
         """Yield every round with something to do, while what later ones hold is in transit."""
         for i, step in enumerate(self._rounds):
             held = self._due.pop(i)()
-            for transfer in step.transfers:
-                self._due[transfer.due] = self._transport.send_recv(held, transfer, transfer.due > i + 1)
+            for send in step.sends:
+                self._due[send.due] = self._transport.send_recv(held, send, send.due > i + 1)
             if step.gradient is not None:
                 yield i, step.tiles, held
 
@@ -45,10 +45,10 @@ class Whole:
         coming = self._gradients.pop(index, [])
         while coming:
             torch._foreach_add_(moved, coming.pop(0)())  # nothing names what came, or what was sent
-        transfer = self._rounds[index].gradient
-        assert transfer is not None
-        sent = self._transport.send_recv(moved, transfer, transfer.due > index + 1)
-        self._gradients.setdefault(transfer.due, []).append(sent)
+        send = self._rounds[index].gradient
+        assert send is not None
+        sent = self._transport.send_recv(moved, send, send.due > index + 1)
+        self._gradients.setdefault(send.due, []).append(sent)
 
     def home(self) -> Tensors:
         """Return the whole gradient of this rank's own rows; () if it had no part in any."""

@@ -6,47 +6,15 @@ Process groups, transport and operators depend on it alone.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.blocks import Tile
 from parallel.context.errors import ContextError
 from parallel.context.layout import BALANCED, Layout, padded_length, places
-from parallel.context.methods.base import Hop, Method, Ranks, Send, Shape
+from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
 from parallel.context.options import PlanOptions
-
-
-class Transfer(NamedTuple):
-    """Send to one rank and receive from another by round ``due``; the number of rounds means after the last.
-
-    Of all places at once, arrays of places: int64 ``[places]``.
-    """
-
-    send_to: Ranks
-    recv_from: Ranks
-    due: int
-
-
-class Round(NamedTuple):
-    """A ``Hop`` of one rank: the KV held, its transfers and its gradient's, and under a mask the tiles.
-
-    Tiles pair this rank's queries, which are its team's, joined in ascending positions, with the keys of ``holds``
-    (ranks that each hold every n-th position: in the order of their first ones). A backward that moves queries holds
-    queries, and the keys are the team's.
-    """
-
-    holds: tuple[int, ...]
-    transfers: tuple[Transfer, ...]
-    gradient: Transfer | None
-    tiles: tuple[Tile, ...] = ()
-
-    @property
-    def pairs(self) -> int:
-        """Count the unmasked (query, key) pairs computed in this round."""
-        return sum(tile.pairs for tile in self.tiles)
 
 
 @dataclass(frozen=True)
@@ -97,9 +65,9 @@ class Geometry:
         """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
         return torch.from_numpy(self.layout.positions(self.owner(rank)))
 
-    def steps(self, rank: int) -> tuple[Round, ...]:
+    def rounds_of(self, rank: int) -> tuple[Round, ...]:
         """Return the rounds of ``rank``, in order, without their tiles."""
-        return _steps(self, rank)
+        return _rounds_of(self, rank)
 
     def team(self, rank: int) -> tuple[int, ...]:
         """Return the ranks for whose queries ``rank`` computes attention."""
@@ -127,7 +95,7 @@ class Geometry:
     @cached_property
     def holder_groups(self) -> np.ndarray:
         """Return the holders of each rank: int64 ``[size, members]``."""
-        return np.stack([self.at_ranks(places) for places in self.hops[0].holds], axis=1)
+        return np.stack([self.at_ranks(places) for places in self.rounds[0].holds], axis=1)
 
     @cached_property
     def head_groups(self) -> np.ndarray:
@@ -181,9 +149,9 @@ class Geometry:
         return Shape(self.size // self.ulysses_degree, self.team_size, max(1, per_node // self.ulysses_degree))
 
     @cached_property
-    def hops(self) -> tuple[Hop, ...]:
+    def rounds(self) -> tuple[Round, ...]:
         """Return the rounds of all places at once."""
-        return tuple(self.method.hops(np.arange(self.shape.size), self.shape))
+        return tuple(self.method.rounds(np.arange(self.shape.size), self.shape))
 
     def at_ranks(self, places: Ranks) -> np.ndarray:
         """Map each place's peer ``[places]`` to each rank's peer, int64 ``[size]``.
@@ -244,16 +212,16 @@ def _gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.devi
 
 
 @lru_cache(maxsize=4096)
-def _steps(geometry: Geometry, rank: int) -> tuple[Round, ...]:
+def _rounds_of(geometry: Geometry, rank: int) -> tuple[Round, ...]:
     place, u = geometry.place(rank), rank % geometry.ulysses_degree
 
-    def transfer(send: Send) -> Transfer:
+    def own(send: Send) -> Send:
         sender = int(np.argmax(np.broadcast_to(send.to, geometry.shape.size) == place))
         target = _one(send.to, place)
-        return Transfer(int(geometry._first_ranks[target]) + u, int(geometry._first_ranks[sender]) + u, send.due)
+        return Send(int(geometry._first_ranks[target]) + u, send.due, int(geometry._first_ranks[sender]) + u)
 
     found = []
-    for hop in geometry.hops:
-        gradient = None if hop.gradient is None else transfer(hop.gradient)
-        found.append(Round(geometry.ranks_at(hop.holds, place), tuple(map(transfer, hop.sends)), gradient))
+    for step in geometry.rounds:
+        gradient = None if step.gradient is None else own(step.gradient)
+        found.append(Round(geometry.ranks_at(step.holds, place), tuple(map(own, step.sends)), gradient))
     return tuple(found)

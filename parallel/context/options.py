@@ -36,8 +36,7 @@ class PlanOptions:
             ContextError: a combination that the method does not support, with the reason and the fix.
         """
         self._check_least(seq_len, size)
-        able = method.capabilities()
-        degree = size if able.splits_heads and self.ulysses_degree == 1 else self.ulysses_degree
+        degree = size if method.splits_heads and self.ulysses_degree == 1 else self.ulysses_degree
         if size % degree:
             fitting = ", ".join(str(degree) for degree in range(1, size + 1) if size % degree == 0)
             raise ContextError(
@@ -49,12 +48,12 @@ class PlanOptions:
                 f"ulysses_head_chunks is {self.ulysses_head_chunks}, and no ranks exchange heads; leave it out, or use "
                 "a ulysses_degree of 2 or more"
             )
-        if able.nodes and self.ranks_per_node and min(self.ranks_per_node, size) % degree:
+        if method.nodes and self.ranks_per_node and min(self.ranks_per_node, size) % degree:
             raise ContextError(
                 f"context_parallel_ranks_per_node is {self.ranks_per_node}, not a multiple of ulysses_degree {degree}: "
                 "ranks that split heads share a node; use a degree that divides it"
             )
-        if able.states:
+        if method.states:
             self._check_state_method(method.name)
         self._check_choices(method)
         layout = method.layout(causal) if self.layout == "auto" else self.layout
@@ -88,7 +87,7 @@ class PlanOptions:
             )
 
     def _check_choices(self, method: Method) -> None:
-        layouts = ("auto", *method.capabilities().layouts)
+        layouts = ("auto", *method.layouts)
         if self.layout not in layouts:
             raise ContextError(
                 f"context_parallel_layout is {self.layout!r} with method {method.name}, which takes "
@@ -98,7 +97,7 @@ class PlanOptions:
             raise ContextError(f"context_parallel_placement is {self.placement!r}; use one of {', '.join(PLACEMENTS)}")
         if self.backward not in ("auto", "kv", "queries"):
             raise ContextError(f"backward is {self.backward!r}; use one of auto, kv, queries")
-        if self.placement != "collect_intra" and not method.capabilities().teams:
+        if self.placement != "collect_intra" and not method.teams:
             raise ContextError(
                 f"context_parallel_placement is {self.placement} and method {method.name} has no teams to place; "
                 "use collect_intra"

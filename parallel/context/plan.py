@@ -10,10 +10,10 @@ from torch import Tensor
 
 from parallel.context.arcs import ArcLayout
 from parallel.context.errors import ContextError
-from parallel.context.geometry import Geometry, Round
+from parallel.context.geometry import Geometry
 from parallel.context.layout import BALANCED, Layout
 from parallel.context.mask import Mask, Reach, Window, mask_of
-from parallel.context.methods.base import Ranks
+from parallel.context.methods.base import Ranks, Round
 from parallel.context.methods.registry import method_of
 from parallel.context.options import PlanOptions
 from parallel.context.sparse.flow import Flow
@@ -59,8 +59,8 @@ class Plan:
     @property
     def sparse(self) -> bool:
         """Return whether only the rows that a query sees travel."""
-        able = self.geometry.method.capabilities()
-        return able.needed_only or self.geometry.options.layout == BALANCED or not self.mask.whole
+        geometry = self.geometry
+        return geometry.method.needed_only or geometry.options.layout == BALANCED or not self.mask.whole
 
     @property
     def seq_len(self) -> int:
@@ -267,12 +267,12 @@ def make_plan(
 def _work(plan: Plan, moves: Moves) -> Work:
     geometry = plan.geometry
     team, own = plan.sets(geometry.method.team(np.arange(geometry.shape.size), geometry.shape))
-    holds, first = plan.sets(geometry.hops[0].holds)  # every set held later is held by some place at first
+    holds, first = plan.sets(geometry.rounds[0].holds)  # every set held later is held by some place at first
     pairings = []
-    for hop in geometry.hops:
-        held = first[np.broadcast_to(hop.holds[0], geometry.shape.size)]
+    for step in geometry.rounds:
+        held = first[np.broadcast_to(step.holds[0], geometry.shape.size)]
         pair = (own, held) if moves == "kv" else (held, own)
-        pairings.append(None if hop.gradient is None else pair)
+        pairings.append(None if step.gradient is None else pair)
     sets = (team, holds) if moves == "kv" else (holds, team)
     return work(*sets, pairings, plan.layout.stride, plan.mask.reach)
 
@@ -281,7 +281,7 @@ def _work(plan: Plan, moves: Moves) -> Work:
 def _rounds(plan: Plan, rank: int, moves: Moves) -> tuple[Round, ...]:
     team, stride = plan.pieces(plan.geometry.team(rank)), plan.layout.stride
     found = []
-    for step in plan.geometry.steps(rank):
+    for step in plan.geometry.rounds_of(rank):
         pair = (team, plan.pieces(step.holds)) if moves == "kv" else (plan.pieces(step.holds), team)
         computed = () if step.gradient is None else tiles(*pair, stride, plan.mask.reach)
         found.append(step._replace(tiles=computed))

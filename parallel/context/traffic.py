@@ -145,13 +145,13 @@ def messages(
     geometry: Geometry, of: Sizes, moves: Moves, *, gradients: bool, boundaries: tuple[int, ...]
 ) -> Iterator[Message]:
     """Yield the point-to-point messages of a forward (without gradients) or a backward."""
-    for index, hop in enumerate(geometry.hops):
-        for send in hop.sends:
-            yield Message(geometry.at_ranks(send.to), len(hop.holds) * of.payload(moves), index, send.due - 1)
-        if gradients and hop.gradient is not None:
-            home = hop.gradient
-            yield Message(geometry.at_ranks(home.to), len(hop.holds) * of.gradient(moves), index + 1, home.due)
-    if geometry.method.capabilities().states == "neighbour":
+    for index, step in enumerate(geometry.rounds):
+        for send in step.sends:
+            yield Message(geometry.at_ranks(send.to), len(step.holds) * of.payload(moves), index, send.due - 1)
+        if gradients and step.gradient is not None:
+            home = step.gradient
+            yield Message(geometry.at_ranks(home.to), len(step.holds) * of.gradient(moves), index + 1, home.due)
+    if geometry.method.states == "neighbour":
         targets = (way.target for way in passages(geometry.size, geometry.local_len, boundaries, gradients))
         onward = np.array([rank if target is None else target for rank, target in enumerate(targets)])
         yield Message(onward, of.state, 0, 0)
@@ -186,7 +186,7 @@ def collectives(
         stays: Moves = "queries" if moves == "kv" else "kv"
         for ranks, what in ((holders, moves), (team, stays))[0 if holders_join else 1 :]:
             found += [Collective("gather", ranks, of.payload(what)), Collective("exchange", ranks, of.gradient(what))]
-    if geometry.method.capabilities().states == "gather":
+    if geometry.method.states == "gather":
         everyone = np.broadcast_to(np.arange(geometry.size), (geometry.size, geometry.size))
         found.append(Collective("gather", everyone, of.state))
     return (collective for collective in found if collective.ranks.shape[1] > 1)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.context.geometry import Geometry, Transfer
+from parallel.context.geometry import Geometry
+from parallel.context.methods.base import Send
 from parallel.context.traffic import Traffic
 
 Tensors = tuple[Tensor, ...]
@@ -42,20 +43,20 @@ class Transport:
                 self._groups[ranks] = self._new_group(ranks, timeout)
         # Sends with several rounds' time must not queue ahead of those that the next round needs.
         self._far = group
-        if any(send.due > i + 1 for i, step in enumerate(geometry.steps(rank)) for send in step.transfers):
+        if any(send.due > i + 1 for i, step in enumerate(geometry.rounds_of(rank)) for send in step.sends):
             self._far = self._new_group(tuple(range(geometry.size)), timeout)
 
     def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
         everyone = dist.get_process_group_ranks(self._group)
         return dist.new_group([everyone[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True)
 
-    def send_recv(self, tensors: Tensors, transfer: Transfer, far: bool) -> Arrival:
+    def send_recv(self, tensors: Tensors, send: Send, far: bool) -> Arrival:
         """Send tensors to one rank and receive the same shapes from another; change none until both are done."""
         self.connect_all(tensors[0].device)
-        if transfer.send_to == self.rank:  # then no other rank sends here
+        if send.to == self.rank:  # then no other rank sends here
             return lambda: tensors
         received = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
-        (arrival,), sent = self.isend_irecv([(transfer.send_to, tensors)], [(transfer.recv_from, received)], far)
+        (arrival,), sent = self.isend_irecv([(send.to, tensors)], [(send.source, received)], far)
 
         def wait() -> Tensors:
             sent()

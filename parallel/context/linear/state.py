@@ -96,7 +96,7 @@ class StateExecutor:
 
         ``alone`` computes only the state that ``intra`` ends with.
         """
-        if self.geometry.method.capabilities().states == "gather":
+        if self.geometry.method.states == "gather":
             local = alone()
             arrival = self.transport.gather((local[:, None],), tuple(range(self.geometry.size)))
             results, _ = intra()

@@ -1,9 +1,9 @@
 """Base of the context-parallel methods: layout, rounds and capabilities."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from kernels.blocks import Tile
 from parallel.context.errors import ContextError
 from parallel.context.layout import LAYOUTS
 
@@ -20,37 +20,49 @@ class Shape(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A send to rank ``to``, which needs it in round ``due``, the next or later.
+    """A send to rank ``to``, which needs it in round ``due``, the next or later; the number of rounds: after the last.
 
-    Per send of a round, each rank receives from one rank only.
+    Per send of a round, each rank receives from one rank only: from ``source``, which a geometry finds.
     """
 
     to: Ranks
     due: int
+    source: Ranks = None
 
 
-class Hop(NamedTuple):
-    """One round of one rank.
+class Round(NamedTuple):
+    """One round of one rank, or of all at once, without tiles.
 
     The rank has the KV of ranks ``holds``, which these all-gathered before the first round, and starts ``sends`` of it
     as the round starts. At the round's end it adds the gradient it received to the round's own and sends the sum to
     where the same KV is held in round ``due``; after the last round, to its owner. Without ``gradient`` the round only
     passes KV on and computes nothing.
 
-    A backward that moves queries sends them and their gradient the same way.
+    Tiles pair this rank's queries, which are its team's, joined in ascending positions, with the keys of ``holds``
+    (ranks that each hold every n-th position: in the order of their first ones). A backward that moves queries holds
+    queries, the keys are the team's, and queries and their gradient go the same way.
     """
 
     holds: tuple[Ranks, ...]
     sends: tuple[Send, ...]
     gradient: Send | None
+    tiles: tuple[Tile, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """Count the unmasked (query, key) pairs computed in this round."""
+        return sum(tile.pairs for tile in self.tiles)
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """Features that a method supports. A method that moves KV and splits no heads takes any head counts."""
+class Method:
+    """A layout and the rounds over it. Subclasses are data: no tensor, no process group, and equal by their class.
 
+    A method that moves KV and splits no heads takes any head counts.
+    """
+
+    name: str
     masks: tuple[str, ...] = ("causal", "full")
-    layouts: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = LAYOUTS
     """Layouts to choose from; a single one if it defines the method."""
     teams: bool = False
     nodes: bool = False
@@ -60,12 +72,6 @@ class Capabilities:
     states: Literal["", "neighbour", "gather"] = ""
     """Way of the states: to the next rank or by an all-gather; empty for softmax attention, which has none."""
 
-
-class Method:
-    """A layout and the rounds over it. Subclasses are data: no tensor, no process group, and equal by their class."""
-
-    name: str
-
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
 
@@ -74,9 +80,9 @@ class Method:
 
     def layout(self, causal: bool) -> str:
         """Return the layout that defines the method, or else balances its work under this mask."""
-        raise TypeError(f"{type(self).__name__} states no layout")
+        return self.layouts[0]
 
-    def hops(self, rank: Ranks, shape: Shape) -> Sequence[Hop]:
+    def rounds(self, rank: Ranks, shape: Shape) -> Sequence[Round]:
         """Return the rounds of ``rank``, equally many per rank; the first holds its own KV; joined KV stays joined."""
         raise TypeError(f"{type(self).__name__} states no rounds")
 
@@ -84,16 +90,12 @@ class Method:
         """Return the ranks for whose queries ``rank`` attends: gather these before, combine partial results after."""
         return (rank,)
 
-    def capabilities(self) -> Capabilities:
-        """Return what the method supports."""
-        return Capabilities()
-
     def check(self, shape: Shape, causal: bool) -> None:
         """Raise ContextError, with the reason and the fix, unless the method supports this shape and mask."""
         mask = "causal" if causal else "full"
-        if mask not in self.capabilities().masks:
-            raise ContextError(f"method {self.name} has no {mask} mask; it takes {self.capabilities().masks}")
-        if shape.team_size != 1 and not self.capabilities().teams:
+        if mask not in self.masks:
+            raise ContextError(f"method {self.name} has no {mask} mask; it takes {self.masks}")
+        if shape.team_size != 1 and not self.teams:
             raise ContextError(
                 f"method {self.name} has no teams and context_parallel_team_size is {shape.team_size}; "
                 "use team_size 1, or method wallfacer"
@@ -105,6 +107,3 @@ class BalancedMethod(Method):
 
     def layout(self, causal: bool) -> str:
         return "zigzag" if causal else "contiguous"
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(layouts=LAYOUTS)

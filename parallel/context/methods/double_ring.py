@@ -1,9 +1,7 @@
 """Double ring (LoongTrain, Gu et al. 2024, section 4.3): a ring of nodes around a ring inside each node."""
 
-from dataclasses import replace
-
 from parallel.context.errors import ContextError
-from parallel.context.methods.base import BalancedMethod, Capabilities, Hop, Ranks, Send, Shape
+from parallel.context.methods.base import BalancedMethod, Ranks, Round, Send, Shape
 
 
 class DoubleRing(BalancedMethod):
@@ -14,8 +12,9 @@ class DoubleRing(BalancedMethod):
     """
 
     name = "double_ring"
+    nodes = True
 
-    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
+    def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
         inner, nodes = shape.per_node, shape.size // shape.per_node
         node, place = divmod(rank, inner)
         beside = node * inner + (place + 1) % inner
@@ -29,11 +28,8 @@ class DoubleRing(BalancedMethod):
             if step < inner - 1:
                 gradient = Send(beside, i + 1)
                 sends.append(gradient)
-            found.append(Hop((held,), tuple(sends), gradient))
+            found.append(Round((held,), tuple(sends), gradient))
         return found
-
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities(), nodes=True)
 
     def check(self, shape: Shape, causal: bool) -> None:
         super().check(shape, causal)

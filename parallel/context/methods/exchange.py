@@ -4,10 +4,8 @@ For masks of which a rank sees little: packed documents and windows. Ranks need 
 goes once to each node that needs it and on from there, and a node's gradients add up before they go home.
 """
 
-from dataclasses import replace
-
 from parallel.context.layout import BALANCED, LAYOUTS
-from parallel.context.methods.base import BalancedMethod, Capabilities, Hop, Ranks, Send, Shape
+from parallel.context.methods.base import BalancedMethod, Ranks, Round, Send, Shape
 
 
 class Exchange(BalancedMethod):
@@ -18,14 +16,13 @@ class Exchange(BalancedMethod):
     """
 
     name = "exchange"
+    layouts = (*LAYOUTS, BALANCED)
+    nodes = needed_only = True
 
     def layout(self, causal: bool) -> str:
         return BALANCED
 
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities(), layouts=(*LAYOUTS, BALANCED), nodes=True, needed_only=True)
-
-    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
+    def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
         inner = shape.per_node if shape.per_node > 1 else shape.size
         nodes, (node, place) = shape.size // inner, divmod(rank, inner)
 
@@ -36,11 +33,11 @@ class Exchange(BalancedMethod):
         first = [inner + lap * (inner + 1) for lap in range(nodes - 1)]  # round in which a lap's KV arrives
         end = inner + len(first) * (inner + 1)
         sends = [Send(at(0, s), s) for s in range(1, inner)] + [Send(at(lap + 1, 0), i) for lap, i in enumerate(first)]
-        found = [Hop((rank,), tuple(sends), Send(rank, end))]
-        found += [Hop((at(0, -s),), (), Send(at(0, -s), end)) for s in range(1, inner)]
+        found = [Round((rank,), tuple(sends), Send(rank, end))]
+        found += [Round((at(0, -s),), (), Send(at(0, -s), end)) for s in range(1, inner)]
         for lap, i in enumerate(first, start=1):
             handed = (*(Send(at(0, s), i + s) for s in range(1, inner)), Send(rank, i + inner))
-            found.append(Hop((at(-lap, 0),), handed, None))
-            found += [Hop((at(-lap, -s),), (), Send(at(0, -s), i + inner)) for s in range(1, inner)]
-            found.append(Hop((at(-lap, 0),), (), Send(at(-lap, 0), end)))
+            found.append(Round((at(-lap, 0),), handed, None))
+            found += [Round((at(-lap, -s),), (), Send(at(0, -s), i + inner)) for s in range(1, inner)]
+            found.append(Round((at(-lap, 0),), (), Send(at(-lap, 0), end)))
         return found

@@ -18,7 +18,7 @@ METHODS: dict[str, Method] = {
 STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), Lasp2())}
 """Methods for linear attention only."""
 LINEAR_METHODS: dict[str, Method] = STATE_METHODS | {
-    name: method for name, method in METHODS.items() if method.capabilities().splits_heads
+    name: method for name, method in METHODS.items() if method.splits_heads
 }
 """All methods for linear attention: they pass states on, or give each rank the whole sequence of some heads."""
 
@@ -34,7 +34,7 @@ def method_of(name: str) -> Method:
 def check_kind(method: Method, called: str, attention: str, fitting: dict[str, Method]) -> None:
     """Raise ContextError unless the method is among those ``fitting`` this kind of attention."""
     if method.name not in fitting:
-        passed = "states" if method.capabilities().states else "keys and values"
+        passed = "states" if method.states else "keys and values"
         raise ContextError(
             f"{called}: method {method.name} passes {passed} on, which {attention} does not work by; "
             f"use one of {', '.join(fitting)}"

@@ -3,7 +3,7 @@
 They differ in their layouts alone, and so in how a causal mask shares out the work.
 """
 
-from parallel.context.methods.base import Capabilities, Hop, Method, Ranks, Send, Shape
+from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
 
 
 class Ring(Method):
@@ -13,21 +13,15 @@ class Ring(Method):
     """
 
     name = "ring"
-    layout_name = "contiguous"
+    layouts = ("contiguous",)
 
-    def layout(self, causal: bool) -> str:
-        return self.layout_name
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(layouts=(self.layout_name,))
-
-    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
+    def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
         last, following = shape.size - 1, (rank + 1) % shape.size
         found = []
         for i in range(shape.size):
             held = (rank - i) % shape.size
             on = Send(following, i + 1)
-            found.append(Hop((held,), (on,) if i < last else (), on if i < last else Send(held, i + 1)))
+            found.append(Round((held,), (on,) if i < last else (), on if i < last else Send(held, i + 1)))
         return found
 
 
@@ -35,11 +29,11 @@ class Striped(Ring):
     """Rank j owns tokens j, j + P, j + 2P, ...; each round's mask is a triangle, half a block on every rank."""
 
     name = "striped"
-    layout_name = "striped"
+    layouts = ("striped",)
 
 
 class Zigzag(Ring):
     """Rank r owns chunks r and 2P - 1 - r of 2P: balanced like striping, with long contiguous runs."""
 
     name = "zigzag"
-    layout_name = "zigzag"
+    layouts = ("zigzag",)

@@ -4,25 +4,18 @@ Its degree is an option of every method: groups of so many neighbours split the 
 groups. The method alone has one group of all ranks and one round.
 """
 
-from dataclasses import replace
-
 from parallel.context.errors import ContextError
-from parallel.context.methods.base import BalancedMethod, Capabilities, Hop, Ranks, Send, Shape
+from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
 
 
-class Ulysses(BalancedMethod):
+class Ulysses(Method):
     """Contiguous blocks by default: after the all-to-all every rank has the same work, whatever the layout."""
 
     name = "ulysses"
+    splits_heads = True
 
-    def layout(self, causal: bool) -> str:
-        return "contiguous"
-
-    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
-        return [Hop((rank,), (), Send(rank, 1))]
-
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities(), splits_heads=True)
+    def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
+        return [Round((rank,), (), Send(rank, 1))]
 
     def check(self, shape: Shape, causal: bool) -> None:
         super().check(shape, causal)

@@ -3,11 +3,10 @@
 Of P ranks, C form a team and G = P / C^2 teams form a team group. Rank = r_t C + r_a: member r_a of team r_t.
 """
 
-from dataclasses import replace
 from math import isqrt
 
 from parallel.context.errors import ContextError
-from parallel.context.methods.base import BalancedMethod, Capabilities, Hop, Ranks, Send, Shape
+from parallel.context.methods.base import BalancedMethod, Ranks, Round, Send, Shape
 
 
 class WallFacer(BalancedMethod):
@@ -18,8 +17,9 @@ class WallFacer(BalancedMethod):
     """
 
     name = "wallfacer"
+    teams = True
 
-    def hops(self, rank: Ranks, shape: Shape) -> list[Hop]:
+    def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
         size, c = shape.size, shape.team_size
         g = size // c**2
         team, member = divmod(rank, c)
@@ -29,18 +29,15 @@ class WallFacer(BalancedMethod):
         found = []
         if first:
             placed = (member * g + team // c) * c + team % c
-            found.append(Hop(self._members(team, c), (Send(placed, 1),), None))
+            found.append(Round(self._members(team, c), (Send(placed, 1),), None))
         for i in range(g):
             held = ((team - i) % g) * c + member
             on, home = Send(following, first + i + 1), Send(held * c + group, first + i + 1)
-            found.append(Hop(self._members(held, c), (on,) if i < g - 1 else (), on if i < g - 1 else home))
+            found.append(Round(self._members(held, c), (on,) if i < g - 1 else (), on if i < g - 1 else home))
         return found
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
         return self._members(rank // shape.team_size, shape.team_size)
-
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities(), teams=True)
 
     def check(self, shape: Shape, causal: bool) -> None:
         super().check(shape, causal)

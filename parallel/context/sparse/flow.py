@@ -1,8 +1,8 @@
 """Which rows travel where: only those that a query sees at the rank that gets them, or at one that gets them from it.
 
-A plan's hops say who holds whose tokens in each round. Here each holder keeps of them what it or a later holder needs,
-and the gradients of what it computed go the same way as long as the next holder keeps those rows too; the others go
-straight to their owner, which adds what comes in the order of rounds and senders, whatever arrives first. An owner's
+A plan's rounds say who holds whose tokens. Here each holder keeps of them what it or a later holder needs, and the
+gradients of what it computed go the same way as long as the next holder keeps those rows too; the others go straight to
+their owner, which adds what comes in the order of rounds and senders, whatever arrives first. An owner's
 own part of the gradient never leaves it.
 
 A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of numbers (``Line``).
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.context.geometry import Geometry, Transfer
-from parallel.context.methods.base import Ranks
+from parallel.context.geometry import Geometry
+from parallel.context.methods.base import Send
 from parallel.context.sparse.rows import NOWHERE, ByPlace, Line, Rows, Spans, common, count, places_in, union, without
 from parallel.context.sparse.visible import Seen
 
@@ -67,11 +67,11 @@ class Flow:
     def __init__(self, geometry: Geometry, seen: Seen) -> None:
         """Route the rows; ``seen`` has those that some token of a place needs."""
         self.geometry, self.local = geometry, geometry.local_len * geometry.ulysses_degree
-        self.rounds, self._size = len(geometry.hops), geometry.shape.size
-        self.in_place = len(geometry.hops[0].holds) == 1
+        self.rounds, self._size = len(geometry.rounds), geometry.shape.size
+        self.in_place = len(geometry.rounds[0].holds) == 1
         """True if a place's first buffer is its own tokens as they are."""
         self._line = Line(self._size, self.local)
-        self._transfers = [[self._transfer(send.to, send.due) for send in hop.sends] for hop in geometry.hops]
+        self._sends = [[self._from(send) for send in step.sends] for step in geometry.rounds]
         self._seen = self._by_round(self._line.spans(*seen))
         self._holdings = self._hold()
         self._onward, self._home = self._return()
@@ -97,7 +97,7 @@ class Flow:
         """Return what travels as round ``index`` begins."""
         place = self.geometry.place(rank)
         held, sends, receives = self.held(index, place), [], []
-        for to, source, due in self._transfers[index]:
+        for to, due, source in self._sends[index]:
             target, mine = self.held(due, to[place]), self.held(due, place)
             if target.length:
                 sends.append(Parcel(self._rank(to[place], rank), held.find(target.rows), due))
@@ -109,7 +109,7 @@ class Flow:
         """Return which gradients travel as round ``index`` ends: first to the next holder, then to owners."""
         place = self.geometry.place(rank)
         held, sends, receives = self.held(index, place), [], []
-        for (to, source, due), onward in self._onward[index]:
+        for (to, due, source), onward in self._onward[index]:
             if sent := self._line.at(place, onward):
                 sends.append(Parcel(self._rank(to[place], rank), held.find(sent), due))
             if received := self._line.at(source[place], onward):
@@ -124,16 +124,17 @@ class Flow:
         """Return the rank of a place that exchanges with the rank ``like``."""
         return self.geometry.ranks_at((place,), place)[like % self.geometry.ulysses_degree]
 
-    def _transfer(self, to: Ranks, due: int) -> Transfer:
-        to = np.broadcast_to(to, self._size)
-        return Transfer(to, np.argsort(to), due)
+    def _from(self, send: Send) -> Send:
+        """Return a send of all places, with whom each receives from: int64 ``[places]`` each."""
+        to = np.broadcast_to(send.to, self._size)
+        return Send(to, send.due, np.argsort(to))
 
     def _by_round(self, seen: Spans) -> list[Spans]:
         """Return the rows that each place needs for the tiles of each round."""
         places = np.arange(self._size)
         computed = np.full(self._size**2, self.rounds)  # the round in which a place computes with an owner's rows
-        for i, hop in enumerate(self.geometry.hops):
-            for of in hop.holds if hop.gradient is not None else ():
+        for i, step in enumerate(self.geometry.rounds):
+            for of in step.holds if step.gradient is not None else ():
                 computed[places * self._size + of] = i
         rounds = computed[self._line.pairs(seen)].astype(np.int16)  # which numpy sorts by radix
         order = np.argsort(rounds, kind="stable")
@@ -145,26 +146,26 @@ class Flow:
         places, held = np.arange(self._size), [NOWHERE] * self.rounds
         own = self._line.spans(places, places, np.zeros_like(places), np.full_like(places, self.local))
         for i in reversed(range(self.rounds)):
-            later = (self._line.moved(held[due], source) for _, source, due in self._transfers[i])
+            later = (self._line.moved(held[due], source) for _, due, source in self._sends[i])
             held[i] = union(self._seen[i], *later, own if i == 0 and self.in_place else NOWHERE)
-            for to, _, due in self._transfers[i]:
+            for to, due, _ in self._sends[i]:
                 again = to == places  # they hold them again, to add the gradients of all that they hand on
                 if again.any():
                     held[due] = union(held[due], held[i].where(again[self._line.pairs(held[i]) // self._size]))
         return held
 
-    def _return(self) -> tuple[list[list[tuple[Transfer, Spans]]], list[Spans]]:
+    def _return(self) -> tuple[list[list[tuple[Send, Spans]]], list[Spans]]:
         """Return per round what goes to the next holder, if any does, and what goes home; both as held by senders."""
-        onward: list[list[tuple[Transfer, Spans]]] = [[] for _ in range(self.rounds)]
+        onward: list[list[tuple[Send, Spans]]] = [[] for _ in range(self.rounds)]
         home, due_at = [], [NOWHERE] * self.rounds
-        for i, hop in enumerate(self.geometry.hops):
+        for i, step in enumerate(self.geometry.rounds):
             sums, on = union(self._seen[i], due_at[i]), NOWHERE
-            if hop.gradient is not None and hop.gradient.due < self.rounds:
-                next_holder = self._transfer(hop.gradient.to, hop.gradient.due)
+            if step.gradient is not None and step.gradient.due < self.rounds:
+                next_holder = self._from(step.gradient)
                 pairs = self._line.pairs(sums)
                 others = sums.where(pairs // self._size != pairs % self._size)
-                on = common(others, self._line.moved(self._holdings[next_holder.due], next_holder.recv_from))
+                on = common(others, self._line.moved(self._holdings[next_holder.due], next_holder.source))
                 onward[i].append((next_holder, on))
-                due_at[next_holder.due] = union(due_at[next_holder.due], self._line.moved(on, next_holder.send_to))
+                due_at[next_holder.due] = union(due_at[next_holder.due], self._line.moved(on, next_holder.to))
             home.append(without(sums, on))
         return onward, home

@@ -51,9 +51,9 @@ def rank_schedule(flow: Flow, rank: int, pieces_of: PiecesOf, stride: int, reach
     team, place, rounds = pieces_of(geometry.team(rank)), geometry.place(rank), []
     owners = {owner for i in range(flow.rounds) for owner in flow.held(i, place).rows}
     pieces = {owner: pieces_of(geometry.ranks_at((owner,), owner)) for owner in owners}
-    for i, hop in enumerate(geometry.hops):
+    for i, step in enumerate(geometry.rounds):
         held, computed = flow.held(i, place), tuple[Tile, ...]()
-        if held.length and hop.gradient is not None:
+        if held.length and step.gradient is not None:
             there = clipped(held, pieces, stride)
             computed = tiles(*((team, there) if moves == "kv" else (there, team)), stride, reach)
         parcels = flow.moves(rank, i), flow.gradients(rank, i)

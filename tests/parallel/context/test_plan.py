@@ -78,24 +78,24 @@ def visible(plan):
 
 def check_transfers(geometry):
     """Sends match receives, what arrives is what is held next, and gradients of all queries reach each KV's owner."""
-    steps = [geometry.steps(rank) for rank in range(geometry.size)]
+    steps = [geometry.rounds_of(rank) for rank in range(geometry.size)]
     rounds = len(steps[0])
     held = [{0: own[0].holds} for own in steps]
     part = [{} for _ in steps]  # by round: whose queries' gradient arrives, and of whose KV
     for index in range(rounds):
         for rank, own in enumerate(steps):
             assert held[rank].pop(index) == own[index].holds
-            for which, transfer in enumerate(own[index].transfers):
-                assert steps[transfer.send_to][index].transfers[which].recv_from == rank
-                assert transfer.due not in held[transfer.send_to]
-                held[transfer.send_to][transfer.due] = own[index].holds
+            for which, transfer in enumerate(own[index].sends):
+                assert steps[transfer.to][index].sends[which].source == rank
+                assert transfer.due not in held[transfer.to]
+                held[transfer.to][transfer.due] = own[index].holds
             if own[index].gradient is not None:
                 seen = [*geometry.team(rank)]
                 for holds, queries in part[rank].pop(index, []):
                     assert holds == own[index].holds
                     seen += queries
-                to, _, due = own[index].gradient
-                assert steps[to][index].gradient.recv_from == rank
+                to, due, _ = own[index].gradient
+                assert steps[to][index].gradient.source == rank
                 assert due > index
                 part[to].setdefault(due, []).append((own[index].holds, seen))
     for rank in range(geometry.size):

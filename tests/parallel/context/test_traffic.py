@@ -49,7 +49,7 @@ def formula(plan, rank, kv_heads):
         return Fraction(0), keys * (places - 1) + heads
     if name == "ulysses":
         return Fraction(0), heads
-    stays = team == 1 or plan.geometry.steps(rank)[0].transfers[0].send_to == rank
+    stays = team == 1 or plan.geometry.rounds_of(rank)[0].sends[0].to == rank
     sent = keys * places / team - (keys * team if stays else 0)
     return sent, (2 * query + keys + lse) * (team - 1) + heads
 

@@ -24,12 +24,12 @@ def test_plans_follow_the_paper_s_algorithms_up_to_256_ranks():
         plan, teams = make_plan("wallfacer", seq_len=2 * size, size=size, team_size=members), size // members
         for rank in range(0, size, max(1, size // 16)):
             team, member = divmod(rank, members)
-            placement, *rounds = plan.geometry.steps(rank)
-            assert placement.transfers[0].send_to == initial_target(team, member, teams, members)
+            placement, *rounds = plan.geometry.rounds_of(rank)
+            assert placement.sends[0].to == initial_target(team, member, teams, members)
             assert len(rounds) == size // members**2
             for step in rounds[:-1]:
-                assert step.transfers[0].send_to == ring_neighbour(team, member, teams, members, 1)
-                assert step.transfers[0].recv_from == ring_neighbour(team, member, teams, members, -1)
+                assert step.sends[0].to == ring_neighbour(team, member, teams, members, 1)
+                assert step.sends[0].source == ring_neighbour(team, member, teams, members, -1)
 
 
 def test_plans_hold_what_the_paper_says():
@@ -57,7 +57,7 @@ def test_placement_makes_neighbours_of_a_team_or_of_a_ring(size, team_size, degr
             if placement == "collect_intra":
                 assert set(plan.geometry.team(rank)) == set(node)
             else:
-                reached = {transfer.send_to for step in plan.geometry.steps(rank)[1:] for transfer in step.transfers}
+                reached = {transfer.to for step in plan.geometry.rounds_of(rank)[1:] for transfer in step.sends}
                 assert reached <= set(node)
 
 

@@ -84,7 +84,7 @@ class Play:
         returning: list[dict[int, list]] = [{} for _ in self.ranks]
         kept = [np.zeros((len(team), self.plan.padded_len), dtype=int) for team in self.team]
         self._post(-1, [one.start for one in self.schedules], self.own, arriving, self.rows)
-        for i, hop in enumerate(self.geometry.hops):
+        for i, step in enumerate(self.geometry.rounds):
             rounds = [one.rounds[i] for one in self.schedules]
             held = [
                 self.own[rank]
@@ -97,7 +97,7 @@ class Play:
             sums = [self._computed(rank, held[rank], rounds[rank].tiles, kept[rank]) for rank in self.ranks]
             for rank in self.ranks:
                 self._add(sums[rank], returning[rank].pop(i, []))
-                asked = hop.gradient is not None
+                asked = step.gradient is not None
                 self._needed[rank].append(asked & self.seen[np.ix_(held[rank], self.team[rank])].any(1))
             self._post(i, [step.gradients for step in rounds], sums, returning, self.gradients, held)
         assert not any(self._links.values()), "sent and never received"
@@ -163,7 +163,7 @@ class Play:
 
     def _check_sums(self, returning: list[dict[int, list]], kept: list[np.ndarray]) -> None:
         """Every visible pair counts once, in what moves, at its owner, and in what stays, in its team."""
-        end = len(self.geometry.hops)
+        end = len(self.geometry.rounds)
         for rank in self.ranks:
             home = np.zeros((len(self.own[rank]), self.plan.padded_len), dtype=int)
             for here, part in returning[rank].pop(end, []):
@@ -189,7 +189,7 @@ def _part(of: Any, rows: np.ndarray) -> Any:
 
 def drawn(draw: random.Random, method: str, size: int) -> Plan:
     """Any options that the method has, any documents and window."""
-    able, options = METHODS[method].capabilities(), dict[str, Any]()
+    able, options = METHODS[method], dict[str, Any]()
     degree = size if able.splits_heads else draw.choice([1, *(d for d in range(1, size + 1) if size % d == 0)])
     places = size // degree
     options["ulysses_degree"] = degree

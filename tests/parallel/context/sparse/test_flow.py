@@ -97,7 +97,7 @@ def one_row_more(seen, rows):
 )
 def test_a_row_too_few_and_a_row_too_many_are_seen(moves, change, message, monkeypatch):
     for method in ("ring", "allgather", "exchange", "double_ring"):
-        named = {"layout": "contiguous"} if len(METHODS[method].capabilities().layouts) > 1 else {}
+        named = {"layout": "contiguous"} if len(METHODS[method].layouts) > 1 else {}
         made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0), **named)
         Play(Plan(made.geometry, made.mask), moves).run()
         with monkeypatch.context() as patch:
@@ -123,7 +123,7 @@ def test_a_gradient_returns_to_its_owner_before_it_goes_on():
         (rank, i)
         for rank in range(12)
         for i, step in enumerate(made.schedule(rank).rounds)
-        if i not in (0, len(made.geometry.hops) - 1) and any(p.peer == rank for p in step.gradients.sends)
+        if i not in (0, len(made.geometry.rounds) - 1) and any(p.peer == rank for p in step.gradients.sends)
     ]
     assert amid
     Play(made, "kv").run()

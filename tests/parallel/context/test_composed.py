@@ -50,7 +50,7 @@ def test_teams_heads_and_nodes_are_exact_and_send_what_the_plan_says(world_size)
             ("kv", torch.float64, packed),
         )
     ]
-    check(world_size, cases, exact=1e-13)
+    check(world_size, cases, exact=1e-14)
 
 
 def attend_as_rings(rank, world_size):

@@ -63,7 +63,7 @@ BUDGET = {
     "entry": 250,
     "model": 4180,
     "kernels": 3190,
-    "parallel": 6320,
+    "parallel": 6260,
     "checkpoint": 1620,
     "data": 3490,
     "train": 5560,

@@ -17,7 +17,7 @@ from parallel.context import Plan, make_plan
 from runtime.errors import UserError
 
 SEED = 3
-"""Of 8 draws of 16,384 log-normal tokens one whose imbalance over 2 ranks of a zigzag is large enough to time: 1.25."""
+"""One of 8 draws of 16,384 log-normal tokens, with an imbalance over 2 ranks of a zigzag that can be timed: 1.25."""
 
 
 def lognormal(rng: np.random.Generator, seq_len: int) -> float:

@@ -19,7 +19,7 @@ from runtime.files import read_own, sha256
 from runtime.together import from_first, gather_results, raise_together
 
 STARTS = "starts.jsonl"
-"""Of a run's folder: a line for each start, the first of which tells the run from all others."""
+"""A file of a run's folder: a line for each start, the first of which tells the run from all others."""
 
 
 def local_folder(directory: str | None, save: str) -> Path | None:

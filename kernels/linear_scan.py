@@ -126,7 +126,7 @@ def _carry(
 
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200; the same number on every GPU, so that they round alike. One has registers for one program."""
+"""An H100 or H200 has so many; all GPUs take this number, to round alike. One has registers for one program."""
 PROGRAMS = 4 * MULTIPROCESSORS
 """Programs to cut a scan into, at most: a few about equal waves of them."""
 

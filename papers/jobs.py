@@ -32,7 +32,7 @@ SHORT, LONG = 12, 2
 """Iterations of a run, of which the first third, or the first, does not count: LONG where a step may take hours."""
 LIMIT = "24:00:00"
 TOKENS = 1 << 24
-"""Of the text that runs read, at least: more than the longest sequence has."""
+"""Tokens of the text that runs read, at least: more than the longest sequence has."""
 SAMPLES = 4
 OUT_OF_MEMORY = "out of memory"
 """Torch's words in the log of a task."""

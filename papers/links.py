@@ -21,7 +21,7 @@ from planner.cluster import Cluster, load_cluster
 from runtime.machine import device_name
 
 RATE, TOKENS = "100mbit", 8192
-"""Of the link or of each rail; tokens of a step."""
+"""The rate of the link or of each rail; tokens of a step."""
 SETTINGS = [(link, model, length) for link in LINKS for model in ("dit", "gpt") for length in (1024, 2048)]
 RING = {"dit": "ring", "gpt": "zigzag"}
 """Ring Attention as it is fastest: a causal mask's work is balanced."""

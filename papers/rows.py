@@ -45,7 +45,7 @@ class Row:
     published: Figures
     analytic: Figures
     hardware: str
-    """Of the published figures, and of the measured ones."""
+    """The hardware of the published figures, and of the measured ones."""
     measured: Figures | None = None
     job: Job | None = None
     """The row's measurement on the paper's hardware; None if no GPU does."""
@@ -76,7 +76,7 @@ class Curves:
     panel: str
     curve: str
     label: str
-    """Of the y axis."""
+    """The y axis's label."""
     logarithmic: bool = False
 
 

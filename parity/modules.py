@@ -35,7 +35,7 @@ class Notes:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     on: bool = False
     places: Tensor | None = None
-    """Of the micro-batch whose forward runs, [B, T]."""
+    """Places of the micro-batch whose forward runs, [B, T]."""
 
     def watch(self, parts: Sequence[nn.Module], share: tuple[int, int]) -> None:
         """Note what the parts' modules return while ``on``, in forwards of ``noted``."""

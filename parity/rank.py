@@ -38,7 +38,7 @@ class Found:
     digests: dict[str, dict[str, str]] = field(default_factory=dict)
     memory_mb: float = 0.0
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    """Of each module in the first step, if a run's own samples are trained on."""
+    """Pieces of each module in the first step, if a run's own samples are trained on."""
 
     def keep(self, moment: str, values: dict[str, Tensor], send: bool) -> None:
         """Store tensors, gathering DTensors whole: collective over their meshes."""

@@ -89,9 +89,9 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
 
 
 CHOICES = Choices(fastest_method, with_layout)
-"""Of a run that trains."""
+"""Choices of a run that trains."""
 READING = CHOICES._replace(method=partial(fastest_method, steps=False))
-"""Of a model that only reads and writes."""
+"""Choices of a model that only reads and writes."""
 
 
 @contextmanager

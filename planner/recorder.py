@@ -59,7 +59,7 @@ class Tape(NamedTuple):
     sizes: list[int]
     sent: "Counter[str]"
     outs: list[tuple[Any, ...]]
-    """Of each output: its storage, shape, strides, dtype and device."""
+    """Each output's storage, shape, strides, dtype and device."""
     spec: Any
     held: list[Tensor]
     """Arguments besides fake tensors, held so that no other has its identity."""

@@ -36,7 +36,7 @@ C = TypeVar("C", bound=CommonConfig)
 Build = Callable[[C, Mesh], Run[C]]
 """A configuration and a mesh -> what a run of them resolves before it builds anything."""
 ROUNDS = 3
-"""Of a schedule's rounds of micro-batches: those after them hold no more."""
+"""The first rounds of micro-batches of a schedule: those after them hold no more."""
 
 
 class _Waiting(NamedTuple):

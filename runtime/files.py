@@ -17,7 +17,7 @@ from runtime.locks import InUseError, Lock, not_a_file
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
 # (pid, lock): fcntl grants a process its own lock twice, and closing one of the two would release both.
 LOCK = ".lock"
-"""Of a folder, while a process owns it."""
+"""A folder's lock, while a process owns it."""
 _HELD: set[tuple[int, str]] = set()
 Drafts = Callable[..., tuple[Path, ...]]
 """Function that returns a draft beside each path."""

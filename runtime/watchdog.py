@@ -44,7 +44,7 @@ GRACE, ROLL, WRITE = 1.5, 2.5, 10.0
 call; and for ranks that answered it to write their stacks."""
 HANG, ALONE, SPEAKER = "longmesh/hang", "longmesh/timed out", "longmesh/speaker"
 Places = dict[int, Sequence[str]]
-"""Of each rank, what `place` returns."""
+"""Each rank, and what its `place` returns."""
 
 
 def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:

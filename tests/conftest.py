@@ -1,4 +1,4 @@
-"""What tests see of the machine, and what several of them need and takes a while to make, once per session."""
+"""The programs that tests see on the machine, and the default corpus, made once per session."""
 
 import os
 import shutil

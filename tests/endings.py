@@ -1,4 +1,4 @@
-"""How a command ends, for tests with invalid input."""
+"""The status and the messages that a command ends with, for tests with invalid input."""
 
 import io
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from train.run import SECONDS_TO_SPEAK, exit_status
 
 @dataclass(frozen=True)
 class Ending:
-    """How one process's command ended."""
+    """A command's status and its messages, in one process."""
 
     status: int
     stderr: str

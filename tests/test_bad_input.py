@@ -1,4 +1,4 @@
-"""What a user gets for bad input: one message, a failing status on every rank, soon, and nothing written over."""
+"""Bad input gives one message and a failing status on every rank, soon, and nothing is written over."""
 
 import hashlib
 import json
@@ -215,7 +215,7 @@ def end_cases(rank, world_size, root):
 
 @pytest.fixture(scope="module")
 def endings(place):
-    """How every case ended on each of two ranks; they found the same files, and changed none."""
+    """The ending of every case on each of two ranks; they found the same files, and changed none."""
     make_bad(place)
     before = snapshot(place)
     found = run_ranks(end_cases, 2, place)

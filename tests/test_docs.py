@@ -1,4 +1,4 @@
-"""What the pages say: links lead somewhere, commands and paths exist, and prose is readable in an editor."""
+"""The pages are true: links lead somewhere, commands and paths exist, and prose is readable in an editor."""
 
 import ast
 import importlib
@@ -37,7 +37,7 @@ def prose(page):
 
 
 def code(page):
-    """What a page has in blocks of code, continued lines joined, and between backticks."""
+    """The code of a page: the lines of its blocks, continued ones joined, and what stands between backticks."""
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.M | re.S):
         yield from block.replace("\\\n", " ").splitlines()
@@ -106,7 +106,7 @@ def unknown_flags(root):
 
 
 def unknown_imports(root):
-    """What a block of Python takes from modules of ours, which are imported here."""
+    """The names that blocks of Python import from our modules, and that these do not have."""
     ours = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
     for page in pages(root):
         for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):

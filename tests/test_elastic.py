@@ -68,7 +68,7 @@ def children(pid):
 
 
 def listens(port):
-    """Whether a program on this machine takes connections there."""
+    """True if a program on this machine takes connections on a port."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False

@@ -1,4 +1,4 @@
-"""What `make` installs: packages of training alone, extras where a target needs them, every one of them pinned."""
+"""The packages that `make` installs: those of training, extras where a target needs them, every one pinned."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Where an entry has done its work, nothing is left that can still abort its process.
+"""An entry that has done its work leaves nothing that can still abort its process.
 
 A thread of gloo's lets go of a collective's tensors after the collective has ended. If the interpreter is being taken
 down by then, the process aborts. How often depends on the machine, so the test is that none is taken down.
@@ -76,7 +76,7 @@ def test_a_defect_keeps_its_traceback_and_its_status(tmp_path):
 
 @pytest.mark.parametrize(("redirection", "status"), [(">&-", 0), ("2>&-", 0), (">/dev/full", 120)])
 def test_streams_that_are_closed_or_full(redirection, status):
-    """What cannot be written is told by the status that Python itself ends with then."""
+    """Output that cannot be written gives the status that Python itself ends with then."""
     code = "from train.run import run_entry; run_entry(lambda argv: print('done'))"
     shell = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
     assert starts.ended(shell).returncode == status

@@ -85,7 +85,7 @@ def digits(text):
 
 
 def rounds_to(value, figure, scales):
-    """Whether a value is the figure once it has as many digits."""
+    """True if a value, rounded to the figure's digits, is the figure."""
     mantissa, _, power = figure.replace(",", "").partition("e")
     places = len(mantissa.partition(".")[2])
     if power:

@@ -22,7 +22,7 @@ from train.resume import find_start
 BOUND = 2e-6
 STEPS = ("--train-iters", "3", "--seq-length", "128")
 LONGER = {"max_position_embeddings": 128}
-"""What an export of a run of these steps says, and the import did not."""
+"""Settings that an export of a run of these steps has, and the import had not."""
 ALONE = ("--context-parallel-method", "none")
 
 

@@ -1,4 +1,4 @@
-"""What a start loads: a command line is read before anything that takes seconds to import."""
+"""A command line is read before anything that takes seconds to import."""
 
 import sys
 

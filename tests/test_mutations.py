@@ -202,7 +202,7 @@ def run(whole, tmp_path):
 
 
 def resumed(folder):
-    """What a resume reads of a checkpoint; its iteration."""
+    """Read a checkpoint as a resume does; return its iteration."""
     path = find_checkpoint(folder)
     assert path is not None
     progress = progress_of(path, read_manifest(path).extra)
@@ -211,7 +211,7 @@ def resumed(folder):
 
 
 def ended(call):
-    """What a call returns, None where it is refused, and what a user reads of it: a line for each thing."""
+    """A call's result, None where it is refused, and the lines that a user reads of it."""
     out, found = io.StringIO(), []
 
     def main(_):
@@ -337,7 +337,7 @@ def test_a_lock_that_is_no_file(kind, run):
     ],
 )
 def test_what_is_no_file_in_the_place_of_a_file_to_write_or_take_over(name, kind, run, tmp_path):
-    """Of the folder to save to, or, as ``hf/``, of the one that another run begins with."""
+    """The folder is the one to save to, or, for ``hf/``, the one that another run begins with."""
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).touch()
     ANY_FILE[kind](run / name)

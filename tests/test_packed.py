@@ -78,7 +78,7 @@ MORE = [
     (4, "hybrid windows", f"{CP} lasp2 {TP}"),
     (8, "windows", f"{FOUR} exchange --balance-over dp_cp --micro-batch-size 1"),
 ]
-"""Of more ranks than those above; slow."""
+"""Cases of more ranks than those above; slow."""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def flags(default_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def want(flags):
-    """Of a kind of model, every document alone."""
+    """The step of a kind of model with every document alone."""
     return cache(lambda kind: alone([*flags, *KINDS[kind].split()]))
 
 
@@ -227,7 +227,7 @@ def planned_in(rank, world_size, runs):
 
 
 def test_no_step_but_the_first_waits_for_its_plan(flags):
-    """Of training or of a validation; windows of some layers and a hybrid's softmax layers have plans of their own."""
+    """Later steps of training and of validation have their plans in advance, those of other windows and layers too."""
     steps = ["--train-iters", "4", "--eval-interval", "1", "--eval-iters", "9"]
     runs = {"windows": (f"{CP} exchange --recompute-granularity full", 2), "hybrid": (f"{CP} lasp", 1)}
     arguments = [[*flags, *steps, *KINDS[kind].split(), *mesh.split()] for kind, (mesh, _) in runs.items()]

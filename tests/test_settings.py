@@ -46,7 +46,7 @@ def rows_of(entry):
 
 
 def checked(entry):
-    """What an entry does before any work: read, validate, and look at the folder; of one process."""
+    """An entry's checks before any work, in one process: it reads, validates, and looks at the folder."""
     _, module, base = ENTRIES[entry]
 
     def main(arguments):
@@ -220,7 +220,7 @@ USES = {
     "convert_hf export": lambda path: convert_hf.main(["export", path, "out"]),
     "prepare_latents --check": lambda path: prepare_latents.main(["--check", path]),
 }
-"""What is given a path to read from or to write to."""
+"""Commands that are given a path to read from or to write to."""
 
 
 @pytest.mark.parametrize("use", USES)

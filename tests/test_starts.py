@@ -1,4 +1,4 @@
-"""What a test starts does not depend on how the tests were started."""
+"""Processes that a test starts do not depend on how the tests were started."""
 
 import signal
 import subprocess

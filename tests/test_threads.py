@@ -24,7 +24,7 @@ CASES += [(method, options, masked) for method, options in VARIANTS for masked i
 
 
 def as_on_a_gpu(x, like):
-    """What a kernel returns that computes heads first, in the dtype of its inputs."""
+    """The result of a kernel that computes heads first, in the dtype of its inputs."""
     return x.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -58,7 +58,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 _read: dict[Path, tuple[int, bytes, list[dict[str, Any]]]] = {}
-"""Of each metrics.jsonl the bytes read, of whole lines, the last of these lines, and the records."""
+"""Each metrics.jsonl's bytes read, of whole lines, the last of these lines, and the records."""
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ class Run(Generic[C_co]):
     weight_of: WeightOf | None
     """Gives any part of a parameter's initial value; None: weights hold no numbers, as in a rehearsal."""
     ema_decay: float | None = None
-    """Of averages of the weights; 0 or None keeps none."""
+    """The decay of averages of the weights; 0 or None keeps none."""
 
     @cached_property
     def parts(self) -> list[Any]:

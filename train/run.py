@@ -36,7 +36,7 @@ from train.watching.metrics import METRICS, RunLog, check_services, disk_errors
 SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status if output is lost at exit
 FILES = ("config.toml", METRICS, STARTS, FAILURES, POINTER, "loss.png", "wandb_id.txt")
-"""Of a run's folder, besides its lock."""
+"""Files of a run's folder, besides its lock."""
 HF_FOLDER = "hf"
 """Folder of a run with what came with an imported model: config.json, tokenizer, generation settings."""
 

@@ -50,7 +50,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OURS = "exchange"
 SHARE_ON_LINK = 0.7
-"""Of the time of the best other method that sends all rows: where the link takes less, it is not what is measured."""
+"""The link's share of the best time of methods that send all rows: with less, it is not the link that is measured."""
 COLUMNS: dict[str, Column] = {
     "method": "{name}",
     "step, s": "{median:.3f}",

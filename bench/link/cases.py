@@ -28,7 +28,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 DIT = ("--config", str(ROOT / "configs/dit_tiny.toml"), *_COMMON)
 FRAME = (32, 32)
-"""Of the videos that the model ``dit`` is trained on: 256 patches of 2 x 2."""
+"""A frame of the videos that the model ``dit`` is trained on: 256 patches of 2 x 2."""
 CASES = {
     "ring": "cp=8 ring",
     "striped": "cp=8 striped",

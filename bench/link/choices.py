@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
 """A model of ``bench.link``, and more flags; of linear attention the planner has two candidates alone."""
 LENGTHS = (768, 1536, 3072)
 TOKENS = 6144
-"""Of a step, in sequences."""
+"""Tokens of a step, in sequences."""
 SEEN, SEEN_LENGTHS = AttentionShape(num_heads=8, head_dim=16, batch=4), (128, 512)
 """Measured by the calibration: the models' heads, at lengths of a rank."""
 BEST = 8
@@ -52,7 +52,7 @@ OTHERS = ("ulysses", "zigzag_u4", "double_ring", "wallfacer_c2_u2")
 """Measured besides the best predictions: each was among the best of a setting of ``bench.link``."""
 ITERATIONS = 2
 WITHIN = 0.03
-"""Of the best measured, for a choice to count as good."""
+"""A choice counts as good within this share of the best measured."""
 CLUSTERS = Path(__file__).parent / "clusters"
 COLUMNS: dict[str, Column] = {
     "link": "{link}",

@@ -63,7 +63,7 @@ class Prepared:
     unknown_tokens: int = 0
     """Tokens that stand for what the vocabulary lacks: their text is lost."""
     conversations: dict[str, int] | None = None
-    """Of conversations, how many were read, kept whole, split, truncated and refused; pieces without loss, which were
+    """Conversations that were read, kept whole, split, truncated and refused; pieces without loss, which were
     left_out; tokens that carry loss, learned; samples, and the places in them."""
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 ROWS = 16
 NUMBERS = 1024
-"""Of a program: 16 bytes of bfloat16 for each of its 128 threads."""
+"""Numbers of a program: 16 bytes of bfloat16 for each of its 128 threads."""
 
 
 @triton.jit(do_not_specialize=["count", "T", "H"])

@@ -85,11 +85,11 @@ class Names:
     """Names of weights; a module that is in neither table has ours."""
 
     top: Mapping[str, str]
-    """Of modules outside of the layers, by ours."""
+    """Names of modules outside of the layers, by ours."""
     layers: str
     """The beginning of their layers' names, before the number."""
     layer: Mapping[str, str]
-    """Of modules of a layer, by ours."""
+    """Names of modules of a layer, by ours."""
     fused: str = ""
     """A module of theirs that holds ``parts`` of ours, joined along ``dim`` of their weight."""
     parts: tuple[str, ...] = ()

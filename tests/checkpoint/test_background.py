@@ -34,7 +34,7 @@ def begin(background, folder, iteration, model, optimizer):
 
 
 def all_ready(background):
-    """What the training loop finds out by a sum that a step makes anyway."""
+    """Every rank's save is ready: training sums this up within a sum that a step makes anyway."""
     ready = torch.tensor(float(background.ready))
     dist.all_reduce(ready)
     return ready.item() == dist.get_world_size()

@@ -22,7 +22,7 @@ from tests.parallel.tiny import ARCHITECTURE, build, equal, flip_a_byte, rewrite
 
 
 def config(folder, node, beside=False):
-    """What a rank of a node is given; on machines the path would be one for all nodes."""
+    """The configuration of a rank on a node; on real machines all nodes have the same path."""
     run = folder / "run"
     run.mkdir(exist_ok=True)
     (run / "starts.jsonl").touch()

@@ -74,7 +74,7 @@ def folded(
     scale: float,
     wide: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """What ``NAMES`` says of q, k, v and dout; tiles of each call continue from the calls before."""
+    """The tensors in ``NAMES`` from q, k, v and dout; tiles of each call continue from the calls before."""
     q, k, v, dout = given
     out = torch.zeros(q.shape, dtype=wide, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)

@@ -1,4 +1,4 @@
-"""What attention kernels of a GPU are asked for and return, by their shape functions, which run without a GPU.
+"""Arguments and results of a GPU's attention kernels, by their shape functions, which run without a GPU.
 
 The shape functions take what the kernels refuse, so the kernels' own conditions stand here (torch's
 aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp and attention.cu, of 2.13; cuDNN takes as few).
@@ -110,7 +110,7 @@ def _check_rows(x: Tensor, q: Tensor, what: str, like: Tensor | None = None) -> 
 
 
 def _check_gradients(gradients: tuple[Tensor, ...], dout: Tensor, inputs: tuple[Tensor, ...]) -> None:
-    """What a backward writes into."""
+    """The tensors that a backward writes into fit the inputs."""
     _check_rows(dout, inputs[0], "dout")
     for gradient, of in zip(gradients, inputs, strict=True):
         assert (gradient.shape, gradient.dtype, gradient.stride(-1)) == (of.shape, of.dtype, 1)
@@ -185,7 +185,7 @@ def flash_attn_3_backward(*tensors: Tensor, **given: Any) -> None:
 
 
 def _of_3(given: dict[str, Any]) -> tuple[str, dict[str, Any], Callable[[Tensor], Tensor]]:
-    """What version 3 is given, by torch's names; and whether its tokens are packed."""
+    """The arguments of version 3 by torch's names, and the layout of its tokens."""
     names = {"max_seqlen_q": "max_q", "max_seqlen_k": "max_k", "cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k"}
     assert given["softmax_scale"] is not None
     named = {names.get(name, name): value for name, value in given.items()}

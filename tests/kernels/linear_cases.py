@@ -33,7 +33,7 @@ class Case(NamedTuple):
     value_width: int = 24
     batch: int = 1
     programs: int = 1
-    """What Triton's scan is cut for; 1 leaves each document in one piece."""
+    """The scan of Triton is cut for so many programs; 1 leaves each document in one piece."""
 
 
 LENGTHS = (1, 63, 64, 65, 200)
@@ -82,7 +82,7 @@ def inputs(case: Case) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def results(case: Case, backend: str, dtype: torch.dtype | None = None, device: str = "cpu") -> list[Tensor]:
-    """What ``NAMES`` says, computed by a backend; with a dtype, from inputs of that dtype."""
+    """The tensors in ``NAMES`` by a backend; with a dtype, from inputs of that dtype."""
     leaves, gradients = ([x.to(device, dtype or x.dtype) for x in group] for group in inputs(case))
     leaves = [x.requires_grad_() for x in leaves]
     log_decay = [math.log(decay) for decay in case.decays]
@@ -127,7 +127,7 @@ def _compared(got: list[Tensor], case: Case) -> dict[str, float]:
 
 
 def error(a: Tensor, b: Tensor) -> float:
-    """How far a is from b, see above."""
+    """The relative difference of a from b, see above."""
     return max(((a - b).norm() / b.norm()).item(), ((a - b).abs().max() / b.abs().max()).item())
 
 

@@ -37,9 +37,9 @@ def rotary_error(dtype: torch.dtype, device: str = "cpu", width: int = 20) -> fl
 
 
 def gate_errors(dtype: torch.dtype, device: str = "cpu", faulty: bool = False) -> list[float]:
-    """Of the gate in one launch, and of both gradients, on numbers that no block divides.
+    """The errors of the gate in one launch and of both gradients, on numbers that no block divides.
 
-    With ``faulty``, of up and gate in each other's place.
+    With ``faulty``, up and gate are in each other's place.
     """
     from kernels.triton import pointwise as launched
 

@@ -76,7 +76,7 @@ def test_generator_makes_samples_repeatable(llama):
 
 
 def frequencies(logits, temperature, **limits):
-    """Of 20,000 draws."""
+    """The share of each token in 20,000 draws."""
     draw = Draw(temperature=temperature, generator=torch.Generator().manual_seed(0), **limits)
     return draw(torch.ones(20_000, 1), logits.expand(20_000, -1)).bincount(minlength=len(logits)) / 20_000
 
@@ -105,7 +105,7 @@ def test_frequencies_are_those_of_the_distribution(temperature, top_k):
     ],
 )
 def test_top_p_keeps_the_fewest_tokens_of_that_probability(limits, kept):
-    """Of five tokens of 40, 30, 10.5, 10 and 9.5 %, in another order."""
+    """Five tokens have 40, 30, 10.5, 10 and 9.5 %, in another order."""
     shares, order = torch.tensor([0.4, 0.3, 0.105, 0.1, 0.095]), torch.tensor([3, 0, 4, 2, 1])
     logits = torch.empty(5)
     logits[order] = shares.log()

@@ -102,7 +102,7 @@ def test_layers_without_a_window_to_leave_out_are_refused():
 
 
 def test_layers_of_a_hybrid_keep_their_numbers():
-    """Of 8 layers the second, fourth, ... are of softmax; Megatron counts all."""
+    """Every second of 8 layers has softmax attention; Megatron counts all layers."""
     config = ModelConfig(model_type="transnormer", num_layers=8, softmax_every=2, window_size="8,0")
     assert [config.window(layer) for layer in range(8)] == [None, (8, 0)] * 4
     fourths = replace(config, window_attn_skip_freq="4")

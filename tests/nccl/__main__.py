@@ -40,7 +40,7 @@ from tools.common.cases import Case
 BOUNDS = {"cuda": 10.0, "cpu": 1.0}
 """Times the bounds of `make parity`; a GPU adds up in other orders, by how much is not measured."""
 SECONDS_TO_END = {"cuda": 40.0, "cpu": 20.0}
-"""Of the others after a kill: torchrun kills ranks that wait for a GPU, and so do not heed its SIGTERM, after 30."""
+"""The other ranks' limit after a kill: those that wait for a GPU heed no SIGTERM, and torchrun kills them after 30."""
 FAILED = re.compile(r"^(?:\[rank\d+\]: *)?((?:[\w.]+Error|error|hung)\b.*)", re.M)
 Row = tuple[str, Case]
 """A kind of model, and its mesh."""

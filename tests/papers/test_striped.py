@@ -30,7 +30,7 @@ def test_tiles_are_computed_whole():
 
 
 def test_emulated_ranks_gain_what_their_work_says(monkeypatch):
-    """Of two ranks the ring's slowest does 1.5 blocks, a striped half of each of two: 1.5, if no product counts."""
+    """The ring's slowest of two ranks does 1.5 blocks, a striped one half of each of two: 1.5, if no product counts."""
     found = []
     for products in (0.0, 1e12):
         monkeypatch.setattr(

@@ -125,7 +125,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Step:
-    """What one step gave, in full."""
+    """The loss, weights and gradients of one step, in full."""
 
     loss: float
     weights: dict[str, Tensor]

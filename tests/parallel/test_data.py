@@ -51,7 +51,7 @@ def test_weights_are_the_whole_models_on_any_number_of_ranks(size):
 
 
 def drawn_by_shards(rank, world_size):
-    """What `init_parameters` is there to avoid: the library's own way after to_empty."""
+    """The library's own way after to_empty, which `init_parameters` avoids."""
     model = sharded(world_size)
     torch.manual_seed(SEED)
     weight = model.layers[0].mlp.down.weight
@@ -90,7 +90,7 @@ def test_drawn_in_tiles_the_weights_are_the_whole_models(ranks, tp, monkeypatch)
 
 @pytest.mark.parametrize(("tp", "most"), [(1, 1.01), (2, 1.01), (8, 1.02)])
 def test_one_rank_of_eight_draws_about_an_eighth(tp, most, monkeypatch):
-    """Of Llama 3 8B with two layers."""
+    """The model is Llama 3 8B with two layers."""
     count, config = 0, replace(LLAMA3_8B.model, num_layers=2)
     total = num_parameters(config)
 
@@ -135,7 +135,7 @@ def test_gradients_are_summed_over_ranks_with_unequal_numbers_of_tokens(size):
 
 
 def with_weights_on_their_way(rank, world_size, prefetch):
-    """Whether, when a layer but the last is computed, the next one's weights are being gathered; and the gradients."""
+    """True for each layer that is computed while the next one's weights are being gathered; and the gradients."""
     model, posted = sharded(world_size, prefetch=prefetch), list[bool]()
     for layer, following in pairwise(model.layers):
         group = following._get_fsdp_state()._fsdp_param_group

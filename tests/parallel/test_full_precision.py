@@ -19,7 +19,7 @@ ANGLES = "layers.0.attention.lrpe.theta"
 
 
 def gradients(rank, world_size, strategy, granularity="none", data_rank=None):
-    """Of a TransNormer that computes in bfloat16, over two micro-batches; its angles are seen in float32."""
+    """Gradients of a TransNormer in bfloat16 over two micro-batches; its angles are seen in float32."""
     seen = []
     forward = LRPE.forward
     LRPE.forward = lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs)

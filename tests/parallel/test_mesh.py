@@ -113,7 +113,7 @@ def test_a_process_started_alone_needs_no_launcher_and_leaves_its_group_after_an
 
 
 def timeouts(rank, world_size):
-    """Of the mesh's groups, and of those of two copies of the optimizer's shards."""
+    """The timeouts of the mesh's groups, and of those of two copies of the optimizer's shards."""
     copies = DataParallelConfig(num_distributed_optimizer_instances=2)
     with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2, distributed_timeout_minutes=0.2)) as mesh:
         groups = [part.get_group() for part in (mesh.dp, mesh.cp, mesh.tp, mesh.dp_cp)]

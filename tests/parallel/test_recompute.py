@@ -213,7 +213,7 @@ def test_with_context_parallelism_and_sharded_weights(bf16):
 
 
 def exchanged(rank, world_size):
-    """Of every policy: loss and gradients, and how much of the forward's exchange of heads the backward repeats."""
+    """Every policy's loss and gradients, and the share of the forward's exchange of heads that the backward repeats."""
     found = {}
     for name in FORWARDS:
         cp = context_parallel("ulysses", seq_len=LENGTH, group=dist.group.WORLD)

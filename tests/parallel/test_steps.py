@@ -171,7 +171,7 @@ def undecayed(rank, world_size, case):
 
 
 def with_parts_of_the_norm(rank, world_size, case):
-    """What reaches the sum of squares is each rank's part, taken for the whole."""
+    """Each rank's part reaches the sum of squares, taken for the whole."""
     tensor_styles._Sum.backward = staticmethod(lambda ctx, *gradients: (gradients[0], None))
     return steps(rank, world_size, [case])
 
@@ -257,7 +257,7 @@ class Collectives(TorchDispatchMode):
 
 
 def elements(rank, world_size, lengths):
-    """What a rank sends in a layer's forward and in its backward, by method and length; rank 1 has both neighbours."""
+    """Elements that a rank sends in a layer's forward and backward, by method and length; rank 1 has two neighbours."""
     found = {}
     wide = 4  # bytes
     for method in ("lasp", "ulysses", "megatron"):

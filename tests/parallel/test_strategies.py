@@ -1,4 +1,4 @@
-"""What each data-parallel strategy divides, sends and sums; on meshes with tensor parallelism too."""
+"""Each data-parallel strategy divides, sends and sums as its name says, on meshes with tensor parallelism too."""
 
 from contextlib import contextmanager
 from typing import get_args
@@ -44,7 +44,7 @@ def shares(strategy, ranks, copies):
 
 
 def traffic(strategy, ranks, copies):
-    """What sends gradients in the first and in the last micro-batch and after it: the collective, among how many."""
+    """The collectives of gradients, each with its number of ranks, in the first and last micro-batch and after it."""
     scatter, reduce = ("reduce_scatter", ranks // copies), ("all_reduce", copies if copies > 1 else ranks)
     if strategy in ("ddp", "legacy_ddp"):
         return [set(), *([{reduce}, set()] if strategy == "ddp" else [set(), {reduce}])]
@@ -73,7 +73,7 @@ def recorded():
 
 
 def elements(model, what):
-    """How many of the weights', or their gradients', elements lie on this rank."""
+    """The number of elements of the weights, or of their gradients, on this rank."""
     tensors = [parameter if what == "weights" else parameter.grad for parameter in model.parameters()]
     return sum(to_local(t).numel() for t in tensors if t is not None)
 

@@ -98,5 +98,5 @@ def flip_a_byte(folder: Path, name: str = "__0_0.distcp") -> None:
 
 
 def rewrite_manifest(folder: Path, **changes: Any) -> None:
-    """What a forger can do: a manifest whose checksums are right."""
+    """Forge a manifest whose checksums are right."""
     write_manifest(folder, Manifest(**{**vars(read_manifest(folder)), **changes}))

@@ -1,4 +1,4 @@
-"""What the ranks hold of a model between them, in full, for the tests of sharded ones."""
+"""Weights and gradients of a sharded model in full, for its tests."""
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,5 +14,5 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Of the parameters that have one."""
+    """The gradients, in full, of the parameters that have one."""
     return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}

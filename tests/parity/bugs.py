@@ -61,7 +61,7 @@ def positions_not_passed() -> None:
 
 
 def label_lost() -> None:
-    """Of the last token of each rank, whose label is another rank's token."""
+    """The last token of each rank, whose label is another rank's token, has none."""
     local = NextToken.local
 
     def without(self: NextToken, batch: Any) -> Any:

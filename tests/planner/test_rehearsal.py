@@ -89,7 +89,7 @@ def test_for_a_gpu_norms_keep_what_its_kernel_keeps():
 
 
 def test_what_is_in_host_memory_is_not_on_the_device():
-    """Of 4 layers a stage, 2 micro-batches in flight, the inputs of 2 layers are on the device: those of 6 are not."""
+    """A stage of 4 layers with 2 micro-batches in flight has 8 inputs of layers: 2 on the device, 6 not."""
     flags = "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64"
     config = parse_args([*MODEL, *flags.split(), "--num-layers", "8", "--vocab-size", "64"])
     moved = replace(config, recompute=replace(config.recompute, recompute_offload=True))

@@ -1,4 +1,4 @@
-"""What the planner enumerates, refuses and takes, and the method auto of a real run."""
+"""Candidates that the planner enumerates, refuses and takes, and the method auto of a real run."""
 
 from dataclasses import replace
 

@@ -45,7 +45,7 @@ CASES = {
                                   "--context-parallel-size 4" + AGAIN + "full"),
 }  # fmt: skip
 SLOW = ("allgather 4, full", "GPipe 2", "tensor 4, attention_boundary, chunks", "on a CPU")
-"""Those whose parts others have too."""
+"""Cases whose parts others have too."""
 
 
 @pytest.mark.parametrize(

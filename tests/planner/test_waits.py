@@ -49,7 +49,7 @@ CASES = {
 SLOW = {*BY, "transnormer, lasp2", "transnormer, ulysses", "linear_transformer, lasp, packed"} - {"zigzag"}
 """Every method is there with packed documents, and every model; what these add is within what both do."""
 SOME = "wallfacer", "exchange"
-"""Of a diffusion transformer: its attention is a language model's, without a mask."""
+"""Methods for a diffusion transformer: its attention is a language model's, without a mask."""
 DIT = (
     *("--config", "configs/dit_tiny.toml", "--device", "cpu", "--num-layers", "1", "--context-parallel-size", "4"),
     *("--hidden-size", "32", "--num-attention-heads", "4", "--micro-batch-size", "4", "--global-batch-size", "4"),

@@ -34,7 +34,7 @@ def test_layouts_are_weighed_by_pairs_and_bytes(method, size):
 
 
 def test_auto_takes_the_faster_layout():
-    """What the balance saves grows with the square of the length, the exchange with the length."""
+    """The balance saves by the square of the length, the exchange costs by the length."""
     chosen = {}
     for length in (1024, 1 << 20):
         for fast in ("h100_pod", "cpu"):

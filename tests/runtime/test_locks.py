@@ -19,7 +19,7 @@ from tests.runtime.test_signals import forked, status_of
 TOKEN = "0" * 32
 ELSEWHERE = f"process 7 on node9, Slurm job 77, since 2026-11-22 02:30:01 UTC\n{TOKEN}\n"
 HERE = f"process {2**22 + 1} on {socket.gethostname()}, since 2026-11-22 02:30:01 UTC\n{TOKEN}\n"
-"""Of no process: no pid is as high."""
+"""The lock of a process that does not exist: no pid is as high."""
 
 
 @pytest.fixture

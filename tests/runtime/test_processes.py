@@ -1,4 +1,4 @@
-"""How processes join and part."""
+"""Processes join and part."""
 
 import re
 import socket
@@ -195,7 +195,7 @@ def test_one_worker_is_enough_for_all_that_is_in_flight():
 
 
 def late(leaves, tries):
-    """How many of ``tries`` one-process groups still hold a tensor of their last collective once they have parted."""
+    """The number of ``tries`` one-process groups that still hold a tensor of their last collective after parting."""
     count = 0
     for _ in range(tries):
         join(store=dist.HashStore())
@@ -273,7 +273,7 @@ def test_the_readmes_example_ends_well_every_time(tmp_path):
 
 
 def aborts(seconds, *flags):
-    """Whether the reproducer, in a process of its own, does not live to its end."""
+    """True if the reproducer, in a process of its own, does not live to its end."""
     command = [sys.executable, "-m", "tests.runtime.heap", "--seconds", str(seconds), *flags]
     process = ended(command)
     assert process.returncode <= 0, process.stderr

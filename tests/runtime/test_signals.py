@@ -113,7 +113,7 @@ def family(launched):
 
 
 def runs(pid):
-    """Whether a process is there and is no zombie that nobody waits for."""
+    """True if a process is there and is no zombie that nobody waits for."""
     stat = Path(f"/proc/{pid}/stat")
     try:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"

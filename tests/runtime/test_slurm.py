@@ -1,4 +1,4 @@
-"""What srun says of its tasks becomes what torchrun would have said."""
+"""The variables of srun become those of torchrun."""
 
 import pytest
 

@@ -112,7 +112,7 @@ def test_a_stopped_process_is_woken_for_its_stacks_and_knows_it_before_it_runs(t
 
 
 def left_alone(rank, world_size, folder, how):
-    """What a rank says while another one is stopped, and exit_status's verdict; then all join anew, for run_ranks."""
+    """A rank's messages and exit status while another one is stopped; then all join anew, for run_ranks."""
     store = dist.FileStore(str(folder / "pids"), world_size)
     store.set(f"{rank}", str(os.getpid()))
     dist.destroy_process_group()

@@ -82,7 +82,7 @@ ip -n {bridge}{name} link set lo up
 
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
-"""What slurm-wlm installs, and a cluster and its users start."""
+"""Programs of slurm-wlm that a cluster and its users start."""
 
 
 class VirtualError(UserError):

@@ -38,7 +38,7 @@ def slurm(cluster):
 
 
 def finished_as_undisturbed(slurm, job, save, want, restarts="1"):
-    """What Slurm knows of a job that was queued again once and finished the run."""
+    """Slurm's record of a job that was queued again once and finished the run."""
     known = ended(slurm, job)
     said = Path(f"{save}.log").read_text()
     assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("COMPLETED", "0:0", restarts), said

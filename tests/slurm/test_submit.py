@@ -178,7 +178,7 @@ def write_cluster(path, **more):
 
 
 def inert(text, folder):
-    """Whether all lines for sbatch have a word each, and bash runs nothing of a job's script but the training."""
+    """True if all lines for sbatch have a word each, and bash runs nothing of a job's script but the training."""
     options = [line for line in text.split("\n") if line.startswith("#SBATCH")]
     keys = {shlex.split(line)[1].split("=")[0] for line in options if len(shlex.split(line)) == 2}
     stub = text.replace("source slurm/job.sh", "train() { touch trained; }")

@@ -106,7 +106,7 @@ def of_step(slurm, job, *more):
 
 
 def told(pid):
-    """Whether SIGUSR1 waits for a stopped process."""
+    """True if SIGUSR1 waits for a stopped process."""
     try:
         pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
     except FileNotFoundError:  # a short one of the launcher's

@@ -157,7 +157,7 @@ def test_data_parallel_processes_sum_what_one_does(run, tmp_path, processes):
     ],
 )
 def test_any_mesh_equals_one_process(run, tmp_path, processes, flags):
-    """Where documents do not share out evenly over data-parallel ranks and stages, too."""
+    """Documents need not share out evenly over data-parallel ranks and stages."""
     assert differing(run, tmp_path, processes, *flags) < 1e-6
 
 

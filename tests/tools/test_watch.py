@@ -1,4 +1,4 @@
-"""What a look at runs shows, of folders that a real run wrote."""
+"""The table of a look at runs, from folders that a real run wrote."""
 
 import json
 import os

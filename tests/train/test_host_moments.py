@@ -73,7 +73,7 @@ def test_no_gradient_is_no_step():
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_slabs_are_powers_of_two_and_take_little_more_than_is_in_them(shards):
-    """Of the moments of Llama 2 13B, of which each tensor alone would take two thirds more."""
+    """The moments are those of Llama 2 13B; each tensor in a slab of its own would take two thirds more."""
     layer = [5120**2] * 4 + [5120 * 13824] * 3 + [5120] * 2
     counts = [4 * count // shards for count in (5120 * 32000, *layer * 40, 5120, 5120 * 32000) for _ in MOMENTS]
     slabs, taken = Slabs(), defaultdict(list)

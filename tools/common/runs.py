@@ -20,7 +20,7 @@ class Run:
     checkpoint: Path
     iteration: int
     config: "Config"
-    """Of a language model, with its vocabulary and the length of its rope."""
+    """A language model's configuration, with its vocabulary and the length of its rope."""
     tokenizer: "SentencePieceTokenizer | HuggingFaceTokenizer"
     trained_length: int | None
     """Tokens of a sequence that it was trained on; of an import those that it is meant for, if it says so."""

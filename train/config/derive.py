@@ -23,7 +23,7 @@ from train.float8 import Float8Config
 
 CONFIG = "config.toml"
 IMPORTED = "imported_from"
-"""Of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
+"""A key of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
 C = TypeVar("C", bound=CommonConfig)
 Method = Callable[[CommonConfig, int], tuple[ContextConfig, str]]
 """A configuration and its processes -> the method of context parallelism, with a line that says why."""

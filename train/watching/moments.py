@@ -26,7 +26,7 @@ class Step:
     loss: float
     """Their mean before the update."""
     record: dict[str, Any]
-    """Of metrics.jsonl; moments add to it."""
+    """A record of metrics.jsonl; moments add to it."""
     wait: Callable[[], None]
     """Waits until the next step's batch is made, so that no thread runs while processes are forked."""
     last: bool
@@ -70,7 +70,7 @@ class Watchers:
     """Calls the moments of those that take part in them, in their order."""
 
     def __init__(self, *watchers: Watcher) -> None:
-        """Of these, those that ask also hear, and the other way round."""
+        """Watchers that ask must hear, and those that hear must ask."""
         self._watchers = watchers
         self._flags: list[int] = []
         """The number of flags that each had when they were last asked."""

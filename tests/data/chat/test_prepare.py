@@ -134,7 +134,7 @@ def test_samples_are_the_conversations(tmp_path):
     ],
 )
 def test_what_is_too_long(policy, length, counts, learned, tmp_path):
-    """Of TURNS, the answers' tokens are 21 to 27, and 54 and 55."""
+    """The answers in TURNS are tokens 21 to 27, and 54 and 55."""
     source = write_lines(tmp_path / "in", [SHAREGPT])
     with pytest.raises(DataError, match=r"in\.jsonl, line 2: has 57 tokens, and seq_length is 20; .*--too-long split"):
         prepared(tmp_path, source, seq_length=20)

@@ -1,4 +1,4 @@
-"""What the tests of Triton's kernels share."""
+"""A fresh cache of compiled kernels for each test of Triton's."""
 
 import pytest
 

@@ -28,7 +28,7 @@ PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def interpret(module: str, *arguments: str, timeout: float = PATIENCE) -> dict[str, Any]:
-    """What a module prints as a program in a process whose Triton interprets."""
+    """The JSON that a module prints as a program in a process whose Triton interprets."""
     if triton.__version__ < "3.7":
         pytest.skip("the interpreter of Triton before 3.7 cannot loop as often as a tensor says under NumPy 2.4")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
@@ -45,7 +45,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class Launched(NamedTuple):
-    """What the launcher passed, and the kernel that a GPU would get for it."""
+    """A launch: its arguments, and the kernel that a GPU would get for it."""
 
     name: str
     grid: tuple[int, ...]
@@ -60,7 +60,7 @@ class Launched(NamedTuple):
         return {"shared": self.kernel.metadata.shared, **found}
 
     def spilled(self, folder: Path) -> list[tuple[int, int]]:
-        """What each innermost loop with matrix products loads from the stack and stores there, in instructions."""
+        """Instructions that load from the stack and store there, in each innermost loop with matrix products."""
         said = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", self._said(folder, "-sass"))
         lines = [(int(place, 16), line) for place, line in said]
         jumps = [(int(to[1], 16), place) for place, line in lines if (to := re.search(r"BRA.* 0x([0-9a-f]+)", line))]

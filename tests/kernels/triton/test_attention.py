@@ -128,7 +128,7 @@ def test_work_lists_travel_once_and_hold_every_pair():
 
 
 def test_every_tensor_of_a_plan_is_taken(monkeypatch):
-    """What plans of all kinds pass on is contiguous where the kernels add to it; see ``_check_contiguous``."""
+    """Tensors of all kinds of plans are contiguous where the kernels add to them; see ``_check_contiguous``."""
     launched = list[str]()
     monkeypatch.setattr(JITFunction, "__getitem__", lambda kernel, _: lambda *_, **__: launched.append(kernel.__name__))
     for method in METHODS:

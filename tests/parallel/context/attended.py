@@ -20,7 +20,7 @@ DSINKS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
 class Masked(NamedTuple):
-    """What an attention is of and under."""
+    """The documents, mask and shape of an attention."""
 
     documents: tuple[int, ...] | None = None
     window: Window | None = None
@@ -155,7 +155,7 @@ def attended(ranks: Ranks, method: str, options: dict[str, Any], masked: Masked,
 
 
 def attend_all(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list[Tensor], bool]]:
-    """What each case attends to, on rank 0, and whether this rank sent what its plan says."""
+    """The results of each case, on rank 0, and True where this rank sent what its plan says."""
     ranks, found = Ranks(), []
     for case in cases:
         tensors, as_planned = attended(ranks, *case)

@@ -29,7 +29,7 @@ class Group(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What an operation does with one tensor: a message, or a whole collective without a peer."""
+    """One tensor of an operation: of a message, or, without a peer, of a whole collective."""
 
     what: str
     peer: int | None
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What a rank posts on a group at once, or (``waits``) the place where its computation waits for that."""
+    """The parts that a rank posts on a group at once, or (``waits``) the place where its computation waits for them."""
 
     group: Group
     parts: tuple[Part, ...]
@@ -45,7 +45,7 @@ class Operation(NamedTuple):
 
 
 class Noted:
-    """What the transport takes from ``torch.distributed``, noted for one rank."""
+    """The transport's calls of ``torch.distributed``, noted for one rank."""
 
     irecv, isend, P2POp = "receive", "send", staticmethod(lambda *given, **named: (*given, *named.values()))
 
@@ -114,7 +114,7 @@ Computes = Callable[[Plan, int, transport.Transport], None]
 
 
 def timelines(plan: Plan, compute: Computes) -> list[Timeline]:
-    """What each rank posts and waits for while it computes."""
+    """The operations that each rank posts and waits for while it computes."""
     found, everyone = [], Group(tuple(range(plan.size)), 0)
     for rank in range(plan.size):
         noted = Noted()
@@ -247,7 +247,7 @@ def _check_connected(found: list[Timeline]) -> None:
 
 
 def _meeting(counts: Counter[Any], rank: int, group: Group, part: Part) -> tuple[tuple, list[tuple]]:
-    """What this side of a message or collective starts, and what must start on the others for it to go through.
+    """The start of a message or collective on this side, and the starts on others that it needs to go through.
 
     Between two ranks messages meet in the order of their start, and so do the collectives of a group.
     """

@@ -19,7 +19,7 @@ GATHERING = {
 }
 STAGED = [("allgather", {"ulysses_degree": 2, "ulysses_head_chunks": 2})]
 AGAIN = {"none": 0, "full": 1, "selective": 1, "attention_boundary": 0}
-"""How often the backward gathers and attends again."""
+"""The times that the backward gathers and attends again."""
 
 
 def late(cp):
@@ -48,7 +48,7 @@ def gradients(model, cp, micro_batches=1):
 
 
 def events(cp, model):
-    """What happens in a forward: projections and the gathers that are posted, by how many tensors each."""
+    """The projections of a forward, and the gathers that it posts, each by its number of tensors."""
     found = []
     for layer in model.layers:
         for name in ("wq", "wk", "wv"):

@@ -130,7 +130,7 @@ HYBRIDS = (
 
 
 def mixed(state, method, given, size):
-    """What the ranks of a hybrid post, whose layers have these two methods."""
+    """The timelines of a hybrid's ranks, whose layers have these two methods."""
     inside = make_plan(method, seq_len=LENGTH, size=size, **given)
     outside = make_plan(state, seq_len=LENGTH, size=size, multiple=inside.local_len, documents=given.get("documents"))
     return timelines(inside, hybrid(outside))

@@ -61,7 +61,7 @@ def compare_case(method, options, linear, made):
 
 
 def compare(rank, world_size, cases, linear):
-    """Whether out and gradients under changing masks are those of ranks joined for each mask alone."""
+    """Compare out and gradients under changing masks with those of ranks joined for each mask alone."""
     new_group, made = dist.new_group, []
 
     def noting(*args, **named):

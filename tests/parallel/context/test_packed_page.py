@@ -1,4 +1,4 @@
-"""What the page of packed documents says is what plans count: two rows here, all of them with the slow tests."""
+"""The page of packed documents has the figures of plans: two rows here, all of them with the slow tests."""
 
 from functools import partial
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_the_page_has_every_method(method):
 
 
 def test_one_document_by_hand():
-    """Of four blocks of 16 tokens the last sees 3.5 others; half of the rows of a ring are of earlier blocks."""
+    """The last of four blocks of 16 tokens sees 3.5 others; half of a ring's rows are of earlier blocks."""
     make = partial(make_plan, "exchange", seq_len=64, size=4, documents=(0, 64))
     pairs = [16 * 17 / 2 + 16 * 16 * rank for rank in range(4)]
     assert figures(make(layout="contiguous")) == pytest.approx((max(pairs) / np.mean(pairs), 6 / 12))

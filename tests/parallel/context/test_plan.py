@@ -44,7 +44,7 @@ TEAMS = [
 
 
 def coverage(plan, moves="kv"):
-    """How often each (query, key) pair of the padded sequence is computed for a head, over all ranks and rounds."""
+    """Count how often each pair of the padded sequence is computed for a head, over all ranks: [query, key]."""
 
     @cache
     def joined(ranks):
@@ -111,7 +111,7 @@ def check_transfers(geometry):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_size_sends_what_is_received_and_covers_each_pair_once(method):
-    """Of one document, and of several at random."""
+    """One document, and several at random."""
     draw = random.Random(method)
     for size in SIZES if method in BASIC else range(1, 14):
         length = max(1, 4 * size - 3)

@@ -30,7 +30,7 @@ def visible(queries, keys, stride, reach):
 
 
 def covered(found, shape):
-    """How often each pair is computed; checks each tile's shape and count, and that it has no masked row or column."""
+    """The times that each pair is computed; no tile has a wrong shape or count, or a masked row or column."""
     counts = np.zeros(shape, dtype=np.int64)
     for tile in found:
         mask = MASKS[tile.kind](np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=np.int64))
@@ -79,7 +79,7 @@ def ranks_of(draw, name, size):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 16, 61, 64])
 def test_all_ranks_together_compute_every_visible_pair_once(name, size):
-    """Of random documents and windows, narrower than the stride too."""
+    """Documents and windows are random, and narrower than the stride too."""
     draw = random.Random(f"{name} {size}")
     for _ in range(3 if size < 60 else 1):
         held, stride = ranks_of(draw, name, size)

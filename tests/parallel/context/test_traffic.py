@@ -1,4 +1,4 @@
-"""What real ranks send and hold in a forward, against the formulas of WallFacer's paper, element by element."""
+"""Elements that real ranks send and hold in a forward are those of the formulas in WallFacer's paper."""
 
 import gc
 from fractions import Fraction
@@ -55,7 +55,7 @@ def formula(plan, rank, kv_heads):
 
 
 def count_elements(rank, world_size, cases):
-    """Of 8 bytes each, lse and partial results too, so that bytes are elements; on a group of its own for each."""
+    """Elements have 8 bytes, lse and partial results too, so that bytes count them; each case has its own group."""
     for (method, options), kv_heads in ((case, kv_heads) for case in cases for kv_heads in (HEADS, HEADS // 2)):
         cp = context_parallel(method, seq_len=TOKENS, group=dist.group.WORLD, **options)
         rows = BATCH, cp.plan.local_len

@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline post in two steps and an evaluation can end, and joins what belongs together."""
+"""Messages of a pipeline's ranks in two steps and an evaluation can all end, and join what belongs together."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -25,7 +25,7 @@ VOTES = 4 if TorchVersion(torch.__version__) >= "2.13" else 2
 
 
 class Links(Noted):
-    """What torch's schedules and ours post. A message that is posted alone has a communicator of its two ranks."""
+    """The messages of torch's schedules and ours. One that is posted alone has a communicator of its two ranks."""
 
     def __init__(self, rank, size):
         super().__init__()
@@ -82,7 +82,7 @@ def computed(part, batch):
 
 
 def timeline(rank, size, config, micro_batches, tied):
-    """What a rank posts; the first and the last stage share a weight if ``tied``. No step makes a group."""
+    """The operations of a rank; the first and the last stage share a weight if ``tied``. No step makes a group."""
     links, last = Links(rank, size), config.stages(size) - 1
     posts = {name: getattr(links, name) for name in ("isend", "irecv", "batch_isend_irecv", "all_reduce")}
     names = [

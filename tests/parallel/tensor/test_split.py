@@ -93,7 +93,7 @@ def test_what_is_kept_in_host_memory_comes_back_as_it_was_split():
 
 
 def masks_seen(rank, world_size, granularity):
-    """Whether each attention of a step in bfloat16, also of the recomputation, has the mask itself."""
+    """True for each attention of a step in bfloat16, recomputed ones too, that has the mask itself."""
     given, seen = object(), list[bool]()
 
     def attend(q, k, v, mask):
@@ -129,7 +129,7 @@ def with_a_local_mean(rank, world_size):
 
 
 def with_a_bias_of_every_rank(rank, world_size):
-    """What row-parallel layers add to their outputs is added up over tp."""
+    """A row-parallel layer's bias is added up over tp."""
     tensor_styles.own_entries = DTensor.full_tensor
     with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, GPTS[0])[1]

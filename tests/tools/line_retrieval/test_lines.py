@@ -99,7 +99,7 @@ def test_a_seed_gives_the_same_bytes_anywhere(tmp_path, tokenizer, capsys):
 
 
 def test_what_is_scored_was_not_trained_on(tokenizer):
-    """Of the same seed and sample, too."""
+    """Seed and sample are the same in both."""
     train, score = (
         maker(tokenizer, purpose=purpose, vocabulary="small").make(0, 0.5).turns[0]["content"].splitlines()[:-1]
         for purpose in ("train", "score")

@@ -12,7 +12,7 @@ from train.config.flags import ConfigError, write_toml
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*dit_*.toml"))
 PROCESSES = {"dit_tiny": 4}
-"""Those that `make dit` starts, since a file that sets a global batch has no room for more; the others fit 8."""
+"""Processes that `make dit` starts: a file that sets a global batch has no room for more; the others fit 8."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -29,7 +29,7 @@ def token_work(circles):
 
 
 def test_every_arc_with_its_share_of_work_is_found():
-    """Of each two neighbouring arcs between which the surplus changes its sign, the nearer one; and no other."""
+    """The nearer of each two neighbouring arcs between which the surplus changes its sign is found, and no other."""
     rng, several, bent = np.random.default_rng(0), 0, 0
     for _ in range(100):
         circles, _, _ = circles_of(rng)

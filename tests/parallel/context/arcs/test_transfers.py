@@ -1,4 +1,4 @@
-"""What travels is what someone sees and does not hold, row by row."""
+"""Rows travel to the ranks that see them and do not hold them, and to no other."""
 
 import numpy as np
 import pytest

@@ -22,7 +22,7 @@ def whole(length, seed):
 
 
 def both(rank, world_size, wrong=False):
-    """What arrives of a tensor and of a gradient, each way, beside this rank's share of the whole in that layout."""
+    """A tensor and a gradient as they arrive, each way, beside this rank's share of the whole in that layout."""
     found = []
     for outer, inner in PAIRS:
         inside = context_parallel(inner, seq_len=LENGTH, group=dist.group.WORLD, multiple=2)

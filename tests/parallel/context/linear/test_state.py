@@ -144,7 +144,7 @@ def count_bytes(rank, world_size, lengths):
 
 
 def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where_heads_are_exchanged():
-    """Of B N d / P elements of v and of out, and twice as many of q and of k, a rank keeps its own 1 / P."""
+    """A rank has B N d / P elements of v and of out, twice as many of q and of k, and keeps its own 1 / P of them."""
     hidden, ranks = HEADS * WIDTH, 4
     state = 4 * BATCH * hidden**2 // HEADS  # B d^2 / h elements of float32
     for rank, found in enumerate(run_ranks(count_bytes, ranks, [64, 128, 256, 512])):
@@ -158,7 +158,7 @@ def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where
 
 
 def record(rank, world_size, method):
-    """What a rank does, in order: its transfers and its products."""
+    """The transfers and the products of a rank, in order."""
     from parallel.context.linear import state
     from parallel.context.transport import Transport
 
@@ -219,7 +219,7 @@ def test_who_passes_what_to_whom():
 
 
 def overflow(rank, world_size, method):
-    """Of out and the gradients, which heads of which tokens are finite where one key and value overflow: [B, T, H]."""
+    """The heads [B, T, H] of out and of the gradients that stay finite where one key and value overflow."""
     tensors = [x.float() for x in inputs(64, torch.float32)]
     for x in tensors[1:3]:
         x[0, 5, 2] = 1e25

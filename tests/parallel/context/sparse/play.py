@@ -28,14 +28,14 @@ class Sent(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Of each row the pairs that its gradient sums up, [rows, seq_len], and whether its owner computed some of them."""
+    """The pairs [rows, seq_len] that each row's gradient sums up, and True where its owner computed some of them."""
 
     pairs: np.ndarray
     own: np.ndarray
 
 
 def visible(plan: Plan) -> np.ndarray:
-    """Whether each query sees each key, bool [padded_len, padded_len]; padding sees nothing and is not seen."""
+    """The mask of queries and keys, bool [padded_len, padded_len]; padding sees nothing and is not seen."""
     position = np.arange(plan.padded_len)
     document = np.searchsorted((plan.documents or (0, plan.seq_len))[1:], position, side="right")
     behind, ahead = (plan.padded_len if reach is None else reach for reach in plan.mask.reach)

@@ -34,7 +34,7 @@ def test_the_same_for_other_masks_in_every_run_and_up_to_64_ranks(method, draw, 
 
 
 def crossings(sent, gradients, per_node, degree):
-    """How often each row, per heads, comes to each other node; of gradients, from each other node."""
+    """Arrivals of each row, per heads, at each other node; of a gradient, its departures from each other node."""
     found = Counter()
     for one in sent:
         nodes = one.sender // per_node, one.receiver // per_node
@@ -117,7 +117,7 @@ def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method):
 
 
 def test_a_gradient_returns_to_its_owner_before_it_goes_on():
-    """Where an owner holds its rows again amid the rounds, in a team, its own part stays, and so does what came."""
+    """An owner in a team that holds its rows again amid the rounds keeps its own part, and the parts that came."""
     made = make_plan("wallfacer", seq_len=79, size=12, team_size=2, documents=(0, 34, 79), layout="zigzag")
     amid = [
         (rank, i)

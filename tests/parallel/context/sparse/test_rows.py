@@ -70,7 +70,7 @@ Held = set[tuple[int, int, int]]
 
 
 def drawn_everywhere(draw, places, rows):
-    """What places hold; often the last row of one owner and the first of the next, which adjoin on no line."""
+    """The rows that places hold; often the last of one owner and the first of the next, which adjoin on no line."""
     everything = [(place, owner, i) for place in range(places) for owner in range(places) for i in range(rows)]
     share = draw.choice([0.1, 0.5, 1])
     return {one for one in everything if draw.random() < share}

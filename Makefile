@@ -120,8 +120,8 @@ test: $(DEV) ## The tests, but for the slow ones, in up to 4 processes; ARGS="te
 test-slow: $(DEV) ## The slow tests: training for 20 and 40 iterations where make test has 4 and 8
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(ARGS)
 
-check: $(DEV) ## Check format, lint and types
-	@status=0; for step in "ruff format --check ." "ruff check ." mypy; do \
+check: $(DEV) ## Check format, lint, types and the links of all pages
+	@status=0; for step in "ruff format --check ." "ruff check ." mypy "pytest tests/test_docs.py -k links"; do \
 	  echo "$$step"; $(PY) -m $$step || status=1; done; exit $$status
 
 format: $(DEV) ## Rewrite the sources in the format that check wants, with ruff's safe fixes

@@ -50,7 +50,7 @@ SETTLE = 2
 
 
 MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "transformers"}
-"""Other packages, whose attention and whose training are measured; docs/evidence/peers.md says why others are not."""
+"""Other packages, whose attention and whose training are measured; docs/evidence/speed.md says why others are not."""
 ATTENTIONS = ("ring-attention-pytorch",)
 
 

@@ -7,12 +7,13 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from runtime import __version__
 from runtime.errors import UserError
 from runtime.files import read_own, reason, sha256, write_text
 
@@ -47,6 +48,7 @@ class Manifest:
     files: dict[str, tuple[int, str]]
     """Size in bytes and SHA-256 of every file in the folder except the manifest."""
     torch_version: str = str(torch.__version__)
+    longmesh_version: str = __version__
 
 
 def checkpoint_folder(directory: str | Path, iteration: int) -> Path:
@@ -106,7 +108,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path} has format {version}, this version reads {FORMAT_VERSION}; use a matching one")
     try:
-        manifest = Manifest(**content)
+        manifest = Manifest(**{"longmesh_version": "unknown", **content})  # checkpoints before 0.1.0 do not say
         files = {name: (size, digest) for name, (size, digest) in manifest.files.items()}
         if not isinstance(manifest.architecture, dict) or not isinstance(manifest.extra, dict):
             raise ValueError("architecture or extra is no table")
@@ -123,7 +125,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     for name in files:
         if name in ("", ".", "..") or name != os.path.basename(name):
             raise CheckpointError(f"{path} names {name!r}, which is not a file of its own folder; do not trust it")
-    return Manifest(**{**content, "files": files})
+    return replace(manifest, files=files)
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -26,8 +26,8 @@ OTHERS_FLAGS |= {"--ntasks-per-node", "--user", "--map-root-user", "--net", "--t
 
 
 def pages(root):
-    """The Markdown that people read: the front page, CONTRIBUTING, docs/, and what results say of themselves."""
-    found = [root / "README.md", root / "CONTRIBUTING.md", *root.glob("docs/**/*.md")]
+    """The Markdown that people read: beside the front page, docs/, and what results say of themselves."""
+    found = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
     return [path for path in [*found, *root.glob("papers/**/*.md"), *root.glob("bench/**/*.md")] if path.exists()]
 
 
@@ -44,21 +44,37 @@ def code(page):
     yield from SPAN.findall(prose(page))
 
 
+def anchor(title):
+    """The name that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 def anchors(page):
-    """The names that GitHub gives to a page's headings."""
-    titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    """Those of a page; the second heading of one name has -1 behind it."""
+    names = []
+    for title in re.findall(r"^#+ (.+)$", prose(page), flags=re.M):
+        name = anchor(LINK.sub(lambda link: link[0][1:].partition("]")[0], title))
+        names.append(f"{name}-{names.count(name)}" if name in names else name)
+    return set(names)
 
 
 def broken_links(root):
+    """Links to what the checkout lacks or to no heading of a page, and links of forms that are not looked up."""
     for page in pages(root):
-        for link in LINK.findall(SPAN.sub("", prose(page))):
-            path, _, anchor = link.partition("#")
+        text = SPAN.sub("", prose(page))
+        for link in LINK.findall(text):
+            path, _, name = link.partition("#")
             target = (page.parent / path).resolve() if path else page
-            if "://" in link:
+            if re.match(r"https?://[\w.-]+\.\w+(/|$)", link):
                 continue
-            if not target.exists() or (anchor and anchor not in anchors(target)):
+            known = target.exists() and target.is_relative_to(root.resolve()) and not path.startswith("/")
+            if not known or ("#" in link and (target.suffix != ".md" or name not in anchors(target))):
                 yield f"{page.relative_to(root)}: {link}"
+        rest = LINK.sub("", LINK.sub("", text))  # a picture may be a link's text
+        for other in re.findall(
+            r"\]\([^)]*\)?|\]\[.*?\]|^\[[^\]]+\]: .*|<(?:a|img)\b.*?>|<https?:.*?>", rest, flags=re.M
+        ):
+            yield f"{page.relative_to(root)}: {other}, which is not [text](target)"
 
 
 def unknown_targets(root):
@@ -183,6 +199,14 @@ def test_the_pages(check):
         (broken_links, "![a picture](docs/none.png)"),
         (broken_links, "# One\n\n[below](#two)"),
         (broken_links, "[its part](docs/README.md#none)"),
+        (broken_links, "# One\n\n# One\n\n[the third](#one-2)"),
+        (broken_links, "[a line of it](tools/some.py#L3)"),
+        (broken_links, "[from the root](/docs/some.md)"),
+        (broken_links, "[out of the checkout](../other.md)"),
+        (broken_links, "[cut](docs/some.md"),
+        (broken_links, "[by a name][some]"),
+        (broken_links, '<a href="docs/none.md">'),
+        (broken_links, "[no host](https://docs)"),
         (unknown_targets, "```\nmake nothing  # at all\n```"),
         (unknown_targets, "`make nothing`"),
         (unknown_modules, "`python -m tools.none`"),

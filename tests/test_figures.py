@@ -1,10 +1,10 @@
 """Figures in the pages of evidence and of the papers: each stands in a result file that its page leads to.
 
-A page's result files are those that it links to, and those of ``bench/results`` that its README says are told there. A
-figure is a decimal, a power of ten or an integer such as 12,345; code, links and multiples of 256, which are sizes, are
-left out. It must be what a result rounds to: in a row of a table, of the records that have the row's first cell as a
-name, where there are any. Where a column's head says that it compares, it may be a quotient of the result's figures
-that belong together, or of the row's own.
+A section's result files are those that it links to, and those of ``bench/results`` that their README says are told
+there; what stands before the first section quotes them all. A figure is a decimal, a power of ten or an integer such
+as 12,345; code, links and multiples of 256, which are sizes, are left out. It must be what a result rounds to: in a
+row of a table, of the records that have the row's first cell as a name, where there are any. Where a column's head
+says that it compares, it may be a quotient of the result's figures that belong together, or of the row's own.
 """
 
 import json
@@ -15,6 +15,8 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+
+from tests.test_docs import anchor
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -31,16 +33,17 @@ TOGETHER = ("of", "length", "seq_length", "patches")
 OTHERS = {"machine", "load", "load_average", "min", "max", "cpu_median"}
 BY_TESTS = "what tests print, which assert the bounds beside it; no file keeps it"
 LEFT_OUT = {
-    ("features.md", ""): "versions and bounds of other packages, each with its source",
     ("not_measured.md", ""): "what is wanted of a figure once it is measured",
     ("exactness.md", "Exactness"): BY_TESTS,
-    ("linear_attention.md", "Errors of the kernels"): BY_TESTS,
+    ("exactness.md", "Errors of linear attention's kernels"): BY_TESTS,
 }
 """Sections by page and title, a page's whole where there is none, that have no figure of a result."""
 ALLOWED = {
-    "attention.md": {"7.0": "a setting", "1,197": "rows counted on a plan", "1.02": "a quotient of two medians"},
-    "linear_attention.md": {"1.09 1.94": "logarithms of the table's quotients", "1.38": "the paper's"},
-    "memory.md": {"32.5": "bytes added up in the sentence"},
+    "memory.md": {
+        "32.5": "bytes added up in the sentence",
+        "7.5": "a bound, of the test that is named",
+        "6e-8": "the difference of losses that have 8 digits in the file",
+    },
     "papers.md": {
         "114.33 19.9": "the paper's own",
         "0.29 5.2e-7": "differences of losses, which papers.convergence prints",
@@ -48,13 +51,18 @@ ALLOWED = {
         "2602.21196": "a paper's number",
         "8.1": "bytes of q, k and v, counted in the sentence",
     },
-    "peers.md": {
+    "speed.md": {
+        "7.0": "a setting",
+        "1,197": "rows counted on a plan",
+        "1.02": "a quotient of two medians",
+        "1.33": "a ratio of pairs, counted on a plan",
+        "1.09 1.94 1.99": "logarithms of the table's quotients",
+        "1.38": "a paper's",
         "1.31": "a version",
         "1.183 1.193 1.197 1.207 1.231 10.9 13.3 27.1 28.4": "medians that the page alone keeps",
         "1.084 1.067 1.104 1.098 1.078 1.118 1.037 1.079 1.076 1.048 1.107": "an idle run that it alone keeps",
         "1.163 1.205 1.211 1.218": "and another one",
     },
-    "video.md": {"6e-8": "the difference of losses that have 8 digits in the file"},
 }
 """Other figures, several of one reason at once, that no result has and why they may stand."""
 
@@ -93,12 +101,13 @@ def rounds_to(value, figure, scales):
     return any(f"{abs(value) * scale:.{places}f}" == mantissa for scale in scales)
 
 
-def results_of(page):
-    """The result files of a page; of a table with its Markdown that alone."""
-    found = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]*/results/[^)#]+)\)", page.read_text())}
+def results_of(page, text):
+    """The result files of a section's text; of a table with its Markdown that alone."""
+    found = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]*/results/[^)#]+)\)", text)}
+    places = [f"/{page.name}#{anchor(title)})" for title in re.findall(r"^## (.+)$", text, flags=re.M)]
     readme = RESULTS / "README.md"
     for names, told in re.findall(r"^\| (.+?) \|.*\| (.+?) \|$", readme.read_text(), flags=re.M):
-        for stem in re.findall(r"`(.*?)\.(?:jsonl|md)`", names) if f"/{page.name}" in told else ():
+        for stem in re.findall(r"`(.*?)\.(?:jsonl|md)`", names) if any(place in told for place in places) else ():
             pattern = stem.replace("MACHINE", r"(?:amd|intel|nvidia)-[\w-]+")
             found |= {path for path in readme.parent.iterdir() if re.fullmatch(pattern, path.stem)}
     return sorted(
@@ -152,10 +161,12 @@ def read(files):
 
 
 def sections(page):
-    """The text of a page without code, the targets of links, and what is left out."""
-    for part in re.split(r"^#+ ", NOT_PROSE.sub("", page.read_text(encoding="utf-8")), flags=re.M)[1:]:
-        if not {(page.name, ""), (page.name, part.partition("\n")[0])} & LEFT_OUT.keys():
-            yield part
+    """The texts of a page without code, the targets of links, and what is left out; the result files of each."""
+    text = page.read_text(encoding="utf-8")
+    for place, whole in enumerate(re.split(r"^(?=## )", text, flags=re.M)):
+        for part in re.split(r"^#+ ", NOT_PROSE.sub("", whole), flags=re.M)[1:]:
+            if not {(page.name, ""), (page.name, part.partition("\n")[0])} & LEFT_OUT.keys():
+                yield part, results_of(page, whole if place and page.parent.name == "evidence" else text)
 
 
 def figures(text):
@@ -186,13 +197,14 @@ def is_known(found, records, quotients):
 
 def checked(page):
     """Each figure of a page, whether a result has it, and whether one has it with its first or last digit changed."""
-    records, quotients = read(results_of(page))
-    for figure, percent, line, head in (one for part in sections(page) for one in figures(part)):
-        changed = []
-        for place in {0, len(figure.partition("e")[0]) - 1}:
-            wrong = figure[:place] + str((int(figure[place]) + 3) % 10) + figure[place + 1 :]
-            changed.append(is_known((wrong, percent, line.replace(figure, wrong, 1), head), records, quotients))
-        yield figure, is_known((figure, percent, line, head), records, quotients), changed
+    for part, files in sections(page):
+        known = read(files)
+        for figure, percent, line, head in figures(part):
+            changed = []
+            for place in {0, len(figure.partition("e")[0]) - 1}:
+                wrong = figure[:place] + str((int(figure[place]) + 3) % 10) + figure[place + 1 :]
+                changed.append(is_known((wrong, percent, line.replace(figure, wrong, 1), head), *known))
+            yield figure, is_known((figure, percent, line, head), *known), changed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

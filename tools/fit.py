@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from runtime import __version__
 from runtime.errors import UserError
 from runtime.progress import counted
 from train.config import diffusion, language
@@ -42,13 +43,13 @@ def parsed(arguments: Sequence[str]) -> CommonConfig:
 def main(argv: list[str]) -> None:
     """Print the number of processes and the flags; a non-empty NPROC in the environment sets the number."""
     entry, *flags = argv or ["--help"]
-    if entry in ("-h", "--help"):
-        print(__doc__)
+    if entry in ("-h", "--help", "--version"):
+        print(f"longmesh {__version__}" if entry == "--version" else __doc__)
         return
     if entry not in ENTRIES:
         raise ConfigError(f"the entry is {entry!r}; give {' or '.join(ENTRIES)}, and then its flags")
-    if {"-h", "--help"} & set(flags):
-        print(1)  # the entry prints the help
+    if {"-h", "--help", "--version"} & set(flags):
+        print(1)  # the entry prints it
         return
     asked = os.environ.get("NPROC", "")
     if asked and not (asked.isdigit() and int(asked)):

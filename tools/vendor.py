@@ -12,13 +12,13 @@ import json
 import re
 import shutil
 import sys
-import tomllib
 import uuid
 from pathlib import Path
 
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from runtime import __version__
 from runtime.errors import UserError
 from runtime.files import fsync, owned, sha256, unwritable
 from runtime.machine import ROOT, commit_of
@@ -47,7 +47,6 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
     Raises VendorError: a file imports something of ours that is not in the package, or cannot be renamed.
     """
     folders = [module.replace(".", "/") for module in PARTS]
-    version = str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
     commit = commit_of(root, *folders, "LICENSE")
     files: dict[str, bytes] = {}
     for module, part in PARTS.items():
@@ -55,13 +54,13 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*.py")):
             name = (Path(part) / path.relative_to(folder)).as_posix()
             files[name] = renamed(path.read_bytes(), path.relative_to(root), namespace)
-    files["__init__.py"] = _face(root, version, commit).encode()
+    files["__init__.py"] = _face(root, commit).encode()
     files["LICENSE"] = (root / "LICENSE").read_bytes()
     _check_imports(
         files, {path.parent.name for path in root.glob("*/*.py")} | {path.stem for path in root.glob("*.py")}
     )
     digests = {name: sha256(files[name]) for name in sorted(files)}
-    origin = {"project": "longmesh", "version": version, "commit": commit, "files": digests}
+    origin = {"project": "longmesh", "version": __version__, "commit": commit, "files": digests}
     return {**files, ORIGIN: (json.dumps(origin, indent=1) + "\n").encode()}
 
 
@@ -107,7 +106,7 @@ def _moved(module: str) -> str:
     return f"{PACKAGE}.{PARTS[ours[0]]}{module[ours.end() :]}" if ours else module
 
 
-def _face(root: Path, version: str, commit: str) -> str:
+def _face(root: Path, commit: str) -> str:
     """Return the package's ``__init__.py``: the public names of parallel.context, and process_group."""
     tree = ast.parse((root / "parallel/context/__init__.py").read_text(encoding="utf-8"))
     listed = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
@@ -120,7 +119,7 @@ def _face(root: Path, version: str, commit: str) -> str:
         cp = context_parallel("striped", seq_len=4096, group=group)
         out = cp.attend(q, k, v)                                   # [B, T_local, H, D], differentiable
 
-Longmesh {version}, commit {commit}; Apache-2.0, see LICENSE.
+Longmesh {__version__}, commit {commit}; Apache-2.0, see LICENSE.
 Written by `python -m tools.vendor` of Longmesh; change it there, and write it again.
 """
 
@@ -128,7 +127,7 @@ from {PACKAGE}.context import (
 {imported})
 from {PACKAGE}.runtime.processes import process_group
 
-__version__ = {version!r}
+__version__ = {__version__!r}
 __commit__ = {commit!r}
 __all__ = [
 {public}]

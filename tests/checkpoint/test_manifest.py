@@ -8,6 +8,7 @@ from checkpoint import manifest, search
 from checkpoint.api import load_checkpoint, save_checkpoint
 from checkpoint.manifest import CheckpointError, describe, read_manifest
 from checkpoint.search import find_checkpoint, what_is_broken
+from runtime import __version__
 from runtime.ranks import run_ranks
 from tests.parallel.tiny import (
     ARCHITECTURE,
@@ -140,7 +141,13 @@ def test_the_manifest_gives_back_what_was_put_in(tmp_path):
     assert find_checkpoint(tmp_path) == path
     found = read_manifest(path)
     assert found.extra == {**extra, "nested": {"10": 1, "9": [2, None]}}
-    assert (found.iteration, found.torch_version) == (12345678, torch.__version__)
+    assert (found.iteration, found.torch_version, found.longmesh_version) == (12345678, torch.__version__, __version__)
+    # A checkpoint of a version that did not say which one it is.
+    content = json.loads((path / "manifest.json").read_text())
+    del content["longmesh_version"], content["checksum"]
+    content["checksum"] = manifest._checksum(content)
+    (path / "manifest.json").write_text(json.dumps(content))
+    assert read_manifest(path).longmesh_version == "unknown"
     # Saved before the first step: the optimizer starts without state, not with steps at 1.
     train(model, optimizer, range(1))
     load_checkpoint(path, model, optimizer, ARCHITECTURE)

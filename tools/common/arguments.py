@@ -10,6 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
+from runtime import __version__
 from runtime.errors import UserError, printable
 
 P = ParamSpec("P")
@@ -29,13 +30,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_for(prog: str, description: str | None) -> Parser:
-    """Return a parser that refuses abbreviated flags and keeps the description's line breaks."""
-    return Parser(
+    """Return a parser that knows ``--version``, refuses abbreviated flags and keeps the description's line breaks."""
+    parser = Parser(
         prog=prog,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"longmesh {__version__}")
+    return parser
 
 
 def at_least(least: int | float) -> Callable[[str], Any]:

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from runtime import __version__
 from runtime.errors import UserError
 from runtime.files import not_a_file
 from train.config.megatron_flags import Entry, drop_redundant_flags
@@ -253,6 +254,7 @@ def _parser(root: type, introduction: str | None) -> _Parser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"longmesh {__version__}")
     parser.add_argument("--config", metavar="FILE", help="TOML file to begin with, such as those under configs/")
     table = config_fields(root)
     for section, cls in get_type_hints(root).items():
@@ -280,7 +282,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
     `argv` is without the program's name. Raises UserError; with --help prints `introduction` and the help, and exits
     with status 0. `entries`: roots by program, to recognise what is meant for another one.
     """
-    flags = ["--config", "--help", *(field.flag for field in config_fields(root).values())]
+    flags = ["--config", "--help", "--version", *(field.flag for field in config_fields(root).values())]
     # Megatron has --override-opt_param-scheduler, fields have underscores.
     hyphened = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
     argv, taken = drop_redundant_flags(hyphened, flags)

@@ -2,12 +2,17 @@
 
 import subprocess
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from io import StringIO
 
+import pytest
+
+from runtime import __version__
 from runtime.ranks import run_ranks
 from tests.starts import PATIENCE
+from tools import fit, plan
 from tools.sample import main
+from train.config import diffusion, language
 from train.run import exit_status
 
 COMMAND = """
@@ -24,6 +29,13 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word():
         command.stdout.close()
         assert command.stderr.read() == b""
         assert command.wait(PATIENCE) == 141
+
+
+@pytest.mark.parametrize("main", [language.parse_args, diffusion.parse_args, plan.main, fit.main, main])
+def test_every_program_says_its_version(main, capsys):
+    with suppress(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"longmesh {__version__}\n"
 
 
 def _asked(rank, size):

@@ -50,7 +50,7 @@ def anchor(title):
 
 
 def anchors(page):
-    """Those of a page; the second heading of one name has -1 behind it."""
+    """The names of a page's headings; the second heading of one name has -1 behind it."""
     names = []
     for title in re.findall(r"^#+ (.+)$", prose(page), flags=re.M):
         name = anchor(LINK.sub(lambda link: link[0][1:].partition("]")[0], title))

@@ -83,14 +83,7 @@ def records_of(path: Path) -> list[dict[str, Any]]:
 
 
 def describe(run: Path, now: float, width: int) -> list[str]:
-    """Return the lines that show a run at a time, in seconds since the epoch, or why it cannot be read."""
-    try:
-        return _described(run, now, width)
-    except (UserError, OSError) as error:  # the other runs are shown all the same
-        return [f"{run}   error: {error}"]
-
-
-def _described(run: Path, now: float, width: int) -> list[str]:
+    """Return the lines that show a run at a time, in seconds since the epoch. Raises UserError: it cannot be read."""
     from checkpoint.local import STARTS
     from train.watching.health import FAILURES, read_failures
     from train.watching.metrics import METRICS, loss_name
@@ -209,19 +202,28 @@ def _run_of(job: str, folder: Path, comment: str) -> Path | None:
 
 def screen(runs: Sequence[Path], slurm: bool, width: int) -> str:
     """Return what one look at the runs shows."""
-    others = [str(run) for run in runs if run.is_dir() and not (run / "config.toml").exists()]  # as runs/* names them
-    blocks = [describe(run, time.time(), width) for run in runs if str(run) not in others]
-    if others:
-        blocks.append([f"no runs: {', '.join(others)}"])
-    for line, run in queue() if slurm else []:
-        blocks.append([line, *(describe(run, time.time(), width) if run else [])])
+    others = [str(run) for run in runs if run.is_dir() and not is_run(run)]  # as runs/* names them
+    looked: list[tuple[str, Path | None]] = [("", run) for run in runs if str(run) not in others]
+    looked += [(f"no runs, as they have no config.toml: {', '.join(others)}", None)] if others else []
+    blocks = []
+    for line, run in [*looked, *(queue() if slurm else [])]:
+        try:
+            shown = describe(run, time.time(), width) if run else []
+        except (UserError, OSError) as error:  # the other runs are shown all the same
+            shown = [f"{run}   error: {error}"]
+        blocks.append([*filter(None, [line]), *shown])
     lines = "\n\n".join("\n".join(line.replace("\n", " ") for line in block) for block in blocks)
     return "".join(c if c == "\n" or c.isprintable() else "?" for c in lines) or "no job in the queue"
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run."""
+    return (folder / "config.toml").exists()
+
+
 @one_line_errors
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command; return its exit status, 1 if a folder that was named is no run's."""
     args = build_parser().parse_args(argv)
     if not args.runs and not args.slurm:
         raise UserError("no RUN is named; name the folders of runs, or give --slurm")
@@ -229,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         shown = screen(args.runs, args.slurm, shutil.get_terminal_size().columns)
         print(shown if args.once else f"{CLEAR}{shown}\n\n(Ctrl-C ends this, not the runs)", flush=True)
         if args.once:
-            return int(not all(run.is_dir() for run in args.runs))
+            return int(not all(map(is_run, args.runs)))
         time.sleep(args.interval)
 
 

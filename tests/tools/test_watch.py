@@ -143,8 +143,10 @@ def test_folders_without_a_run(tmp_path, capsys, monkeypatch):
     run.mkdir()
     data.mkdir()
     (run / "config.toml").touch()
-    assert watch.main([str(run), str(data), "--once"]) == 0
-    assert capsys.readouterr().out == f"{run}   nobody trains\n  no iteration yet\n\nno runs: {data}\n"
+    assert watch.main([str(run), "--once"]) == 0
+    assert watch.main([str(run), str(data), "--once"]) == 1, "a folder that was named is no run's"
+    shown = f"{run}   nobody trains\n  no iteration yet\n"
+    assert capsys.readouterr().out == f"{shown}{shown}\nno runs, as they have no config.toml: {data}\n"
     assert watch.main([str(tmp_path / "no"), "--once"]) == 1, "a run that was named is not there"
     assert "is not there yet" in capsys.readouterr().out
     assert watch.main(["--once"]) == 1

@@ -19,8 +19,7 @@ from typing import Any
 
 import pretrain_gpt
 from data.text.prepare import Request, prepare
-from papers.rows import FOLDER
-from papers.rows import published as rows_of
+from papers import rows
 from parallel.context.linear import state
 from runtime.errors import UserError
 from runtime.machine import describe, stamp
@@ -30,7 +29,7 @@ from tools.common.report import read_records, write_records
 from tools.common.training import Records, trainer_of
 
 NAME = "lasp_convergence"
-RESULTS = FOLDER / "results" / f"{NAME}.jsonl"
+RESULTS = rows.FOLDER / "results" / f"{NAME}.jsonl"
 """A line for each run."""
 MODELS = {"transnormer": "TransNormer", "linear_transformer": "LinearTransformer"}
 BACKENDS = {
@@ -41,6 +40,8 @@ BACKENDS = {
     "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
 }
+ROWS = [f"{model}/{backend}" for model in MODELS for backend in BACKENDS]
+"""In the paper's order."""
 WAYS = ("without", "lasp")
 CONTROL = "dropped"
 """With LASP, but no rank gets the state of the one before: what a table must tell apart to mean anything."""
@@ -61,11 +62,6 @@ Result = dict[str, Any]
 """The settings, the machine, and each finished run's figures by name."""
 
 
-def rows() -> list[str]:
-    """Return the names of the table's rows in the paper's order."""
-    return [f"{model}/{backend}" for model in MODELS for backend in BACKENDS]
-
-
 def published() -> dict[str, dict[str, float]]:
     """Return the losses of the paper's models of 0.4B parameters, with LASP and without, by our row names."""
     models, backends = ({title: name for name, title in names.items()} for names in (MODELS, BACKENDS))
@@ -74,13 +70,8 @@ def published() -> dict[str, dict[str, float]]:
             "without": float(row["loss_without_lasp"]),
             "lasp": float(row["loss_with_lasp"]),
         }
-        for row in rows_of(NAME)
+        for row in rows.published(NAME)
     }
-
-
-def runs(row: str) -> list[str]:
-    """Return the names of a row's two runs, and of its control if it has one."""
-    return [f"{row}/{way}" for way in (*WAYS, *[CONTROL] * row.endswith(f"/{CONTROLLED}"))]
 
 
 def command_line(run: str, data: Path, iterations: int) -> list[str]:
@@ -115,23 +106,22 @@ def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float
     return max(found) if all(x == x for x in found) else float("inf")
 
 
-def _pairs(result: Result) -> dict[str, list[dict[str, float]]]:
-    """Return the two runs of each finished row, in the paper's order."""
-    done = result["runs"]
-    pairs = {row: [f"{row}/{way}" for way in WAYS] for row in rows()}
-    return {row: [done[name] for name in pair] for row, pair in pairs.items() if all(name in done for name in pair)}
+def compared(result: Result) -> tuple[list[str], list[str]]:
+    """Return a line for each finished row and each control: the relative difference with LASP from without.
 
-
-def outside(result: Result) -> list[str]:
-    """Return the finished rows whose losses differ by more than the bound, and the controls that differ no more."""
-    done, pairs = result["runs"], _pairs(result)
-    wrong = [row for row, pair in pairs.items() if not difference(*pair) <= BOUND]
-    for model in MODELS:
-        row = f"{model}/{CONTROLLED}"
-        if row in pairs and (control := done.get(f"{row}/{CONTROL}")):
-            exact, dropped = difference(*pairs[row]), difference(pairs[row][0], control)
-            wrong += [f"{row}/{CONTROL}"] * (not dropped > 100 * exact)
-    return wrong
+    And the rows whose losses differ by more than the bound, and the controls that differ no more than their rows.
+    """
+    lines, wrong = list[str](), list[str]()
+    for row in ROWS:
+        without, lasp, dropped = (result["runs"].get(f"{row}/{way}") for way in (*WAYS, CONTROL))
+        if without and lasp:
+            lines.append(f"{row:32}{(exact := difference(without, lasp)):.1e} (the bound is {BOUND:.1%})")
+            wrong += [row] * (not exact <= BOUND)
+            if dropped:
+                control = difference(without, dropped)
+                lines.append(f"{row:32}{control:.1e} where states are dropped between ranks (control)")
+                wrong += [f"{row}/{CONTROL}"] * (not control > 100 * exact)
+    return lines, wrong
 
 
 def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = False) -> list[float]:
@@ -151,10 +141,10 @@ def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> 
     Raises UserError: ``path`` holds runs of other settings, or another format; RuntimeError: a rank failed.
     """
     settings = {"iterations": iterations, **SIZES}
-    result = kept(path) or {"settings": settings, "runs": {}}
-    if result["settings"] != settings:
+    result = kept(path)
+    if result.setdefault("settings", settings) != settings:
         raise UserError(f"{path} holds runs of {result['settings']}, not of {settings}; give another --results")
-    names = [name for row in wanted for name in runs(row)]
+    names = [f"{row}/{way}" for row in wanted for way in (*WAYS, *[CONTROL] * row.endswith(f"/{CONTROLLED}"))]
     missing = [name for name in names if name not in result["runs"]]
     if missing:
         prepare(Request(vocab_size=VOCABULARY, max_bytes=4 << 20), data, progress=False)
@@ -174,31 +164,19 @@ def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> 
     return result
 
 
-def kept(path: Path) -> Result | None:
-    """Read a file of results; None if it does not exist. Raises UserError: it has no settings of runs."""
-    if not path.exists():
-        return None
-    result = {"runs": {}, **read_records(path)}
-    if "settings" not in result:
+def kept(path: Path) -> Result:
+    """Read a file of results; no runs if it does not exist. Raises UserError: it has no settings of runs."""
+    result = {"runs": {}, **(read_records(path) if path.exists() else {})}
+    if path.exists() and "settings" not in result:
         raise UserError(f"{path} holds no settings of runs; give another --results")
     return result
-
-
-def _differences(result: Result) -> list[str]:
-    """Return a line for each finished row and each control: the relative difference with LASP from without."""
-    done, lines = result["runs"], []
-    for row, pair in _pairs(result).items():
-        lines.append(f"{row:32}{difference(*pair):.1e} (the bound is {BOUND:.1%})")
-        if control := done.get(f"{row}/{CONTROL}"):
-            lines.append(f"{row:32}{difference(pair[0], control):.1e} where states are dropped between ranks (control)")
-    return lines
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command; finished runs stay, and the same command goes on. Return its exit status."""
-    parser, every, data = parser_for("python -m papers.convergence", __doc__), rows(), Path("runs/papers/stdlib")
-    parser.add_argument("--rows", nargs="+", choices=every, default=every, metavar="ROW", help="of: %(choices)s")
+    parser, data = parser_for("python -m papers.convergence", __doc__), Path("runs/papers/stdlib")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help="of: %(choices)s")
     parser.add_argument("--iterations", type=int, default=300, metavar="N", help="updates (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS.parent, metavar="FOLDER", help="default: %(default)s")
     parser.add_argument("--data", type=Path, default=data, metavar="PREFIX", help="%(default)s")
@@ -206,9 +184,9 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
     if args.iterations < 2:
         raise UserError(f"--iterations is {args.iterations}; it must be 2 or more")
-    result = finished(args.rows, args.iterations, args.data, args.results / RESULTS.name)
-    print("\n".join(_differences(result)))
-    if wrong := outside(result):
+    lines, wrong = compared(finished(args.rows, args.iterations, args.data, args.results / RESULTS.name))
+    print("\n".join(lines))
+    if wrong:
         raise UserError(f"with LASP the loss differs by more than {BOUND:.1%} in {', '.join(wrong)}")
 
 

@@ -100,12 +100,8 @@ class Job:
             reads = ["--data-path", str(data / "long"), "--tokenizer-model", str(data / "text.model")]
             reads += ["--split", "1,0,0"]
         short = ["--train-iters", str(self.iterations), "--eval-iters", "0", "--log-interval", "1"]
-        return [entry, *named, *reads, *short, *([] if len(self.cases) > 1 else self.only.split())]
-
-    @property
-    def only(self) -> str:
-        """Return the flags of the first case."""
-        return next(iter(self.cases.values()))
+        only = [] if len(self.cases) > 1 else next(iter(self.cases.values())).split()
+        return [entry, *named, *reads, *short, *only]
 
     def misfit(self, site: Site, cluster: str) -> str:
         """Say why a cluster is not the paper's hardware; empty if it is."""
@@ -164,13 +160,15 @@ def origin(job: Job, folder: Path) -> str:
     device = start.get("device", "unknown device")
     date = datetime.fromtimestamp(start["time"], UTC).date().isoformat() if start else "unknown date"
     commit = (folder / "commit").read_text().strip() if (folder / "commit").exists() else "unknown"
-    words = [device, date, f"commit {commit}"]
-    memory = "GB" not in device or f"{job.memory_gb}GB" in device
-    if job.gpu not in device.lower() or not memory:
-        words.append(f"ANOTHER DEVICE than {job.gpu.upper()} of {job.memory_gb} GB")
-    if commit != commit_of().removesuffix(" with changes"):
-        words.append("ANOTHER COMMIT than this one")
-    return ", ".join(words)
+    known = job.gpu in device.lower() and ("GB" not in device or f"{job.memory_gb}GB" in device)
+    other = "" if known else f", ANOTHER DEVICE than {job.gpu.upper()} of {job.memory_gb} GB"
+    return f"{device}, {date}, {commit_told(commit, other)}"
+
+
+def commit_told(commit: str, between: str = "") -> str:
+    """Return a run's commit in words, then ``between``, and that it is another than this one, if it is."""
+    other = "" if commit == commit_of().removesuffix(" with changes") else ", ANOTHER COMMIT than this one"
+    return f"commit {commit}{between}{other}"
 
 
 def latents_of(data: Path, shape: tuple[int, ...]) -> Path:

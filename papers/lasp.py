@@ -7,20 +7,18 @@ python -m papers.lasp --table convergence --measure     # trains what is not in 
 
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
 
 from papers import convergence, rows
-from papers.jobs import LONG, SHORT, Figures, Job, Runs, lengths, longest_of, shown
+from papers.jobs import LONG, SHORT, Figures, Job, Runs, commit_told, lengths, longest_of, shown
 from papers.ring import K, step_of
 from papers.rows import Curves, Row, Sheet
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
 from planner.step_memory import Arrangement, StepShape, memory_of
 from runtime.errors import UserError
-from runtime.machine import commit_of
 from runtime.ranks import run_ranks
 from tools.common.arguments import run_command
 
@@ -132,13 +130,6 @@ def ablation() -> list[Row]:
     return found
 
 
-def _trained_on(machine: Mapping[str, str]) -> str:
-    """Name the device, commit and date of kept runs, and whether the commit is another than this one."""
-    commit = machine.get("commit", "unknown")
-    other = "" if commit == commit_of().removesuffix(" with changes") else ", ANOTHER COMMIT than this one"
-    return f"{machine['device']}, {machine['date'][:10]}, commit {commit}{other}"
-
-
 def trained(measured: bool = False) -> list[Row]:
     """Return the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
     if measured:
@@ -146,9 +137,11 @@ def trained(measured: bool = False) -> list[Row]:
             status = convergence.main([])
         if status:
             raise UserError("the runs of the convergence table did not end well; the reason stands above")
-    kept = convergence.kept(convergence.RESULTS) or {"runs": {}}
-    where = f"; measured on {_trained_on(kept['machine'])}, tiny models" if kept["runs"] else ""
-    found = []
+    kept, found, where = convergence.kept(convergence.RESULTS), [], ""
+    if kept["runs"]:
+        on = kept["machine"]
+        commit = commit_told(on.get("commit", "unknown"))
+        where = f"; measured on {on['device']}, {on['date'][:10]}, {commit}, tiny models"
     for name, theirs in convergence.published().items():
         own = {way: kept["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}
         found.append(Row({"row": name}, theirs, {}, f"8 A100{where}", None if None in own.values() else own))

@@ -291,23 +291,18 @@ def _with_runs(row: Row, folder: Path) -> Row:
     return replace(row, measured={**(row.measured or {}), **found}) if found else row
 
 
-def _measured_here(sheet: Sheet) -> list[Row]:
-    """Return a table's rows measured on this machine, or only predicted where it lacks what that needs."""
+def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
+    """Make a table's rows, measured here if asked and if this machine can; print it, and write its files."""
+    measure = sheet.measure if args.measure else None
+    if args.measure and measure is None:
+        print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
     try:
-        return (sheet.measure or sheet.rows)()
+        rows = (measure or sheet.rows)()
     except NetworkError as error:
         print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
-        return sheet.rows()
-
-
-def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
-    """Make a table's rows, measured if asked; print it, and write its files."""
-    if args.measure and sheet.measure is None:
-        print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
-    here = sheet.measure if args.measure else None
-    rows = _measured_here(sheet) if args.measure else sheet.rows()
+        rows = sheet.rows()
     rows = [_with_runs(row, args.runs / paper / sheet.name) for row in rows]
-    command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * (here is not None)}"
+    command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * (measure is not None)}"
     if not args.json:
         print(as_text(sheet, rows, source, command))
     if args.results and sheet.writes:

@@ -6,7 +6,6 @@ renamed, so that a project with folders of these names can import it, even besid
     python -m tools.vendor ../mine          # writes ../mine/longmesh_attention, or brings it up to date
 """
 
-import argparse
 import ast
 import json
 import re
@@ -33,10 +32,6 @@ NAMESPACE = "longmesh"
 ORIGIN = "ORIGIN.json"
 
 
-class VendorError(UserError):
-    """Sources that do not stand alone, or a destination that holds something else; the message names the file."""
-
-
 def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
     """Return the package's files by relative path; the same checkout gives the same bytes.
 
@@ -44,7 +39,7 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
         root: the checkout to take it from.
         namespace: of the package's custom operators.
 
-    Raises VendorError: a file imports something of ours that is not in the package, or cannot be renamed.
+    Raises UserError: a file imports something of ours that is not in the package, or cannot be renamed.
     """
     folders = [module.replace(".", "/") for module in PARTS]
     commit = commit_of(root, *folders, "LICENSE")
@@ -56,9 +51,8 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
             files[name] = renamed(path.read_bytes(), path.relative_to(root), namespace)
     files["__init__.py"] = _face(root, commit).encode()
     files["LICENSE"] = (root / "LICENSE").read_bytes()
-    _check_imports(
-        files, {path.parent.name for path in root.glob("*/*.py")} | {path.stem for path in root.glob("*.py")}
-    )
+    ours = {path.parent.name for path in root.glob("*/*.py")} | {path.stem for path in root.glob("*.py")}
+    _check_imports(files, ours)
     digests = {name: sha256(files[name]) for name in sorted(files)}
     origin = {"project": "longmesh", "version": __version__, "commit": commit, "files": digests}
     return {**files, ORIGIN: (json.dumps(origin, indent=1) + "\n").encode()}
@@ -67,7 +61,7 @@ def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
 def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
     """Rename our packages and operators in a source file; every other byte stays as it is.
 
-    Raises VendorError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
+    Raises UserError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
     """
 
     lines = source.splitlines(keepends=True)
@@ -77,15 +71,13 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
             module = "." * node.level + (node.module or "")
             if node.level:
                 where = f"{path}:{node.lineno} imports {module}, relative to its folder"
-                raise VendorError(f"{where}; give the module's full name")
+                raise UserError(f"{where}; give the module's full name")
             column = lines[node.lineno - 1].index(module.encode(), node.col_offset + len("from "))
             edits.add((node.lineno - 1, column, module, _moved(module)))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if (moved := _moved(alias.name)) != alias.name and not alias.asname:
-                    raise VendorError(
-                        f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import"
-                    )
+                    raise UserError(f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import")
                 edits.add((alias.lineno - 1, alias.col_offset, alias.name, moved))
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
             assert node.end_lineno is not None
@@ -101,7 +93,6 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
 
 
 def _moved(module: str) -> str:
-    """Return a module's name in the package; that of others stays."""
     ours = OURS.match(module)
     return f"{PACKAGE}.{PARTS[ours[0]]}{module[ours.end() :]}" if ours else module
 
@@ -135,29 +126,25 @@ __all__ = [
 
 
 def _check_imports(files: dict[str, bytes], ours: set[str]) -> None:
-    """Raise VendorError if a file imports something of ours that the package lacks."""
+    """Raise UserError if a file imports something of ours that the package lacks."""
     modules = {f"{PACKAGE}/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
     for name, content in files.items():
-        if not name.endswith(".py"):
-            continue
-        for node in ast.walk(ast.parse(content)):
+        for node in ast.walk(ast.parse(content)) if name.endswith(".py") else ():
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                found = [node.module]
-            for module in found:
+            for module in [node.module] if isinstance(node, ast.ImportFrom) and node.module else found:
                 if module.split(".")[0] in ours - {PACKAGE} or (module.startswith(PACKAGE) and module not in modules):
-                    raise VendorError(f"{name} of the package imports {module}, which is not in it; move what it needs")
+                    raise UserError(f"{name} of the package imports {module}, which is not in it; move what it needs")
 
 
 def write(destination: Path, files: dict[str, bytes]) -> Path:
     """Write the package into a folder, whole or not at all; return its path.
 
-    Raises VendorError: the folder takes no files, or the target was not written by this command or was changed since;
+    Raises UserError: the folder takes no files, or the target was not written by this command or was changed since;
     InUseError: another process writes there; OSError: a file cannot be written.
     """
     target = destination / PACKAGE
     if why := unwritable(destination, "name another folder"):
-        raise VendorError(f"DEST is {destination}, {why}")
+        raise UserError(f"DEST is {destination}, {why}")
     with owned(destination, PACKAGE):
         _check_target(target)
         draft, old = (destination / f".{PACKAGE}.{uuid.uuid4().hex}" for _ in range(2))
@@ -181,29 +168,26 @@ def write(destination: Path, files: dict[str, bytes]) -> Path:
 
 
 def _check_target(target: Path) -> None:
-    """Raise VendorError unless the target is free, or holds this package as it was written."""
+    """Raise UserError unless the target is free, or holds this package as it was written."""
     fix = "move it away, or name another folder"
     if target.is_symlink():
-        raise VendorError(f"{target} is a symlink, which this command does not write; {fix}")
+        raise UserError(f"{target} is a symlink, which this command does not write; {fix}")
     if not target.exists():
         return
     try:
         files = json.loads((target / ORIGIN).read_text(encoding="utf-8"))["files"]
         kept = {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise VendorError(f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}") from None
+        raise UserError(f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}") from None
     kept |= {parent.as_posix(): "folder" for name in kept for parent in Path(name).parents if parent.name}
     kept[ORIGIN] = sha256(target / ORIGIN)
-    below = {path.relative_to(target): path for path in target.rglob("*")}
-    found = {
-        name.as_posix(): _kind(path)
-        for name, path in below.items()
-        if "__pycache__" not in name.parts or path.is_symlink()
-    }
+    below = [path.relative_to(target) for path in target.rglob("*")]
+    below = [path for path in below if "__pycache__" not in path.parts or (target / path).is_symlink()]
+    found = {path.as_posix(): _kind(target / path) for path in below}
     for name in sorted(found.keys() | kept.keys()):
         if found.get(name) != kept.get(name):
             how = "added" if name not in kept else "removed" if name not in found else "changed"
-            raise VendorError(f"{target / name} was {how} since; {fix}")
+            raise UserError(f"{target / name} was {how} since; {fix}")
 
 
 def _kind(path: Path) -> str:
@@ -213,19 +197,13 @@ def _kind(path: Path) -> str:
     return sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
-    parser = parser_for("python -m tools.vendor", __doc__)
-    parser.add_argument(
-        "destination", type=Path, metavar="DEST", help=f"folder that gets {PACKAGE}/, such as a project"
-    )
-    return parser
-
-
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    args = build_parser().parse_args(argv)
+    parser = parser_for("python -m tools.vendor", __doc__)
+    where = f"folder that gets {PACKAGE}/, such as a project"
+    parser.add_argument("destination", type=Path, metavar="DEST", help=where)
+    args = parser.parse_args(argv)
     files = package()
     target = write(args.destination, files)
     origin = json.loads(files[ORIGIN])

@@ -5,7 +5,6 @@ python -m tools.watch runs/* --once              print once, as into a file
 python -m tools.watch --slurm                    the runs of your jobs in Slurm's queue
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -36,16 +35,6 @@ QUEUE = ("squeue", "--me", "--noheader", "--format=%A\t%i\t%j\t%T\t%R\t%Z\t%k")
 job; slurm.submit's comment is the run's folder."""
 DEEPEST = 3
 """Folders between a job's working folder and a run's logs at most."""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
-    parser = parser_for("python -m tools.watch", __doc__)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run (--save)")
-    parser.add_argument("--slurm", action="store_true", help="also show the jobs in Slurm's queue")
-    parser.add_argument("--interval", type=positive, default=2, metavar="SECONDS", help="default: %(default)s")
-    parser.add_argument("--once", action="store_true", help="print once and end")
-    return parser
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -224,7 +213,12 @@ def is_run(folder: Path) -> bool:
 @one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, 1 if a folder that was named is no run's."""
-    args = build_parser().parse_args(argv)
+    parser = parser_for("python -m tools.watch", __doc__)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run (--save)")
+    parser.add_argument("--slurm", action="store_true", help="also show the jobs in Slurm's queue")
+    parser.add_argument("--interval", type=positive, default=2, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--once", action="store_true", help="print once and end")
+    args = parser.parse_args(argv)
     if not args.runs and not args.slurm:
         raise UserError("no RUN is named; name the folders of runs, or give --slurm")
     while True:

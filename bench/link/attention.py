@@ -13,9 +13,8 @@ import argparse
 import os
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from bench.harness import add_results, add_sizes, check_same, fingerprint, forward_backward, heading
 from bench.link.__main__ import SHARED
+from bench.link.cases import CASES as CONFIGURATIONS
 from bench.link.network import LINKS, Network, prepare_machine
 from bench.link.ranks import WARM_UP_LIMITED, began, iterate, medians, plan_crossing, report
 from bench.shapes import AttentionShape
@@ -31,6 +31,7 @@ from runtime.errors import UserError
 from runtime.machine import results_file
 from runtime.processes import process_group
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.cases import case_of
 from tools.common.report import Column, Table, write_tables
 
 WARM_UP, FREE = 1, 1  # steps without the limit: connections are made; counted
@@ -44,10 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
 """Masks, as fields of a AttentionShape, and query heads per KV head."""
 ASKED = {"lognormal": 2.3, "short": 8.0, "window": 6.0, "one": 1.05, "one_grouped": 1.05}
 """Times as fast as the best other method that sends all rows, at least."""
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ("ring", "striped", "zigzag", "double_ring", "ulysses", "allgather")},
-    "wallfacer_c2": ("wallfacer", {"team_size": 2}),
-}
+METHODS = ("ring", "striped", "zigzag", "double_ring", "ulysses", "allgather", "wallfacer_c2")
+"""Names of ``bench.link``'s configurations."""
 OURS = "exchange"
 SHARE_ON_LINK = 0.7
 """The link's share of the best time of methods that send all rows: with less, it is not the link that is measured."""
@@ -72,16 +71,16 @@ class AllRows(Plan):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A method with its options; ``all_rows`` as ``AllRows``."""
+    """A method with the size of its teams; ``all_rows`` as ``AllRows``."""
 
     name: str
     method: str
     all_rows: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    team: int = 1
 
     def plan(self, work: AttentionShape, network: Network) -> Plan:
         """Return the plan on the ranks of a network. Raises ContextError: as ``make_plan``."""
-        plan = work.plan(self.method, network.size, ranks_per_node=network.ranks_per_node, **self.options)
+        plan = work.plan(self.method, network.size, ranks_per_node=network.ranks_per_node, team_size=self.team)
         return AllRows(plan.geometry, plan.mask) if self.all_rows else plan
 
 
@@ -115,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = parser_for("python -m bench.link.attention", __doc__)
     add = parser.add_argument
     add("--cases", nargs="+", choices=tuple(CASES), default=list(CASES), help="default: all")
-    add("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), help="default: all")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
     add("--link", choices=LINKS, default="shared", help="default: %(default)s")
     add_sizes(parser, seq_length=16384, num_heads=8, head_dim=32)
     add("--rate", default="100mbit", help="of the link or of each rail (default: %(default)s)")
@@ -168,13 +167,12 @@ def work_of(case: str, **shape: int) -> AttentionShape:
 
 def contestants(work: AttentionShape, methods: list[str]) -> list[Contestant]:
     """Return ours and the others, in both forms where they differ: not of one document, nor where heads travel."""
-    found, masked = [Contestant(OURS, OURS)], work.sparse
+    found = [Contestant(OURS, OURS)]
     for name in methods:
-        method, options = METHODS[name]
-        both = masked and method != "ulysses"
-        found.append(Contestant(name + " all rows" * both, method, True, options))
-        if both:
-            found.append(Contestant(name, method, False, options))
+        case = case_of(CONFIGURATIONS[name])
+        both = work.sparse and name != "ulysses"
+        found.append(Contestant(name + " all rows" * both, case.method, True, case.team))
+        found += [Contestant(name, case.method, False, case.team)] * both
     return found
 
 
@@ -228,14 +226,10 @@ def markdown(result: dict[str, Any]) -> str:
         "take at the link's rate, as a share of the step.",
     ]
     for case, said in result["verdicts"].items():
-        rows, mask = [row for row in result["attentions"] if row["case"] == case], result["masks"][case]
-        lines += ["", f"**{case}**: {mask['said']}, {mask['kv_heads']} KV heads", "", *table(rows), "", sentence(said)]
+        rows = sorted((row for row in result["attentions"] if row["case"] == case), key=lambda row: row["median"])
+        mask, table = result["masks"][case], Table(COLUMNS, rows).markdown()
+        lines += ["", f"**{case}**: {mask['said']}, {mask['kv_heads']} KV heads", "", *table, "", sentence(said)]
     return "\n".join(lines) + "\n"
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Format a case's contestants, fastest first."""
-    return Table(COLUMNS, sorted(rows, key=lambda row: row["median"])).markdown()
 
 
 def sentence(said: dict[str, Any]) -> str:
@@ -249,12 +243,6 @@ def sentence(said: dict[str, Any]) -> str:
     )
 
 
-def write(result: dict[str, Any], folder: Path) -> Path:
-    """Write JSON lines and Markdown, named after the machine, over earlier ones; return the Markdown's path."""
-    path, title = results_file(folder, "link-attention", result["machine"]), "# The attention alone over a slow link"
-    return write_tables(path, result, f"{title}\n\n{markdown(result)}")
-
-
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
@@ -264,7 +252,9 @@ def main(argv: list[str] | None = None) -> None:
     result = measure(args, rate)
     print("\n" + markdown(result))
     if args.results:
-        print(f"wrote {write(result, args.results)} and its .jsonl")
+        path = results_file(args.results, "link-attention", result["machine"])
+        text = f"# The attention alone over a slow link\n\n{markdown(result)}"
+        print(f"wrote {write_tables(path, result, text)} and its .jsonl")
 
 
 if __name__ == "__main__":

@@ -91,15 +91,18 @@ class Network:
         with ExitStack() as open_files:
             self._nodes = [_held(open_files) for _ in range(NODES)]
             _connect(self._nodes[0], TRUNK, self._nodes[1], TRUNK)
-            if self.rails:
-                self._ranks = [self._plug_in(rank, _held(open_files)) for rank in range(self.size)]
-            else:
-                self._ranks = [self._nodes[rank // self.ranks_per_node] for rank in range(self.size)]
-            for index, node in enumerate(self._nodes):
+            of_node = [self._nodes[rank // self.ranks_per_node] for rank in range(self.size)]
+            self._ranks = [_held(open_files) for _ in of_node] if self.rails else of_node
+            for node in self._nodes if self.rails else ():
+                node.run("ip", "link", "add", "switch", "type", "bridge")
+                node.run("ip", "link", "set", TRUNK, "master", "switch")
+                node.run("ip", "link", "set", "switch", "up")
+            for rank, (node, own) in enumerate(zip(of_node, self._ranks, strict=True)):
                 if self.rails:
-                    _bridge(node, index * self.ranks_per_node, self.ranks_per_node)
-                else:
-                    node.run("ip", "address", "add", f"{self.address(index * self.ranks_per_node)}/24", "dev", TRUNK)
+                    _connect(node, f"port{rank}", own, self.interface)
+                    node.run("ip", "link", "set", f"port{rank}", "master", "switch")
+                if self.rails or rank % self.ranks_per_node == 0:
+                    own.run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
             self._open_files = open_files.pop_all()
         return self
 
@@ -136,11 +139,6 @@ class Network:
         """Return the bytes sent from the first node to the second, and back, as the interfaces count them."""
         to, back = (_sent_through(TRUNK, node) for node in self._nodes)
         return to, back
-
-    def _plug_in(self, rank: int, namespace: Namespace) -> Namespace:
-        _connect(self._nodes[rank // self.ranks_per_node], f"port{rank}", namespace, self.interface)
-        namespace.run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
-        return namespace
 
     @staticmethod
     def _limit_class(node: Namespace, number: int, rate: str, match: Sequence[str]) -> None:
@@ -205,13 +203,6 @@ def _connect(one: Namespace, its: str, other: Namespace, others: str) -> None:
     one.run("ip", "link", "add", its, "type", "veth", "peer", "name", others, "netns", other.path)
     one.run("ip", "link", "set", its, "up")
     other.run("ip", "link", "set", others, "up")
-
-
-def _bridge(node: Namespace, first: int, ports: int) -> None:
-    node.run("ip", "link", "add", "switch", "type", "bridge")
-    for port in (TRUNK, *(f"port{rank}" for rank in range(first, first + ports))):
-        node.run("ip", "link", "set", port, "master", "switch")
-    node.run("ip", "link", "set", "switch", "up")
 
 
 def _sent_through(interface: str, namespace: Namespace) -> int:

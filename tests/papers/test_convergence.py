@@ -19,12 +19,12 @@ def result(without, with_lasp):
 
 def test_the_papers_table_has_our_rows():
     found = lasp.published()
-    assert list(found) == lasp.rows()
+    assert list(found) == lasp.ROWS
     assert found["transnormer/fsdp"] == {"without": 3.717, "lasp": 3.714}
 
 
 def test_every_run_is_one_that_the_entry_takes():
-    for row in lasp.rows():
+    for row in lasp.ROWS:
         sizes = []
         for way in lasp.WAYS:
             config = parse_args(lasp.command_line(f"{row}/{way}", Path("data"), 300))
@@ -37,15 +37,15 @@ def test_every_run_is_one_that_the_entry_takes():
     ("loss", "wrong"), [(4.019, []), (4.021, ["transnormer/ddp"]), (float("nan"), ["transnormer/ddp"])]
 )
 def test_a_loss_outside_the_bound_is_named(loss, wrong):
-    assert lasp.outside(result(4.0, loss)) == wrong
+    assert lasp.compared(result(4.0, loss))[1] == wrong
 
 
 def test_a_control_that_is_no_further_off_than_lasp_is_named():
     found = result(4.0, 4.00001)
     for last, wrong in ((4.00002, ["transnormer/ddp/dropped"]), (4.1, [])):
         found["runs"]["transnormer/ddp/dropped"] = lasp.figures([5.0, last])
-        assert lasp.outside(found) == wrong
-    assert "2.5e-02 where states are dropped" in lasp._differences(found)[1]
+        assert lasp.compared(found)[1] == wrong
+    assert "2.5e-02 where states are dropped" in lasp.compared(found)[0][1]
 
 
 @pytest.mark.slow
@@ -55,7 +55,6 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
     assert "transnormer/zero1               lasp" in capsys.readouterr().out
     path = tmp_path / "results" / "lasp_convergence.jsonl"
     kept = lasp.kept(path)
-    assert kept is not None
     without, with_lasp = (kept["runs"][f"transnormer/zero1/{way}"] for way in lasp.WAYS)
     assert with_lasp["loss"] == pytest.approx(without["loss"], rel=1e-6)
     assert with_lasp["last"] == pytest.approx(without["last"], rel=1e-6)
@@ -66,8 +65,6 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
 
 
 def test_the_committed_runs_are_all_and_within_the_bound():
-    path = lasp.RESULTS
-    kept = lasp.kept(path)
-    assert kept is not None
-    assert len(kept["runs"]) == len(lasp.rows()) * len(lasp.WAYS) + len(lasp.MODELS)
-    assert lasp.outside(kept) == []
+    kept = lasp.kept(lasp.RESULTS)
+    assert len(kept["runs"]) == len(lasp.ROWS) * len(lasp.WAYS) + len(lasp.MODELS)
+    assert lasp.compared(kept)[1] == []

@@ -169,7 +169,7 @@ def test_only_what_it_wrote_is_written_over(spoil, said, tmp_path):
     assert sorted(path.name for path in target.iterdir()) == ["ORIGIN.json", "__init__.py", "part"]
     spoil(target)
     before = contents(tmp_path)
-    with pytest.raises(vendor.VendorError, match=said):
+    with pytest.raises(vendor.UserError, match=said):
         vendor.write(tmp_path, NESTED)
     assert contents(tmp_path) == before
 
@@ -186,7 +186,7 @@ def test_a_destination_that_takes_no_files_is_named(tmp_path):
         Path("/proc"): r"which cannot be written to \(.*\); name another folder",
     }
     for destination, message in told.items():
-        with pytest.raises(vendor.VendorError, match=rf"^DEST is {destination}, .*{message}$"):
+        with pytest.raises(vendor.UserError, match=rf"^DEST is {destination}, .*{message}$"):
             vendor.write(destination, NESTED)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "lost"]
 
@@ -230,10 +230,10 @@ import os, longmesh_attention.runtime.errors as e, kernels_of as runtime
 from longmesh_attention.runtime.files import owned as é; é(torch.ops.longmesh_attention.op, "longmesh_attention::op")
 '''
     assert vendor.renamed(source.encode(), Path("a.py")).decode() == expected
-    with pytest.raises(vendor.VendorError, match=r"a\.py:1 imports kernels\.merge by its full name"):
+    with pytest.raises(vendor.UserError, match=r"a\.py:1 imports kernels\.merge by its full name"):
         vendor.renamed(b"import kernels.merge", Path("a.py"))
     for line, module in (("from . import plan", r"\."), ("def f():\n    from ..mesh import x", r"\.\.mesh")):
-        with pytest.raises(vendor.VendorError, match=rf"a\.py:\d imports {module}, relative to its folder; give"):
+        with pytest.raises(vendor.UserError, match=rf"a\.py:\d imports {module}, relative to its folder; give"):
             vendor.renamed(line.encode(), Path("a.py"))
 
 
@@ -242,5 +242,5 @@ from longmesh_attention.runtime.files import owned as é; é(torch.ops.longmesh_
 )
 def test_an_import_of_what_stays_behind_is_refused(line):
     files = {"kernels/__init__.py": b"", "kernels/a.py": vendor.renamed(line.encode(), Path("kernels/a.py"))}
-    with pytest.raises(vendor.VendorError, match=r"kernels/a\.py of the package imports"):
+    with pytest.raises(vendor.UserError, match=r"kernels/a\.py of the package imports"):
         vendor._check_imports(files, {"model", "train", "parallel", "kernels"})

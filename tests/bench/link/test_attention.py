@@ -79,16 +79,15 @@ def test_a_verdict_names_the_best_of_both_kinds():
         "best": "ring",
         "times_as_fast_as_best": 0.5,
     }
-    said = verdict("short", rows)
-    text = "\n".join([*attention.table(figures(rows)), attention.sentence(said)])
+    figures = {"case": "short", "unlimited": 0.1, "crossed": 1 << 20, "attention_by_plan": 1 << 20}
+    result = {"ranks_per_node": 4, "rate": "1mbit", "repeats": 1, "link": "shared", "workload": SHAPE, "note": None}
+    result |= {"machine": dict.fromkeys(("device", "cores", "platform", "torch", "date"), "x"), "load_average": [1.0]}
+    result |= {"masks": {"short": {"said": "causal", "kv_heads": 8}}, "verdicts": {"short": verdict("short", rows)}}
+    text = attention.markdown({**result, "attentions": [row | figures for row in rows]})
     assert (
         "which spends 60% of its time on the link, too little: give a lower --rate; 0.50 times as fast as ring" in text
     )
     assert text.index("| ring |") < text.index("| exchange |") < text.index("| ring all rows |")
-
-
-def figures(rows):
-    return [{**row, "unlimited": 0.1, "crossed": 1 << 20, "attention_by_plan": 1 << 20} for row in rows]
 
 
 @pytest.mark.parametrize("rate", ["100", "0mbit", "12mbps", "fast"])

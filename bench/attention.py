@@ -13,7 +13,6 @@ plan and its tiles, beside torch's own of one document.
     python -m bench.attention --json cpu.jsonl             # every figure
 """
 
-import argparse
 import os
 from contextlib import ExitStack
 from dataclasses import replace
@@ -249,15 +248,9 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def alone_table(result: dict[str, Any]) -> str:
-    """Format the figures of ``alone``."""
-    rows = [{"name": name, **row} for name, row in result["alone"].items()]
-    targets = format_targets(result["alone_targets"])
-    return "\n".join(["", "one rank on one core:", *Table(ALONE, rows).text(), "", *targets])
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     parser = parser_for("python -m bench.attention", __doc__)
     add_sizes(parser, seq_length=8192, num_heads=8, kv_heads=None, head_dim=64, batch=1)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="default: %(default)s")
@@ -269,13 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", help=f"METHOD or METHOD/LAYOUT (default: {defaults})")
     parser.add_argument("--alone", type=int, metavar="N", help="also what documents and a window of N cost one rank")
     add_json(parser)
-    return parser
-
-
-@one_line_errors
-def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
-    args = build_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     one = AttentionShape(**sizes_of(args), dtype=args.dtype)
     if args.alone is not None and not 2 <= args.alone < args.seq_length:
         raise UserError(f"--alone is {args.alone}; it must be 2 or more and below --seq-length {args.seq_length}")
@@ -285,7 +272,9 @@ def main(argv: list[str] | None = None) -> None:
     print(table(result), flush=True)
     if args.alone is not None:
         result |= alone(one, args.alone, args.repeats, args.max_seconds)
-        print(alone_table(result))
+        rows = [{"name": name, **row} for name, row in result["alone"].items()]
+        targets = format_targets(result["alone_targets"])
+        print("\n".join(["", "one rank on one core:", *Table(ALONE, rows).text(), "", *targets]))
     write_json(args, result)
 
 

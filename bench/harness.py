@@ -166,12 +166,6 @@ def need_cuda(device: str) -> None:
         raise UserError("this needs a CUDA GPU, and torch sees none here; nothing was written")
 
 
-def relative_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """Return the largest relative difference of a pair of tensors in the 2-norm; NaN if any is."""
-    pairs = ((a.double(), b.double()) for a, b in zip(got, want, strict=True))
-    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
-
-
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of each tensor, float64 ``[len(tensors)]``, by which to compare computations."""
     return torch.stack([x.double().square().sum() for x in tensors])

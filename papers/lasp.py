@@ -7,6 +7,7 @@ python -m papers.lasp --table convergence --measure     # trains what is not in 
 
 import sys
 from bisect import bisect_right
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -36,8 +37,8 @@ def model() -> StepShape:
     return replace(step_of("transnormer_1b"), micro_batches=2)
 
 
-def volumes(measured: bool = False) -> list[Row]:
-    """Return the elements that a rank sends in a layer's forward, of 262,144 tokens on 16 ranks, and counted bytes."""
+def volumes(measured: bool = False) -> Iterator[Row]:
+    """Yield the elements that a rank sends in a layer's forward, of 262,144 tokens on 16 ranks, and counted bytes."""
     work, tokens, ranks = model(), 256 * K, 16
     d, small = work.hidden, HEADS * WIDTH
     by_method = {
@@ -47,15 +48,14 @@ def volumes(measured: bool = False) -> list[Row]:
     }
     ours = ("lasp", "ulysses")
     bytes_sent = run_ranks(count, RANKS, [(name, {}, True) for name in ours])[1] if measured else []
-    found, sent, where = [], dict(zip(ours, bytes_sent, strict=False)), here(RANKS) if measured else "any"
+    sent, where = dict(zip(ours, bytes_sent, strict=False)), here(RANKS) if measured else "any"
     for name, (formula, elements, own) in by_method.items():
         analytic: Figures = {}
         if own is not None:
             both = planned(make_plan(name, seq_len=tokens, size=ranks), work.heads, work.head_dim)
             analytic = {"elements": sum(both) // (4 if name == "lasp" else 2)}
         counts = {"bytes": sum(sent[name]), "formula_bytes": own} if name in sent else None
-        found.append(Row({"method": name, "formula": formula}, {"elements": elements}, analytic, where, counts))
-    return found
+        yield Row({"method": name, "formula": formula}, {"elements": elements}, analytic, where, counts)
 
 
 def memory_gb(tokens: int, backend: str, gpus: int, lasp: bool = True, recompute: str = "none") -> float:
@@ -77,9 +77,8 @@ def memory_gb(tokens: int, backend: str, gpus: int, lasp: bool = True, recompute
     return DDP_STATES_GB + (sum(forward.values()) - forward[STATES]) / 1e9
 
 
-def scalability() -> list[Row]:
-    """Return the memory of every length and number of GPUs, "OOM" beyond 80 GB."""
-    found = []
+def scalability() -> Iterator[Row]:
+    """Yield the memory of every length and number of GPUs, "OOM" beyond 80 GB."""
     for backend in ("DDP", "FSDP"):
         for row in sorted(rows.published("lasp_scalability"), key=lambda row: int(row["gpus"])):
             tokens, gpus = int(row["seq_len"]), int(row["gpus"])
@@ -92,8 +91,7 @@ def scalability() -> list[Row]:
             }
             ours: Figures = {"gb": round(size, 1) if size <= MEMORY_GB else "OOM"}
             measures = job(backend, gpus, lasp=True, cases={"run": f"--seq-length {tokens}"})
-            found.append(Row(of, published, ours, "A100 of 80 GB", job=measures))
-    return found
+            yield Row(of, published, ours, "A100 of 80 GB", job=measures)
 
 
 def job(backend: str, gpus: int, *, lasp: bool, cases: dict[str, str], recompute: str = "none") -> Job:
@@ -114,9 +112,8 @@ def _ran(runs: Runs) -> Figures:
     return {"gb": shown(run.memory_gb), "tokens_per_s": shown(run.tokens_per_s)}
 
 
-def ablation() -> list[Row]:
-    """Return the longest sequence, in 1,024 tokens, by backend, recomputation (AC) and LASP, on 8 GPUs."""
-    found = []
+def ablation() -> Iterator[Row]:
+    """Yield the longest sequence, in 1,024 tokens, by backend, recomputation (AC) and LASP, on 8 GPUs."""
     for row in rows.published("lasp_activation_ablation"):
         backend, *ways = row["method"].split("+")
         recompute = "full" if "AC" in ways else "none"
@@ -126,26 +123,24 @@ def ablation() -> list[Row]:
         published = {"ktokens": theirs, "tokens_per_s": float(row["tokens_per_s"])}
         cases = lengths("--seq-length", theirs * K)
         measures = job(backend, 8, lasp="LASP" in ways, cases=cases, recompute=recompute)
-        found.append(Row({"method": row["method"]}, published, {"ktokens": longest}, "8 A100 of 80 GB", job=measures))
-    return found
+        yield Row({"method": row["method"]}, published, {"ktokens": longest}, "8 A100 of 80 GB", job=measures)
 
 
-def trained(measured: bool = False) -> list[Row]:
-    """Return the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
+def trained(measured: bool = False) -> Iterator[Row]:
+    """Yield the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
     if measured:
         with redirect_stdout(sys.stderr):
             status = convergence.main([])
         if status:
             raise UserError("the runs of the convergence table did not end well; the reason stands above")
-    kept, found, where = convergence.kept(convergence.RESULTS), [], ""
+    kept, where = convergence.kept(convergence.RESULTS), ""
     if kept["runs"]:
         on = kept["machine"]
         commit = commit_told(on.get("commit", "unknown"))
         where = f"; measured on {on['device']}, {on['date'][:10]}, {commit}, tiny models"
     for name, theirs in convergence.published().items():
         own = {way: kept["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}
-        found.append(Row({"row": name}, theirs, {}, f"8 A100{where}", None if None in own.values() else own))
-    return found
+        yield Row({"row": name}, theirs, {}, f"8 A100{where}", None if None in own.values() else own)
 
 
 SHEETS = [

@@ -1,5 +1,6 @@
 """Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): blocks, activations, longest contexts, FLOPs."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -40,15 +41,13 @@ def device(name: str) -> Cluster:
     )
 
 
-def minimal_blocks() -> list[Row]:
-    """Return the block that hides its transfer, the rate over the bandwidth, and 6 of them, in thousands of tokens."""
-    found = []
+def minimal_blocks() -> Iterator[Row]:
+    """Yield the block that hides its transfer, the rate over the bandwidth, and 6 of them, in thousands of tokens."""
     for row in rows.published("ring_minimal_block"):
         block = float(row["flops_tf"]) / float(row["interconnect_gb_per_s"])
         theirs = {name: float(row[f"minimal_{name}_ktokens"]) for name in ("block", "sequence")}
         ours = {"block": round(block, 1), "sequence": round(6 * block, 1)}
-        found.append(Row({"device": row["device"]}, theirs, ours, row["device"]))
-    return found
+        yield Row({"device": row["device"]}, theirs, ours, row["device"])
 
 
 def activations() -> list[Row]:
@@ -140,9 +139,8 @@ def longest(size: str, way: str, devices: int, memory_gb: float) -> int:
         tokens = trial
 
 
-def max_context() -> list[Row]:
-    """Return the longest contexts of table 3, in 1,024 tokens."""
-    found = []
+def max_context() -> Iterator[Row]:
+    """Yield the longest contexts of table 3, in 1,024 tokens."""
     for row in rows.published("ring_max_context"):
         name, devices = DEVICES[row["hardware"]]
         memory = device(name).memory_gb
@@ -150,8 +148,7 @@ def max_context() -> list[Row]:
         ours = {column: longest(row["model"], column, devices, memory) // K for column in COLUMNS}
         of: dict[str, str | int] = {"hardware": row["hardware"], "model": row["model"], "devices": devices}
         measures = job(row["model"], devices, theirs[COLUMNS[-1]] * K) if "A100" in name else None
-        found.append(Row(of, theirs, ours, row["hardware"], job=measures))
-    return found
+        yield Row(of, theirs, ours, row["hardware"], job=measures)
 
 
 def job(size: str, gpus: int, tokens: int) -> Job:
@@ -165,11 +162,6 @@ def job(size: str, gpus: int, tokens: int) -> Job:
         figures=longest_of(COLUMNS[-1]),
         iterations=LONG,
     )
-
-
-def within(row: Row, column: str = COLUMNS[-1]) -> bool:
-    """Return whether a prediction is the published power of two, or a neighbour of it."""
-    return -0.5 <= row.difference[column] <= 1
 
 
 SHEETS = [

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import cycle, groupby
@@ -87,11 +87,11 @@ class Sheet:
     name: str
     title: str
     where: str
-    rows: Callable[[], list[Row]]
+    rows: Callable[[], Iterable[Row]]
     about: str
     needs: str = ""
     """Hardware that a measurement needs and this machine may lack."""
-    measure: Callable[[], list[Row]] | None = None
+    measure: Callable[[], Iterable[Row]] | None = None
     """The rows with what this machine measures."""
     curves: Curves | None = None
     writes: bool = True
@@ -255,8 +255,8 @@ def main(
     if args.submit is None and (args.dry_run or args.row):
         parser.error("--dry-run and --row are of --submit CLUSTER; give it too")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    chosen = [tables[args.table]] if args.table else sheets
     if args.submit is not None:
-        chosen = [tables[args.table]] if args.table else sheets
         if not args.dry_run:
             check_login_node()  # before rows are predicted
         if not sum(_submit(sheet, args.runs / paper / sheet.name, args) for sheet in chosen):
@@ -264,16 +264,14 @@ def main(
                 f"--row is {args.row}, and no row of {', '.join(s.name for s in chosen)} has it in its name"
             )
         return
-    data: list[dict[str, Any]] = []
-    for sheet in [tables[args.table]] if args.table else sheets:
-        data += as_json(sheet, _shown(paper, source, sheet, args), source)
+    data = [row for sheet in chosen for row in as_json(sheet, _shown(paper, source, sheet, args), source)]
     if args.json:
         print(json.dumps(data, indent=1))
 
 
 def _submit(sheet: Sheet, folder: Path, args: argparse.Namespace) -> int:
     """Submit the jobs of a table's rows, and say in a line why others have none; return the number of lines."""
-    rows = sheet.rows()
+    rows = list(sheet.rows())
     if not any(row.job for row in rows):
         print(f"{sheet.name}: no row has a job: it needs {sheet.needs or 'no GPU, --measure does it here'}")
         return not args.row
@@ -297,10 +295,10 @@ def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> l
     if args.measure and measure is None:
         print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
     try:
-        rows = (measure or sheet.rows)()
+        rows = list((measure or sheet.rows)())
     except NetworkError as error:
         print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
-        rows = sheet.rows()
+        rows = list(sheet.rows())
     rows = [_with_runs(row, args.runs / paper / sheet.name) for row in rows]
     command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * (measure is not None)}"
     if not args.json:

@@ -1,6 +1,6 @@
 """Striped Attention (Brandon et al. 2023, arXiv:2311.09431): its speed-ups over Ring Attention, all 137 rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 
@@ -114,9 +114,9 @@ def _product(rows: int, inside: int, outside: int) -> Callable[[], None]:
     return step
 
 
-def speedups(measured: bool = False) -> list[Row]:
-    """Return the paper's rows with what its formula, its tiles and the planner say, and what emulated ranks take."""
-    found, here = [], cache(emulated)
+def speedups(measured: bool = False) -> Iterator[Row]:
+    """Yield the paper's rows with what its formula, its tiles and the planner say, and what emulated ranks take."""
+    here = cache(emulated)
     for row in rows.published("striped_speedups"):
         work, on_gpu = model(row["model"]), row["hardware"].startswith("A100")
         tp, ranks, tokens = (int(row[name]) for name in ("model_parallel", "sequence_parallel", "seq_len"))
@@ -132,8 +132,7 @@ def speedups(measured: bool = False) -> list[Row]:
         published = {name: float(x) for name, x in theirs.items()}
         measures = job(row["model"], tp, ranks, tokens) if on_gpu else None
         taken = here(row["model"], ranks, tokens) if measured else None
-        found.append(Row(of | {"seq_len": tokens}, published, ours, row["hardware"], taken, job=measures))
-    return found
+        yield Row(of | {"seq_len": tokens}, published, ours, row["hardware"], taken, job=measures)
 
 
 SHEETS = [

@@ -4,7 +4,7 @@ python -m papers.wallfacer
 python -m papers.wallfacer --table volumes --measure     # bytes counted on 8 processes
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -128,17 +128,15 @@ SETTINGS += [("wallfacer_h100", "GPT 7B", ranks, length) for ranks, length in ((
 STATED = {("wallfacer_h100", 64): 60.71}
 
 
-def gains() -> list[Row]:
-    """Return the predicted best team and its gain by setting."""
-    found = []
+def gains() -> Iterator[Row]:
+    """Yield the predicted best team and its gain by setting."""
     for name, work, ranks, length in SETTINGS:
         cluster = load_cluster(CLUSTERS / f"{name}.toml")
         (apart, most), (together, least) = (gain(work, cluster, ranks, length * K, hidden) for hidden in (False, True))
         of: dict[str, str | int] = {"cluster": cluster.name, "run": f"{work}, {ranks} GPUs", "ktokens": length}
         theirs = {"team": BEST.get(name), "gain_percent": STATED.get((name, ranks))}
         ours = {"team": apart, "gain_percent": most, "team_hidden": together, "gain_hidden_percent": least}
-        found.append(Row(of, theirs, ours, cluster.name, job=job(work, cluster, ranks, length)))
-    return found
+        yield Row(of, theirs, ours, cluster.name, job=job(work, cluster, ranks, length))
 
 
 SHARDED, CHUNKED = "--data-parallel-sharding-strategy zero2 --recompute-granularity attention_boundary", 2048
@@ -179,9 +177,9 @@ def _gained(runs: Runs) -> Figures:
     return {"team": int(best.split()[0]), "gain_percent": round(100 * (rates[best] / base - 1), 1)}
 
 
-def supported() -> list[Row]:
-    """Return whether lengths fit 8 A100 of 80 GB, in bfloat16 with ZeRO-2 and checkpoints behind the attention."""
-    arranged, found = Arrangement(strategy="zero2", recompute="attention_boundary", loss_chunk=2048, ffn_chunk=2048), []
+def supported() -> Iterator[Row]:
+    """Yield whether lengths fit 8 A100 of 80 GB, in bfloat16 with ZeRO-2 and checkpoints behind the attention."""
+    arranged = Arrangement(strategy="zero2", recompute="attention_boundary", loss_chunk=2048, ffn_chunk=2048)
     for row in rows.published("wallfacer_supported_length"):
         work, length, need = replace(ring.model(row["model"]), element_size=2), int(row["ktokens"]), {}
         for way, team in (("ring_attention", 1), ("wallfacer", 2)):
@@ -191,8 +189,7 @@ def supported() -> list[Row]:
         ours |= {f"{way}_gb": f"{size:.1f}" for way, size in need.items()}
         of: dict[str, str | int] = {"model": row["model"], "ktokens": length}
         measures = fitting_job(row["model"], length)
-        found.append(Row(of, {way: row[way] for way in need}, ours, "8 A100", job=measures))
-    return found
+        yield Row(of, {way: row[way] for way in need}, ours, "8 A100", job=measures)
 
 
 def fitting_job(model: str, ktokens: int) -> Job:

@@ -42,8 +42,10 @@ class Found:
 
     def keep(self, moment: str, values: dict[str, Tensor], send: bool) -> None:
         """Store tensors, gathering DTensors whole: collective over their meshes."""
-        whole = {name: _whole(value) for name, value in values.items()}
-        self.digests[moment] = {name: _digest(value) for name, value in whole.items()}
+        gathered = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in values.items()}
+        whole = {name: value.detach().to("cpu", copy=True) for name, value in gathered.items()}
+        flat = {name: value.reshape(-1).view(torch.uint8).numpy() for name, value in whole.items()}
+        self.digests[moment] = {name: sha256(value.tobytes()) for name, value in flat.items()}
         self.tensors[moment] = whole if send else {}
 
 
@@ -150,14 +152,6 @@ def _watch(trainer: Trainer, found: Found, send: bool, notes: Notes) -> None:
         return save(*args, **more)
 
     optim.clip_gradients, saving.save_checkpoint = noting_clip, noting_save
-
-
-def _whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().to("cpu", copy=True)
-
-
-def _digest(value: Tensor) -> str:
-    return sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _peak_mb() -> float:

@@ -28,33 +28,6 @@ BY = {"iteration": "iteration", "tokens": "tokens", "hours": "hours of training"
 LARGEST_PICTURE = 512
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
-    parser = parser_for("python -m tools.plot", __doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
-    add, mask = layout.add_argument, layout.add_mutually_exclusive_group().add_argument
-    methods = "default: ring striped zigzag allgather; with documents or a window exchange, not allgather"
-    add("--methods", nargs="+", metavar="METHOD", help=methods)
-    add("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
-    add("--size", type=int, default=4, help="ranks (default: %(default)s)")
-    add("--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents")
-    window = "tokens that each sees before itself, in full attention behind itself too; default: all"
-    add("--window", type=positive, metavar="TOKENS", help=window)
-    mask("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
-    mask("--full", dest="causal", action="store_false", help="full attention")
-    add("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
-    losses = "training and validation loss of runs, or other fields of metrics.jsonl"
-    add = commands.add_parser("losses", help=losses, allow_abbrev=False).add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    add("--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl, losses in one panel (default: these)")
-    add("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
-    smooth = "share that a point keeps of the mean before it, 0 to below 1 (default: 0); validation is not smoothed"
-    add("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
-    add("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
-    return parser
-
-
 def layout_figure(args: argparse.Namespace) -> "Figure":
     """Draw methods, by default ``PLAIN``, or ``PACKED`` under documents or a window.
 
@@ -148,7 +121,29 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    args = build_parser().parse_args(argv)
+    parser = parser_for("python -m tools.plot", __doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
+    add, mask = layout.add_argument, layout.add_mutually_exclusive_group().add_argument
+    methods = "default: ring striped zigzag allgather; with documents or a window exchange, not allgather"
+    add("--methods", nargs="+", metavar="METHOD", help=methods)
+    add("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
+    add("--size", type=int, default=4, help="ranks (default: %(default)s)")
+    add("--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents")
+    window = "tokens that each sees before itself, in full attention behind itself too; default: all"
+    add("--window", type=positive, metavar="TOKENS", help=window)
+    mask("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
+    mask("--full", dest="causal", action="store_false", help="full attention")
+    add("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
+    losses = "training and validation loss of runs, or other fields of metrics.jsonl"
+    add = commands.add_parser("losses", help=losses, allow_abbrev=False).add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    add("--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl, losses in one panel (default: these)")
+    add("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
+    smooth = "share that a point keeps of the mean before it, 0 to below 1 (default: 0); validation is not smoothed"
+    add("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
+    add("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
+    args = parser.parse_args(argv)
     refuse_folder("--output", args.output)
     layout = args.command == "layout"
     figure = layout_figure(args) if layout else losses_figure(args.runs, args.metric, args.by, args.smooth)

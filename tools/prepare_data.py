@@ -20,7 +20,8 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +41,14 @@ _SHOWN = 400
 """Characters of a text's beginning, and as many of its end, that are shown of a long one."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
+@one_line_errors
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = _parse(argv)
+    return _check(args) if args.check else _prepare(args)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_for("python -m tools.prepare_data", __doc__)
     add, source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     stdlib = "the standard library's sources without its tests, about 12 MB (default)"
@@ -78,18 +85,6 @@ def build_parser() -> argparse.ArgumentParser:
     chat("--too-long", choices=policies, default="error", help="for more than N tokens (default: error)")
     refused = "list what cannot be used in PREFIX.refused.txt, and go on"
     chat("--skip-refused", action="store_true", help=refused)
-    return parser
-
-
-@one_line_errors
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    args = _parse(argv)
-    return _check(args) if args.check else _prepare(args)
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = build_parser()
     args = parser.parse_args(argv)
     of_chat = args.seq_length or args.chat_template or args.skip_refused or args.too_long != "error"
     one = "--json-keys names {} fields, and a prefix holds one corpus; prepare each on its own"
@@ -156,8 +151,7 @@ def _check(args: argparse.Namespace) -> int:
     trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
     tokenizer = load_tokenizer(args.tokenizer_model or (trained if trained.exists() else f"{args.check}.model"))
     print(check_prefix(args.check, tokenizer))
-    shows = shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty()) if args.inspect else ()
-    for line in shows:
+    for line in shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty()) if args.inspect else ():
         print(line)
     return 0
 
@@ -225,30 +219,19 @@ def shown(prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: 
                 (tokenizer.detokenize(ids[at + a : at + b].tolist(), special=True), bool(mask[a]))
                 for a, b in pairwise(cuts)
             ]
-            yield _painted(parts if whole else _abridged(parts), colour)
+            yield _painted(parts, whole, colour)
             at += length
 
 
-def _abridged(parts: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Keep the beginning and the end of a text in parts, and tell how much is left out between them."""
-    size = sum(len(text) for text, _ in parts)
-    if size <= 2 * _SHOWN + 100:
-        return list(parts)
-    left_out = f"\n... {size - 2 * _SHOWN:,} of {size:,} characters left out, which --whole shows ...\n"
-    return [*_cut(parts, 0, _SHOWN), (left_out, False), *_cut(parts, size - _SHOWN, size)]
-
-
-def _cut(parts: Sequence[tuple[str, bool]], begin: int, end: int) -> Iterator[tuple[str, bool]]:
-    """Yield what of the parts lies between two characters of their text."""
-    for text, learned in parts:
-        if cut := text[max(0, begin) : max(0, end)]:
-            yield cut, learned
-        begin, end = begin - len(text), end - len(text)
-
-
-def _painted(parts: Sequence[tuple[str, bool]], colour: bool) -> str:
+def _painted(parts: Sequence[tuple[str, bool]], whole: bool, colour: bool) -> str:
+    """Join a text whose learned parts are marked; of a long one the beginning and the end, unless ``whole``."""
+    text = [(character, learned) for part, learned in parts for character in part]
+    if not whole and len(text) > 2 * _SHOWN + 100:
+        left_out = f"{len(text) - 2 * _SHOWN:,} of {len(text):,} characters left out, which --whole shows"
+        text[_SHOWN:-_SHOWN] = [(character, False) for character in f"\n... {left_out} ...\n"]
     begin, end = (_GREEN, _PLAIN) if colour else ("⟦", "⟧")
-    return "".join(f"{begin}{text}{end}" if learned else text for text, learned in parts)
+    runs = ((learned, "".join(c for c, _ in run)) for learned, run in groupby(text, key=itemgetter(1)))
+    return "".join(f"{begin}{run}{end}" if learned else run for learned, run in runs)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -159,8 +159,8 @@ def _kept(run: Path, now: float) -> list[str]:
     return lines
 
 
-def queue() -> list[tuple[str, Path | None]]:
-    """Return a line for each of the user's jobs in Slurm's queue, and the folder of its run, if it has begun.
+def queue() -> Iterator[tuple[str, Path | None]]:
+    """Yield a line for each of the user's jobs in Slurm's queue, and the folder of its run, if it has begun.
 
     Raises UserError: Slurm is not there, or does not answer.
     """
@@ -172,14 +172,12 @@ def queue() -> list[tuple[str, Path | None]]:
         raise UserError("squeue gave no answer in 30 s; name the runs, or try again later") from error
     except subprocess.CalledProcessError as error:
         raise UserError(f"squeue failed: {error.stderr.strip()}; name the runs, or try again later") from error
-    jobs = []
     for line in listed.removesuffix("\n").split("\n") if listed else []:
         match line.split("\t"):
             case [job, shown, name, state, where, folder, comment] if job.isdecimal():
-                jobs.append((f"job {shown} ({name}): {state.lower()} {where}", _run_of(job, Path(folder), comment)))
+                yield f"job {shown} ({name}): {state.lower()} {where}", _run_of(job, Path(folder), comment)
             case _:  # a tab or a newline in a job's name, folder or comment
-                jobs.append((f"no job as squeue writes it: {line}", None))
-    return jobs
+                yield f"no job as squeue writes it: {line}", None
 
 
 def _run_of(job: str, folder: Path, comment: str) -> Path | None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bench.emulate import LoopbackTransport, step_of
-from bench.harness import relative_error
 from bench.shapes import DTYPES, AttentionShape
 from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import CAUSAL, FULL, Keys, Rows
@@ -24,7 +23,7 @@ from parallel.context.heads import HeadExchange
 from runtime.errors import UserError
 from runtime.tensors import FORGET, cached_on_device
 from tests import threads
-from tests.gpu.rates import BACKENDS
+from tests.gpu.rates import BACKENDS, relative_error
 
 BOUNDS = {"cuda": 2e-2, "cpu": 1e-5}
 """Relative error against float64 in the 2-norm: inputs are bfloat16 on a GPU, float32 on a CPU."""

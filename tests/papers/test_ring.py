@@ -39,9 +39,9 @@ def test_flops_grow_as_printed_and_as_the_registry_counts():
 
 
 def test_every_longest_context_is_within_a_factor_of_two():
-    rows = ring.max_context()
+    rows = list(ring.max_context())
     assert len(rows) == 13
-    assert [row.of for row in rows if not ring.within(row)] == []
-    assert [row.of for row in rows if not ring.within(row, "blockwise_attention_and_ffn")] == []
+    for column in ("ring_attention", "blockwise_attention_and_ffn"):
+        assert [row.of for row in rows if not -0.5 <= row.difference[column] <= 1] == []
     assert ring.longest("7B", "ring_attention", 8, 40.0) < ring.longest("7B", "ring_attention", 8, 80.0)
     assert ring.longest("13B", "ring_attention", 8, 16.0) == 0  # not even its weights

@@ -30,7 +30,7 @@ def test_real_ranks_send_what_is_planned():
 
 @pytest.fixture(scope="module")
 def gains():
-    return wallfacer.gains()
+    return list(wallfacer.gains())
 
 
 def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains):

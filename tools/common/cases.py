@@ -134,10 +134,8 @@ def case_of(line: str) -> Case:
 
 def cases_of(lines: str) -> list[Case]:
     """Read a case from each line, each once; ``A|B`` in a word stands for two lines, and so does ``cp=2|4``."""
-    found = []
-    for line in filter(None, map(str.strip, lines.splitlines())):
-        found += [case_of(" ".join(words)) for words in product(*map(_choices, line.split()))]
-    return list(dict.fromkeys(found))
+    one_each = (words for line in lines.splitlines() if line.strip() for words in product(*map(_choices, line.split())))
+    return list(dict.fromkeys(case_of(" ".join(words)) for words in one_each))
 
 
 def _choices(word: str) -> list[str]:

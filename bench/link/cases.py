@@ -68,14 +68,7 @@ def case_for(context: ContextConfig, ranks: int) -> tuple[str, Case]:
 
 
 def command_line(
-    model: str,
-    case: Case | Sequence[str],
-    data: Path,
-    *,
-    seq_length: int,
-    batch: int,
-    iterations: int,
-    more: Sequence[str] = (),
+    model: str, case: Case, data: Path, *, seq_length: int, batch: int, iterations: int, more: Sequence[str] = ()
 ) -> list[str]:
     """Return the flags of pretrain_gpt.py or, for the model ``dit``, of pretrain_dit.py.
 
@@ -89,13 +82,9 @@ def command_line(
         own = [*MODELS[model], "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
         own += ["--seq-length", str(seq_length)]
         own += ["--max-position-embeddings", str(seq_length)] if model == "gpt" else []
-    mesh = case.flags if isinstance(case, Case) else case
-    copies = ["--num-distributed-optimizer-instances", "2"] if not isinstance(case, Case) or case.cp > 1 else []
+    copies = ["--num-distributed-optimizer-instances", "2"] if case.cp > 1 else []
     return [
-        *own,
-        *mesh,
-        *copies,
-        *more,
+        *(*own, *case.flags, *copies, *more),
         *("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--train-iters", str(iterations)),
         *("--lr-warmup-iters", "1", "--eval-iters", "0", "--save", "none", "--save-interval", "none"),
     ]

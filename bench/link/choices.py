@@ -96,8 +96,8 @@ def predictions(
     cluster: Cluster, model: str, data: Path, seq_length: int, batch: int, more: Sequence[str] = ()
 ) -> dict[str, tuple[Case, float]]:
     """Return case and predicted seconds of every candidate on 8 ranks by name, fastest first."""
-    auto = ["--context-parallel-size", str(RANKS), "--context-parallel-method", "auto"]
-    asked = command_line(model, auto, data, seq_length=seq_length, batch=batch, iterations=ITERATIONS + 1, more=more)
+    shape: dict[str, Any] = {"seq_length": seq_length, "batch": batch, "iterations": ITERATIONS + 1, "more": more}
+    asked = command_line(model, Case(cp=RANKS, method="auto"), data, **shape)
     config = pretrain_dit.parse_args(asked) if model == "dit" else with_vocabulary(parse_args(asked), VOCAB_SIZE)
     found: dict[str, tuple[Case, float]] = {}
     for one in rank([config], RANKS, cluster).candidates:

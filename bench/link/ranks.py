@@ -55,11 +55,8 @@ def _seated(network: Network, body: Callable[..., None], *arguments: Any) -> lis
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": network.interface,
     }
-    found = []
-    for rank in range(network.size):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % network.ranks_per_node)}
-        found.append((_serve, (network.path(rank), common | own, body, arguments)))
-    return found
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank % network.ranks_per_node)} for rank in range(network.size)]
+    return [(_serve, (network.path(rank), common | one, body, arguments)) for rank, one in enumerate(own)]
 
 
 def train(
@@ -168,21 +165,9 @@ def calibrated(network: Network, work: AttentionShape, lengths: tuple[int, ...])
 
 
 def report(pipe: Connection, seconds: float) -> None:
-    """Tell an iteration's seconds, then wait for permission to go on."""
+    """Tell an iteration's seconds, then wait for permission to go on: no rank gets further without the first."""
     send(pipe, seconds)
     receive(pipe)
-
-
-class _Reporter(Records):
-    """Report each iteration's seconds, then wait for permission: no rank gets further without the first."""
-
-    def __init__(self, pipe: Connection) -> None:
-        super().__init__()
-        self._pipe = pipe
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Report the time and wait."""
-        report(self._pipe, record["iteration_time_ms"] / 1e3)
 
 
 def _serve(
@@ -197,7 +182,8 @@ def _serve(
 
 
 def _train(pipe: Connection, entry: str, arguments: list[str]) -> None:
-    with trainer_of(import_module(entry), arguments, _Reporter(pipe)) as trainer:
+    log = Records(lambda record: report(pipe, record["iteration_time_ms"] / 1e3))
+    with trainer_of(import_module(entry), arguments, log) as trainer:
         trainer.train()
 
 

@@ -59,7 +59,7 @@ def test_equal_files_stay_those_of_the_commit_that_made_them(tmp_path, capsys, c
 
 def test_measured_figures_are_not_lost(tmp_path, capsys):
     sheet = next(sheet for sheet in ring.SHEETS if sheet.name == "minimal_block")
-    rows = sheet.rows()
+    rows = list(sheet.rows())
     write(tmp_path / "one", sheet, [replace(rows[0], measured={"block": 2.0}), *rows[1:]])
     before = (tmp_path / "one.csv").read_text()
     write(tmp_path / "one", sheet, rows)

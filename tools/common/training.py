@@ -4,7 +4,7 @@ import gc
 import logging
 import statistics
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -29,14 +29,16 @@ PEAK = 1e9
 
 
 class Records(RunLog):
-    """Keep a run's records in memory only, unchanged: a NaN loss stays NaN."""
+    """Keep a run's records in memory only, unchanged, and tell each to ``heard``: a NaN loss stays NaN."""
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Callable[[dict[str, Any]], object] = lambda record: None) -> None:
         self.records: list[dict[str, Any]] = []
+        self._heard = heard
 
     def write(self, record: dict[str, Any]) -> None:
         """Keep a record."""
         self.records.append(record)
+        self._heard(record)
 
     def sync(self, draw: bool = True) -> None:
         """Do nothing: there is no file."""

@@ -8,7 +8,7 @@ needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -120,7 +120,7 @@ class Maker:
         tokens = cache(lambda lines: self._tokens(self._turns(sample, lines, depth)))
         lines = self._fitting(tokens)
         if self.task.form == "repeat":
-            lines = self._least + self._draw(sample).below(lines - self._least + 1, "lines", 0)
+            lines = self._least + _below(self._draw(sample), lines - self._least + 1, "lines", 0)
         return Made(self._turns(sample, lines, depth), lines, tokens(lines))
 
     def prompt(self, turns: list[Turn]) -> list[int]:
@@ -153,13 +153,13 @@ class Maker:
         draw = self._draw(sample)
         if task.form == "repeat":
             record = ""
-            for line, name in enumerate(draw.distinct(lines, _names(self._words), "key")):
-                words = [self._key(name), self._value(draw, line)][: 1 + draw.below(2, "valued", line)]
+            for line, name in enumerate(_distinct(draw, lines, _names(self._words), "key")):
+                words = [self._key(name), self._value(draw, line)][: 1 + _below(draw, 2, "valued", line)]
                 record += "".join(f"{word}; " for word in words)
             return [{"role": "user", "content": record}, {"role": "assistant", "content": record * task.questions}]
         asked = self._asked(draw, lines) if depth is None else [round(depth * (lines - 1))]
         named = range(lines) if task.form == "lines" else sorted(asked)
-        keys = dict(zip(named, map(self._key, draw.distinct(len(named), _names(self._words), "key")), strict=True))
+        keys = dict(zip(named, map(self._key, _distinct(draw, len(named), _names(self._words), "key")), strict=True))
         values = {line: self._value(draw, line) for line in named}
         record = "".join(
             wording["line"].format(key=keys[line], value=values[line]) if line in keys else self._filler(draw, line)
@@ -173,25 +173,23 @@ class Maker:
             turns.append({"role": "assistant", "content": wording["answer"].format(value=values[line])})
         return turns
 
-    def _asked(self, draw: "_Draw", lines: int) -> list[int]:
+    def _asked(self, draw: str, lines: int) -> list[int]:
         """Draw the asked lines; to train on, most are near an end of the record, and the first one at it.
 
         By chance alone what is farthest and what is nearest would be asked for in one of hundreds of questions.
         """
-        questions = self.task.questions
         if self.task.purpose == "score":
-            return draw.distinct(questions, lines, "asked")
-        found: dict[int, None] = {}
-        for number in count():
-            if len(found) == questions:
-                break
-            depth = draw.below(1 if number == 0 else min(EDGE, lines), "depth", number)
-            anywhere = draw.below(lines, "asked", number)
-            found[(depth, lines - 1 - depth, anywhere)[draw.below(3, "end", number)]] = None
-        return list(found)
+            return _distinct(draw, self.task.questions, lines, "asked")
 
-    def _draw(self, sample: int) -> "_Draw":
-        return _Draw(f"{self.task.purpose}:{self.task.seed}:{sample}")
+        def place(number: int) -> int:
+            depth = _below(draw, 1 if number == 0 else min(EDGE, lines), "depth", number)
+            anywhere = _below(draw, lines, "asked", number)
+            return (depth, lines - 1 - depth, anywhere)[_below(draw, 3, "end", number)]
+
+        return _different(self.task.questions, map(place, count()))
+
+    def _draw(self, sample: int) -> str:
+        return f"{self.task.purpose}:{self.task.seed}:{sample}"
 
     def _key(self, number: int) -> str:
         words = []
@@ -200,13 +198,13 @@ class Maker:
             words.append(kind[word])
         return WORDINGS[self.task.vocabulary]["joint"].join(reversed(words))
 
-    def _value(self, draw: "_Draw", line: int) -> str:
+    def _value(self, draw: str, line: int) -> str:
         if self.task.vocabulary == "small":
-            return VALUES[draw.below(len(VALUES), "value", line)]
-        return str(1 + draw.below(LARGEST_VALUE, "value", line))
+            return VALUES[_below(draw, len(VALUES), "value", line)]
+        return str(1 + _below(draw, LARGEST_VALUE, "value", line))
 
-    def _filler(self, draw: "_Draw", line: int) -> str:
-        text = FILLERS[draw.below(len(FILLERS), "filler", line)]
+    def _filler(self, draw: str, line: int) -> str:
+        text = FILLERS[_below(draw, len(FILLERS), "filler", line)]
         return f"{text}\n" if self.task.vocabulary == "small" else f"{text.capitalize()}.\n"
 
 
@@ -220,22 +218,22 @@ def _words_for(lines: int) -> int:
     return next(words for words in count(2) if _names(words) > 1.2 * lines)
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """Numbers that depend on their names alone."""
+def _below(draw: str, bound: int, name: str, number: int) -> int:
+    """Return one of [0, bound), which depends on these names alone."""
+    digest = hashlib.sha256(f"{draw}:{name}:{number}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % bound
 
-    sample: str
 
-    def below(self, bound: int, name: str, number: int) -> int:
-        """Return one of [0, bound)."""
-        digest = hashlib.sha256(f"{self.sample}:{name}:{number}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") % bound
+def _distinct(draw: str, size: int, bound: int, name: str) -> list[int]:
+    """Return ``size`` different ones, which begin alike for any size."""
+    return _different(size, (_below(draw, bound, name, number) for number in count()))
 
-    def distinct(self, size: int, bound: int, name: str) -> list[int]:
-        """Return ``size`` different ones, which begin alike for any size."""
-        found: dict[int, None] = {}
-        for number in count():
-            if len(found) == size:
-                break
-            found[self.below(bound, name, number)] = None
-        return list(found)
+
+def _different(size: int, numbers: Iterable[int]) -> list[int]:
+    """Return the first ``size`` different numbers."""
+    found: dict[int, None] = {}
+    for number in numbers:
+        if len(found) == size:
+            break
+        found[number] = None
+    return list(found)

@@ -15,7 +15,7 @@ import pytest
 
 from bench.link import __main__ as entry
 from bench.link import ranks as link_ranks
-from bench.link.cases import CASES, MODELS, VOCAB_SIZE, case_for, cases_of, command_line
+from bench.link.cases import CASES, MODELS, VOCAB_SIZE, Case, case_for, cases_of, command_line
 from bench.link.choices import CLUSTERS
 from bench.link.network import LINKS, Network, NetworkError, check_permission, enter
 from bench.link.ranks import attention_crossing
@@ -159,7 +159,7 @@ def test_every_configuration_is_one_that_the_entry_accepts(model, monkeypatch):
 
 
 def test_the_planner_proposes_configurations_by_the_names_of_the_bench():
-    auto = ["--context-parallel-size", "8", "--context-parallel-method", "auto"]
+    auto = Case(cp=8, method="auto")
     asked = command_line("llama", auto, Path("nowhere"), seq_length=1024, batch=2, iterations=3)
     config = with_vocabulary(parse_args(asked), VOCAB_SIZE)
     for link in LINKS:

@@ -70,11 +70,11 @@ BUDGET = {
     "planner": 2820,
     "runtime": 2470,
     "slurm": 350,
-    "tools": 4330,
-    "parity": 1030,
-    "papers": 1850,
-    "bench": 2920,
-    "tests": 39480,
+    "tools": 4270,
+    "parity": 1020,
+    "papers": 1800,
+    "bench": 2850,
+    "tests": 39440,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -154,7 +154,7 @@ def differing(run, tmp_path, processes, *flags):
     ],
 )
 def test_any_mesh_equals_one_process(run, tmp_path, processes, flags, most):
-    """Where documents do not share out evenly over data-parallel ranks and stages, too."""
+    """Documents need not share out evenly over data-parallel ranks and stages."""
     assert differing(run, tmp_path, processes, *flags) <= most
 
 

@@ -111,7 +111,8 @@ def rehearse(
             parts = run.parts
             averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay
             averages = Ema(averaged, parts) if averaged else None  # they lie there meanwhile
-            optimizer = build_optimizer(config.optimizer, *parts)
+            # apex's has the same state, and need not be here.
+            optimizer = build_optimizer(replace(config.optimizer, optimizer_backend="torch"), *parts)
             recorder.kind = "passing"
             count = _pass_through(run, batch, recorder)
             gradients = _gradients(config, mesh, parts)

@@ -66,7 +66,7 @@ BUDGET = {
     "parallel": 6260,
     "checkpoint": 1620,
     "data": 3490,
-    "train": 5560,
+    "train": 5680,
     "planner": 2820,
     "runtime": 2470,
     "slurm": 350,
@@ -74,7 +74,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1800,
     "bench": 2850,
-    "tests": 39440,
+    "tests": 39790,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

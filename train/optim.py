@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.data import finish_gradients, untracked_replicas
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError, at_least, require
+from train.apex_adam import ApexAdamW, Backend, load
 from train.host_moments import HostAdamW
 
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
@@ -59,6 +60,9 @@ class OptimizerConfig:
     """Epsilon of Adam."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    optimizer_backend: Backend = "torch"
+    """Kernel of a step: torch's fused AdamW, or that of NVIDIA's apex, whose CUDA extensions must be built. Checkpoints
+    are the same, and either goes on from the other's."""
     optimizer_cpu_offload: bool = False
     """Keep Adam's moments, 8 bytes per parameter, in host memory. A step brings them to the device and back a piece at
     a time, which takes time and changes no bit (docs/concepts/memory.md)."""
@@ -95,8 +99,16 @@ def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.A
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     kind = HostAdamW if config.optimizer_cpu_offload else torch.optim.AdamW
+    if config.optimizer_backend == "apex":
+        kind = ApexAdamW
     betas = (config.adam_beta1, config.adam_beta2)
     return kind(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+
+
+def check_installed(config: OptimizerConfig) -> None:
+    """Raise UserError where the kernel of ``optimizer_backend`` is not here."""
+    if config.optimizer_backend == "apex":
+        load()
 
 
 def gradient_norm(

@@ -29,6 +29,7 @@ from runtime.watchdog import report_unresponsive_ranks
 from train.config.common import CommonConfig
 from train.config.entries import ENTRIES
 from train.config.flags import ConfigError, read_toml, write_toml
+from train.optim import check_installed
 from train.watching.health import FAILURES, Progress, read_failures
 from train.watching.metrics import METRICS, RunLog, check_services, disk_errors
 
@@ -117,9 +118,11 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
     Raises:
         InUseError: another run writes there.
         ConfigError: it is not writable, or as ``claim_folder``.
+        UserError: the kernel of ``optimizer_backend`` is not here.
     """
     with ExitStack() as held:
         with raise_together():
+            check_installed(config.optimizer)
             if is_first() and config.checkpoint.save is not None:
                 folder = Path(config.checkpoint.save)
                 check_writable(folder, "save")

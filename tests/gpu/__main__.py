@@ -23,9 +23,10 @@ from bench.shapes import DTYPES, AttentionShape
 from kernels.attention import select_backend
 from runtime.errors import UserError
 from tests.gpu import rates
-from tests.steps import Step, asked, check, launched, tests
+from tests.steps import SkippedStep, Step, asked, check, launched, tests
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.ceilings import ceilings
+from train.apex_adam import load
 
 RUN = {
     "cuda": "--bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --vocab-size 32000",
@@ -102,6 +103,16 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
     return {"rows": rows, "targets": wanted, "wrong": [row["wrong"] for row in rows if row.get("wrong")]}
 
 
+def optimizer(device: str, folder: Path) -> dict[str, Any]:
+    """Step weights of 0.5B parameters by torch's AdamW and by apex's kernel, where that is."""
+    try:
+        load()
+    except UserError as error:
+        raise SkippedStep(str(error)) from error
+    layer = [*[(2048, 2048)] * 4, *[(5504, 2048)] * 3, (2048,), (2048,)]
+    return rates.optimizers(device, layer * 10 if device == "cuda" else [(33, 7), (7,)], 20)
+
+
 def training(device: str, folder: Path) -> dict[str, Any]:
     """Train for some steps on drawn tokens: 1B parameters at 8,192 and at 32,768 tokens on a GPU."""
     return _trained(device)
@@ -157,13 +168,14 @@ def _dtype(device: str) -> str:
 
 
 STEPS = {
-    "environment": Step(environment, 30),
+    "environment": Step(environment, 15),
     "backends": Step(backends, 50),
     "triton": Step(triton, 70),
     "ranks": Step(ranks, 40),
     "waits": Step(waits, 20),
     "attention": Step(attention, 60),
     "linear": Step(linear, 30),
+    "optimizer": Step(optimizer, 15),
     "training": Step(training, 90),
     "resume": Step(resume, 60),
     "profile": Step(profile, 30),

@@ -8,10 +8,10 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.emulate import LoopbackTransport, clock, emulate, step_of
 from bench.harness import MeasureError, forward_backward, target
@@ -27,11 +27,15 @@ from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
 from tools.common.ceilings import ceilings
 from tools.common.report import Column, Table
+from train.apex_adam import Backend
+from train.optim import OptimizerConfig, build_optimizer
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn", "flash_attn_3", "triton"), "cpu": ("aten",)}
 WORST_ERROR = 2e-2
 """Relative difference from torch's own, in the 2-norm, beyond which a kernel is not timed."""
+WORST_UPDATE = 1e-5
+"""The same of two optimizers' updates."""
 KERNELS: dict[str, Column] = {
     "": "{kernel}",
     "sequence": "{seq_length}",
@@ -245,6 +249,26 @@ def linear_beside_the_limit(device: str, work: AttentionShape, limits: dict[str,
         error = relative_error([outs["ours"]], [outs["flash-linear-attention"]])
         found |= {"error": error} | ({} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"})
     return found
+
+
+def optimizers(device: str, sizes: Sequence[tuple[int, ...]], repeats: int) -> dict[str, Any]:
+    """Time a step of AdamW on weights of these sizes by each backend, and compare the updates of three."""
+    seconds, updates = dict[str, float](), dict[str, Tensor]()
+    for backend in get_args(Backend):
+        drawn = torch.Generator(device).manual_seed(0)
+        weights = nn.ParameterList(torch.randn(size, device=device, generator=drawn) for size in sizes)
+        optimizer = build_optimizer(OptimizerConfig(lr=0.1, optimizer_backend=backend), weights)
+        before = [p.detach().clone() for p in weights]
+        for p in weights:
+            p.grad = torch.randn(p.shape, device=device, generator=drawn)
+        for _ in range(3):
+            optimizer.step()
+        pairs = zip(weights, before, strict=True)
+        updates[backend] = torch.cat([(p.detach() - was).flatten() for p, was in pairs])
+        seconds[backend] = median(time_steps(optimizer.step, device, repeats))
+    error = relative_error([updates["apex"]], [updates["torch"]])
+    found = {"parameters": updates["torch"].numel(), "seconds": seconds, "error": error}
+    return found | {"wrong": [f"updates differ by {error:.1e} of the 2-norm"] if not error <= WORST_UPDATE else []}
 
 
 def table(result: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from runtime.errors import at_least, require
+from train import apex_adam
 from train.config.flags import ConfigError, value_of
 from train.float8 import Float8Config
 from train.optim import OptimizerConfig
@@ -188,6 +189,17 @@ def validate_run(config: CommonConfig) -> None:
             "optimizer_cpu_offload is set and device is cpu, where Adam's moments lie in host memory already; leave it "
             "out, or use --device cuda"
         )
+    if optimizer.optimizer_backend == "apex":
+        if optimizer.optimizer_cpu_offload:
+            raise ConfigError(
+                "optimizer_backend is apex and optimizer_cpu_offload is set, whose steps on moments in host memory are "
+                "torch's kernel; leave one out"
+            )
+        if config.mesh.device_type == "cpu" and not apex_adam.EMULATED:
+            raise ConfigError(
+                "optimizer_backend is apex and device is cpu, where its kernel does not run; leave it out, or use "
+                "--device cuda"
+            )
     if train.compile:
         _check_compile(config)
     config.float8.check(config)

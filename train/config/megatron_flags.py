@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from runtime.errors import UserError
 
+APEX = Path(__file__).with_name("apex.txt")
+"""A line per part of NVIDIA's apex: the part, then what stands here in its place."""
 TABLE = Path(__file__).with_suffix(".txt")
 """A line per flag: the flag, its values (N: any word; A|B: one of these), then `=` if it always holds (or holds with
 the named values of a field), `>` before what to give instead, or `!` before why there is none."""
@@ -98,4 +100,15 @@ def markdown() -> str:
         values = "" if entry.values in ((), ("N",)) else " " + " or ".join(entry.values)
         fits = f" with {entry.field} {', '.join(entry.fits)}" if entry.fits else ""
         lines.append(f"| `{entry.flag}{values}` | {verdicts[entry.verdict]}{fits}: {entry.text} |")
+    lines += [
+        "",
+        "## apex",
+        "",
+        "Megatron-LM takes parts of [NVIDIA's apex](https://github.com/NVIDIA/apex) where they are installed, and",
+        "prefers Transformer Engine's. Here one of them can be taken, and none is needed.",
+        "",
+        "| apex | here |",
+        "| --- | --- |",
+        *(f"| {line} |" for line in APEX.read_text(encoding="utf-8").splitlines()),
+    ]
     return "\n".join(lines) + "\n"

@@ -1,0 +1,241 @@
+"""AdamW by apex's kernel, of which a stand-in runs on the CPU: torch's to the bit on every sharding, and resumed."""
+
+import json
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from checkpoint.api import load_checkpoint
+from checkpoint.manifest import checkpoint_folder
+from parallel.data import DataParallelConfig, Strategy, finish_gradients, set_gradient_sync, to_local
+from parallel.mesh import distributed_mesh
+from runtime.errors import UserError
+from runtime.ranks import run_ranks
+from tests.gpu import __main__ as gpu_check
+from tests.parallel import tiny
+from tests.parallel.split import build, config, mesh_config, own_batch
+from tests.pretraining import TINY, flags_of, on_rank
+from tests.test_architecture import ROOT, imports, sources
+from tests.train import apex_stub
+from tests.train.test_host_moments import everything, model, steps
+from train import apex_adam
+from train.apex_adam import ApexAdamW
+from train.config.common import validate_run
+from train.config.flags import ConfigError
+from train.config.language import parse_args
+from train.objectives.language import NextToken
+from train.optim import OptimizerConfig, build_optimizer
+from train.watching.metrics import METRICS
+
+TORCH, APEX = (OptimizerConfig(lr=1e-2, optimizer_backend=backend) for backend in get_args(apex_adam.Backend))
+ORDERS = ((TORCH, TORCH), (APEX, APEX), (TORCH, APEX), (APEX, TORCH))
+"""Backends of the steps before a checkpoint and after it."""
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Have apex's modules for a test, with torch's arithmetic."""
+    given = dict(sys.modules)
+    monkeypatch.setattr(apex_adam, "EMULATED", True)
+    apex_stub.install(modules=given)
+    for name in ("apex", "apex.multi_tensor_apply", "amp_C"):
+        monkeypatch.setitem(sys.modules, name, given[name])
+    apex_stub.CALLS.clear()
+    return monkeypatch
+
+
+def trained(chosen: OptimizerConfig) -> list[torch.Tensor]:
+    weights = model()
+    optimizer = build_optimizer(chosen, weights)
+    steps(weights, optimizer)
+    return everything(weights, optimizer)
+
+
+def test_weights_and_state_are_torchs_to_the_bit(stub):
+    """Matrices decay and vectors do not; one is empty, and one has no gradient in the second step."""
+    found, want = trained(APEX), trained(TORCH)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    # In the third step a parameter counts one step less than the others of its group.
+    assert apex_stub.CALLS == {"launches": 2 + 2 + 3, "tensors": 5 + 4 + 5}
+
+
+def test_the_kernels_own_arithmetic_is_adamw_and_its_other_mode_is_not(stub):
+    stub.setattr(sys.modules["amp_C"], "multi_tensor_adam", apex_stub.as_apex)
+    want = torch.cat([x.flatten() for x in trained(TORCH)])
+    start = torch.cat([x.flatten() for x in model()])
+    for mode, least, most in ((1, 0.0, 1e-6), (0, 1e-3, 1.0)):
+        stub.setattr(apex_adam, "ADAM_W", mode)
+        found = torch.cat([x.flatten() for x in trained(APEX)])
+        error = (found - want)[: len(start)].norm() / (want[: len(start)] - start).norm()
+        assert least <= error < most, (mode, error)
+
+
+def test_the_check_of_a_gpu_times_both_and_sees_a_wrong_kernel(stub):
+    for mode, wrong in ((1, 0), (0, 1)):
+        stub.setattr(sys.modules["amp_C"], "multi_tensor_adam", apex_stub.as_apex)
+        stub.setattr(apex_adam, "ADAM_W", mode)
+        found = gpu_check.optimizer("cpu", Path())
+        assert set(found["seconds"]) == {"torch", "apex"}
+        assert len(found["wrong"]) == wrong, found
+
+
+def one_step(mesh, parts, strategy):
+    model, cp = parts
+    tokens, labels = own_batch(mesh, cp)
+    set_gradient_sync(model, True, strategy)
+    NextToken(cp, mesh.device).loss_sum(model, {"tokens": tokens, "labels": labels}).backward()
+    finish_gradients(model, mesh.dp_cp, strategy)
+
+
+def ends_of(rank: int, world_size: int, folder: Path, strategy: Strategy, tp: int) -> tuple[bool, int]:
+    """Say that weights and state end alike however kernels take turns at a checkpoint, and count apex's launches."""
+    apex_stub.install()
+    ends = []
+    with distributed_mesh(mesh_config(tp)) as mesh:
+        for number, order in enumerate(ORDERS):
+            for behind, chosen in enumerate(order):
+                parts = build(
+                    mesh, config(), data_parallel=DataParallelConfig(data_parallel_sharding_strategy=strategy)
+                )
+                optimizer = build_optimizer(chosen, parts[0])
+                path = checkpoint_folder(folder / str(number), 2)
+                if behind:
+                    load_checkpoint(path, parts[0], optimizer, tiny.ARCHITECTURE)
+                for _ in range(1 if behind else 2):
+                    one_step(mesh, parts, strategy)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                if not behind:
+                    tiny.save(folder / str(number), 2, parts[0], optimizer)
+            ends.append(tiny.whole_tensors(parts[0], optimizer))
+    assert all(end["embedding.weight/step"] == 3 for end in ends)
+    return all(tiny.equal(end, ends[0]) for end in ends[1:]), apex_stub.CALLS["launches"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tp"), [*((strategy, 1) for strategy in get_args(Strategy)), ("zero3", 2), ("ddp", 2)]
+)
+def test_every_sharding_ends_with_torchs_bits_and_goes_on_from_its_checkpoints(strategy, tp, tmp_path):
+    assert run_ranks(ends_of, 2, tmp_path, strategy, tp) == [(True, 16)] * 2  # 8 steps of 2 groups
+
+
+def with_empty_shards(rank: int, world_size: int) -> tuple[bool, int]:
+    """Say that shards are torch's after three steps, and count the empty ones of this rank."""
+    apex_stub.install()
+    ends = []
+    for chosen in (TORCH, APEX):
+        model, _ = tiny.build(0, sharded=True)
+        optimizer = build_optimizer(chosen, model)
+        tiny.train(model, optimizer, range(3))
+        ends.append(tiny.whole_tensors(model, optimizer))
+    return tiny.equal(*ends), sum(not to_local(p).numel() for p in model.parameters())
+
+
+def test_empty_shards_step_too():
+    found = run_ranks(with_empty_shards, 4)
+    assert [same for same, _ in found] == [True] * 4
+    assert max(empty for _, empty in found) > 3
+
+
+def in_the_entry(rank: int, world_size: int, arguments: list[str]) -> str:
+    apex_stub.install()
+    return on_rank(rank, world_size, arguments)
+
+
+def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path):
+    """Four iterations by torch, two by each around a checkpoint, and four by apex: equal in all but times."""
+    records = []
+    for name, first, second in (("torch", "torch", "torch"), ("turns", "torch", "apex"), ("apex", "apex", "apex")):
+        save = str(tmp_path / name)
+        for backend, more in ((first, ["--exit-interval", "2"]), (second, ["--load", save])):
+            flags = flags_of(default_data, "--train-iters", "4", "--save", save, "--optimizer-backend", backend, *more)
+            run_ranks(in_the_entry, 2, flags)
+        lines = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
+        records.append([{key: line.get(key) for key in ("iteration", "lm_loss", "grad_norm")} for line in lines])
+    assert len([line for line in records[0] if line["lm_loss"]]) >= 4
+    assert records[1] == records[2] == records[0]
+
+
+def test_no_gradient_is_no_step(stub):
+    weights = nn.ParameterList([nn.Parameter(torch.ones(2, 2))])
+    optimizer = build_optimizer(APEX, weights)
+    optimizer.step()
+    assert isinstance(optimizer, ApexAdamW)
+    assert not optimizer.state
+    assert not apex_stub.CALLS
+    with pytest.raises(ValueError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)
+
+
+MISSING = {
+    "nothing": ({}, "No module named 'amp_C'"),
+    "the index's package": ({"apex/__init__.py": "__version__ = '0.9.10dev'"}, "No module named 'amp_C'"),
+    "without extensions": (
+        {"apex/__init__.py": "", "apex/multi_tensor_apply.py": "multi_tensor_applier = None"},
+        "No module named 'amp_C'",
+    ),
+    "another package with an extension": ({"apex/__init__.py": "", "amp_C.py": ""}, "apex.multi_tensor_apply"),
+    "for another torch": ({"amp_C.py": "raise ImportError('amp_C.so: undefined symbol:\\n _ZN3c10')"}, "undefined sym"),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_kernel_is_refused_in_a_line(name, tmp_path, monkeypatch):
+    files, reason = MISSING[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("apex", "apex.multi_tensor_apply", "amp_C"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(
+        UserError, match=rf"^optimizer_backend is apex, and .*{reason}.*; build it .*APEX_CUDA_EXT=1"
+    ) as no:
+        build_optimizer(APEX, nn.Linear(1, 1))
+    assert "\n" not in str(no.value)
+    for module in ("apex", "apex.multi_tensor_apply", "amp_C"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+def refused(rank: int, world_size: int, arguments: list[str]) -> str:
+    """The error of this rank, where the other one alone lacks the kernel."""
+    apex_stub.install()
+    if rank:
+        del sys.modules["amp_C"]
+    with pytest.raises(UserError) as error:
+        on_rank(rank, world_size, arguments)
+    return str(error.value)
+
+
+def test_all_ranks_refuse_before_any_work(default_data, tmp_path):
+    flags = flags_of(default_data, "--save", str(tmp_path / "run"), "--optimizer-backend", "apex")
+    first, second = run_ranks(refused, 2, flags)
+    assert first == second
+    assert first.startswith("optimizer_backend is apex, and NVIDIA's apex")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--device", "cpu"], "optimizer_backend is apex and device is cpu.* or use --device cuda"),
+        (["--device", "cuda", "--optimizer-cpu-offload"], "apex and optimizer_cpu_offload is set.*leave one out"),
+    ],
+)
+def test_what_contradicts_it_is_refused(more, message):
+    flags = [*TINY, "--mock-data", "--vocab-size", "64", "--optimizer-backend", "apex", *more]
+    with pytest.raises(ConfigError, match=message):
+        validate_run(parse_args(flags))
+
+
+def test_one_module_imports_apex():
+    importing = [
+        path.relative_to(ROOT).as_posix()
+        for path in sources(ROOT)
+        if {name.split(".")[0] for name in imports(path, ROOT)} & {"apex", "amp_C"}
+    ]
+    assert importing == ["train/apex_adam.py"]

@@ -122,7 +122,8 @@ def _prepare(args: argparse.Namespace) -> int:
         chat=chat,
     )
     prefix = Path(args.output_prefix or DEFAULT_PREFIX)
-    refuse_folder("--output-prefix", prefix, f"give {prefix}/NAME to write into it")
+    if not (prefix / "cache").is_dir():  # a run on what an earlier call wrote keeps its indices of samples there
+        refuse_folder("--output-prefix", prefix, f"give {prefix}/NAME to write into it")
     prepared, kept = prepare(request, prefix, overwrite=args.overwrite, workers=args.workers)
     print(f"{'kept' if kept else 'wrote'} {prefix}.bin and .idx: {prepared.summary}")
     if prepared.unknown_tokens:

@@ -31,6 +31,7 @@ def test_writes_then_keeps_then_refuses(tmp_path, capsys):
     assert "20 documents" in wrote
     assert "bytes per token, unigram entropy" in wrote
     assert f"--tokenizer-model {tmp_path / 'd'}.model" in wrote
+    (tmp_path / "d" / "cache").mkdir(parents=True)  # as a run on these files leaves it
     assert main([*flags, "--vocab-size", "320"]) == 0
     assert capsys.readouterr().out == wrote.replace("wrote", "kept")
     assert main([*flags, "--vocab-size", "330"]) == 1

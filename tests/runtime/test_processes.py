@@ -247,9 +247,9 @@ def alone(rank, world_size):
     return size, found
 
 
-def readme_example(folder):
-    """The command that runs the README's example on 4 ranks."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def page_example(folder):
+    """The command that runs the example of the attention's page on 4 ranks."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks" / "attention.md").read_text(), re.S)
     script = folder / "yours.py"
     script.write_text(next(block for block in blocks if "process_group" in block))
     return [*torchrun(4), str(script)]
@@ -261,13 +261,13 @@ def run_example(command):
     assert process.stdout.count("torch.Size([1, 4096, 8, 64])") == 4
 
 
-def test_the_readmes_example(tmp_path):
-    run_example(readme_example(tmp_path))
+def test_the_example_of_the_attentions_page(tmp_path):
+    run_example(page_example(tmp_path))
 
 
 @pytest.mark.slow
-def test_the_readmes_example_ends_well_every_time(tmp_path):
-    command = readme_example(tmp_path)
+def test_the_example_ends_well_every_time(tmp_path):
+    command = page_example(tmp_path)
     for _ in range(20):
         run_example(command)
 

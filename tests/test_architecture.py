@@ -70,7 +70,7 @@ BUDGET = {
     "planner": 2820,
     "runtime": 2470,
     "slurm": 350,
-    "tools": 4270,
+    "tools": 4280,
     "parity": 1020,
     "papers": 1800,
     "bench": 2850,

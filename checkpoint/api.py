@@ -4,17 +4,17 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from checkpoint.drafts import check_room, own_files, publish, removed_on_error, start_draft
 from checkpoint.local import bring, remove_others
 from checkpoint.manifest import METADATA, CheckpointError, Manifest, checkpoint_folder, read_manifest
 from runtime.errors import UserError
-from runtime.together import cpu_group, gather_results, raise_together
+from runtime.together import gather_results, raise_together
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
@@ -87,7 +87,6 @@ def save_checkpoint(
     architecture: dict[str, Any],
     extra: dict[str, Any],
     more: Mapping[str, dict[str, torch.Tensor]] | None = None,
-    group: dist.ProcessGroup | None = None,
     read: "Read | None" = None,
     beside: "Background | None" = None,
     local: bool = False,
@@ -96,7 +95,7 @@ def save_checkpoint(
 
     Every rank writes its shards into a draft that no other save writes to, and hashes them; the first rank, or one of
     each node, writes the manifest, renames the draft to ``iter_N`` and points ``latest_checkpointed_iteration.txt`` at
-    it. Collective over ``group`` (default: all ranks).
+    it. Collective.
     Tensors keep the plain model's parameter names, whatever wraps or shards it. The optimizer's tensors (moments, step)
     are saved; its hyperparameters are not, since they follow from the configuration and the iteration.
 
@@ -118,28 +117,26 @@ def save_checkpoint(
 
     folder = checkpoint_folder(directory, iteration)
     manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files={})
-    with cpu_group(group) as group:
-        shards = Shards(read, group)
+    shards = Shards(read)
 
-        def planned() -> "SavePlan":
-            json.dumps([architecture, extra])
-            of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
-            return shards.plan(of_run | dict(more or {}))
+    def planned() -> "SavePlan":
+        json.dumps([architecture, extra])
+        of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
+        return shards.plan(of_run | dict(more or {}))
 
-        draft, rooms, plans = start_draft(folder, manifest, planned, group, local=local)
+    draft, rooms, plans = start_draft(folder, manifest, planned, local=local)
 
-        def written() -> "list[WriteResult]":
-            check_room(rooms, shards.agree(plans))
-            return shards.write(draft.path, None if beside is None else beside.memory)
+    def written() -> "list[WriteResult]":
+        check_room(rooms, shards.agree(plans))
+        return shards.write(draft.path, None if beside is None else beside.memory)
 
-        with removed_on_error(draft.made):
-            results = gather_results(written, group)
-            gather_results(lambda: shards.finish(results), group)
-            if beside is None:
-                own = gather_results(lambda: own_files(draft.path, group), group)
-                files = {name: entry for of_rank in own for name, entry in of_rank}
-                draft = replace(draft, manifest=replace(manifest, files=files))
-                gather_results(lambda: publish(draft) if draft.owner else None, group)
+    with removed_on_error(draft.made):
+        results = gather_results(written)
+        gather_results(lambda: shards.finish(results))
+        if beside is None:
+            own = gather_results(lambda: own_files(draft.path))
+            draft = replace(draft, manifest=replace(manifest, files=dict(chain(*own))))
+            gather_results(lambda: publish(draft) if draft.owner else None)
     if beside is not None:
         beside.begin(draft)
     elif local and draft.owner:
@@ -154,18 +151,12 @@ def load_checkpoint(
     architecture: dict[str, Any],
     *,
     more: Mapping[str, dict[str, torch.Tensor]] | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Load a folder that ``find_checkpoint`` verified into the model and optimizer, bit for bit.
+    """Load a folder that ``find_checkpoint`` verified into the model and optimizer, bit for bit; collective.
 
-    Works with any number of ranks and any sharding, and where each node has other files; collective over ``group``
-    (default: all ranks). Gradients are dropped; the optimizer keeps its hyperparameters.
-
-    Args:
-        more: further sections of tensors, as saved.
-
-    Returns:
-        The saved ``extra``.
+    Works with any number of ranks and any sharding, and where each node has other files. Gradients are dropped; the
+    optimizer keeps its hyperparameters. ``more`` has further sections of tensors, as saved; returns the saved
+    ``extra``.
 
     Raises:
         CheckpointError: the architecture or a tensor's name, shape or dtype differs, or a file is damaged. A
@@ -174,19 +165,18 @@ def load_checkpoint(
     from checkpoint.tensors import compare_tensors, files_read, read_shards, spread_copies, tensors_of
 
     folder = Path(path)
-    with cpu_group(group) as group:
-        bring(folder, [METADATA], group)
-        with raise_together(group):
-            manifest, metadata = _described(folder, architecture)
-            optimizer.zero_grad(set_to_none=True)
-            stepped = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
-            # Recreated below unless saved before the first step: an empty state differs from zeros with step 1.
-            optimizer.state.clear()
-            state = tensors_of(model, optimizer, create=stepped) | dict(more or {})
-        compare_tensors(folder, state, metadata, group, exact_dtype=True)
-        bring(folder, files_read(state, metadata), group)
-        read_shards(folder, state, metadata, group)
-        spread_copies(model, optimizer)
+    bring(folder, [METADATA])
+    with raise_together():
+        manifest, metadata = _described(folder, architecture)
+        optimizer.zero_grad(set_to_none=True)
+        stepped = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
+        # Recreated below unless saved before the first step: an empty state differs from zeros with step 1.
+        optimizer.state.clear()
+        state = tensors_of(model, optimizer, create=stepped) | dict(more or {})
+    compare_tensors(folder, state, metadata, exact_dtype=True)
+    bring(folder, files_read(state, metadata))
+    read_shards(folder, state, metadata)
+    spread_copies(model, optimizer)
     return manifest.extra
 
 
@@ -197,7 +187,6 @@ def load_model(
     *,
     section: str = "model",
     fresh: Callable[[str], bool] = lambda name: False,
-    group: dist.ProcessGroup | None = None,
 ) -> Manifest:
     """Load only the weights, cast to the dtypes of ``model``, and return the manifest. Needs no process group.
 
@@ -207,20 +196,18 @@ def load_model(
         section: section of the checkpoint to read; weight averages have their own.
         fresh: whether a weight of this name stays as it is where the checkpoint lacks it.
 
-    Raises:
-        CheckpointError: as ``load_checkpoint`` does.
+    Raises CheckpointError as ``load_checkpoint`` does.
     """
     from checkpoint.tensors import compare_tensors, read_shards, spread_copies, tensors_of
 
     folder = Path(path)
-    with cpu_group(group) as group:
-        with raise_together(group):
-            manifest, metadata = _described(folder, architecture)
-            held, wanted = metadata.state_dict_metadata, tensors_of(model, None)["model"]
-            state = {section: {n: w for n, w in wanted.items() if f"{section}.{n}" in held or not fresh(n)}}
-        compare_tensors(folder, state, metadata, group, exact_dtype=False)
-        read_shards(folder, state, metadata, group)
-        spread_copies(model, None)
+    with raise_together():
+        manifest, metadata = _described(folder, architecture)
+        held, wanted = metadata.state_dict_metadata, tensors_of(model, None)["model"]
+        state = {section: {n: w for n, w in wanted.items() if f"{section}.{n}" in held or not fresh(n)}}
+    compare_tensors(folder, state, metadata, exact_dtype=False)
+    read_shards(folder, state, metadata)
+    spread_copies(model, None)
     return manifest
 
 

@@ -23,7 +23,7 @@ from checkpoint.manifest import disk_errors
 from checkpoint.search import Keeper
 from runtime.files import copy_files
 from runtime.ranks import HelperProcess
-from runtime.together import cpu_group, gather_results
+from runtime.together import gather_results
 
 
 class _File(io.IOBase):
@@ -144,8 +144,8 @@ class Background:
             with disk_errors(path):
                 return self._beside.result()
 
-        with cpu_group() as group, removed_on_error(draft.made):
-            answers = gather_results(result, group)
+        with removed_on_error(draft.made):
+            answers = gather_results(result)
         if step == "publish":
             self._keeper = answers[0] or self._keeper
             return draft.folder

@@ -48,7 +48,7 @@ class Draft:
 
 
 def start_draft(
-    folder: Path, manifest: Manifest, prepare: Callable[[], T], group: dist.ProcessGroup | None, *, local: bool
+    folder: Path, manifest: Manifest, prepare: Callable[[], T], *, local: bool
 ) -> tuple[Draft, list[Room], list[T]]:
     """Create an empty draft of ``folder``; a broken checkpoint of this name is moved aside. Collective.
 
@@ -60,22 +60,22 @@ def start_draft(
     """
     # A name of its own: ranks of a run that is over, or cut off from its peers, may still be writing into theirs.
     mine = uuid.uuid4().hex[:8]
-    path = folder.with_name(f"{folder.name}.{from_first(lambda: mine, group) if local else mine}.tmp")
+    path = folder.with_name(f"{folder.name}.{from_first(lambda: mine) if local else mine}.tmp")
     made: list[Path] = []
 
     def start() -> tuple[Room | None, T]:
         with disk_errors(path):
-            if (local or is_first(group)) and _make(path, folder, local):
+            if (local or is_first()) and _make(path, folder, local):
                 made.append(path)
             size = shutil.disk_usage(path) if made else None
         return Room(path, size.free if size.total else None) if size else None, prepare()
 
     with removed_on_error(made):
-        answers = gather_results(start, group)
+        answers = gather_results(start)
     rooms = [room for room, _ in answers if room is not None]
     if not rooms:
-        _free_name(folder, group)
-        return start_draft(folder, manifest, prepare, group, local=local)
+        _free_name(folder)
+        return start_draft(folder, manifest, prepare, local=local)
     path = path if local else rooms[0].path
     draft = Draft(path=path, folder=folder, manifest=manifest, owner=bool(made), local=local)
     return draft, rooms, [prepared for _, prepared in answers]
@@ -97,9 +97,9 @@ def _make(draft: Path, folder: Path, local: bool) -> bool:
     return False
 
 
-def _free_name(folder: Path, group: dist.ProcessGroup | None) -> None:
+def _free_name(folder: Path) -> None:
     """Rename a broken checkpoint: a run resumed from an earlier one reaches its iteration again."""
-    if (problem := what_is_broken(folder, group)) is None:
+    if (problem := what_is_broken(folder)) is None:
         raise CheckpointError(
             f"{folder} exists and is whole; move it away or choose another --save, it is not overwritten"
         )
@@ -111,7 +111,7 @@ def _free_name(folder: Path, group: dist.ProcessGroup | None) -> None:
             folder.rename(aside)
         to_stderr(f"moved a broken one to {aside}: {problem}")
 
-    from_first(move_aside, group)
+    from_first(move_aside)
 
 
 def remove_drafts(directory: Path) -> None:
@@ -131,9 +131,9 @@ def check_room(rooms: Sequence[Room], needed: int) -> None:
             )
 
 
-def own_files(draft: Path, group: dist.ProcessGroup | None) -> list[tuple[str, tuple[int, str]]]:
+def own_files(draft: Path) -> list[tuple[str, tuple[int, str]]]:
     """Return name, size and SHA-256 of this rank's files, which DCP names ``__RANK_*``."""
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     with disk_errors(draft):
         paths = sorted(draft.glob(f"__{rank}_*")) + ([draft / METADATA] if rank == 0 else [])
         return [(path.name, describe(path)) for path in paths]

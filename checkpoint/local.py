@@ -54,16 +54,16 @@ def remove_others(local: Path, kept: Path | None) -> None:
                 remove(path, ignore_errors=True)  # another rank may be at it too
 
 
-def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None) -> None:
+def bring(folder: Path, names: Collection[str]) -> None:
     """Copy those files of a verified checkpoint that this rank reads and its node lacks from another node; collective.
 
     One rank of each node writes a file, beside the node's own. Raises OSError on every rank if there is no room.
     """
     here = {path.name for path in folder.iterdir()}
-    seen = gather_results(lambda: (here, sorted(set(names) - here), uuid.uuid4().hex[:8]), group)
+    seen = gather_results(lambda: (here, sorted(set(names) - here), uuid.uuid4().hex[:8]))
     if not any(lacking for _, lacking, _ in seen):
         return
-    rank, mark = dist.get_rank(group), seen[0][2]
+    rank, mark = dist.get_rank(), seen[0][2]
     files = read_manifest(folder).files
     sizes = {name: size for name, (size, _) in files.items()}
 
@@ -75,12 +75,12 @@ def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None)
                 mine.append(name)
         return mine
 
-    claims = gather_results(claim, group)
+    claims = gather_results(claim)
     source = {
         name: next(rank for rank, (there, *_) in enumerate(seen) if name in there) for name in set().union(*claims)
     }
     content: dict[str, Tensor] = {}
-    with raise_together(group):  # no rank sends before all files are open
+    with raise_together():  # no rank sends before all files are open
         for name in source:
             if rank == source[name] or name in claims[rank]:
                 path = folder / (name if rank == source[name] else f"{name}.{mark}")
@@ -89,11 +89,11 @@ def bring(folder: Path, names: Collection[str], group: dist.ProcessGroup | None)
         for target in (other for other, claimed in enumerate(claims) if name in claimed):
             if rank == source[name]:
                 for block in content[name].split(1 << 26):
-                    dist.send(block, group=group, group_dst=target)
+                    dist.send(block, target)
             elif rank == target:
                 for block in content[name].split(1 << 26):
-                    dist.recv(block, group=group, group_src=source[name])
-    with raise_together(group):
+                    dist.recv(block, source[name])
+    with raise_together():
         for name in claims[rank]:
             path = folder / f"{name}.{mark}"
             with path.open("rb") as file:

@@ -30,19 +30,17 @@ from runtime.together import from_first, gather_results, is_first
 POINTER = "latest_checkpointed_iteration.txt"
 
 
-def what_is_broken(
-    folder: Path, group: dist.ProcessGroup | None = None, *, read: bool = True, copies: bool = False
-) -> str | None:
+def what_is_broken(folder: Path, *, read: bool = True, copies: bool = False) -> str | None:
     """Check a checkpoint folder against its manifest, its name and DCP's table of tensors.
 
-    Collective over ``group``, which shares out the files: a rank that sees a file looks at it, as each node may have
+    Collective over all ranks, which share out the files: a rank that sees a file looks at it, as each node may have
     others. Returns what is wrong, with the files, or None if whole.
 
     Args:
         read: whether to read every byte; without it the files' sizes are compared.
         copies: whether each node may have its own copy of a file; then every copy is checked.
     """
-    seen = gather_results(lambda: _seen(folder), group)
+    seen = gather_results(lambda: _seen(folder))
     hosts, nodes = [host for host, *_ in seen], [(host, place) for host, place, *_ in seen]
     on = [f" (on {host})" if len(set(hosts)) > 1 else "" for host in hosts]
     apart = len({said for _, _, said, *_ in seen}) > 1
@@ -51,7 +49,7 @@ def what_is_broken(
     if len({digest for *_, digest, _ in seen}) > 1:
         return f"{folder} is not the same checkpoint on all nodes"
     manifest = read_manifest(folder)
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
     readers: dict[str, list[int]] = {}
     for number, name in enumerate(by_size):
@@ -60,15 +58,13 @@ def what_is_broken(
         of_each_node = {nodes[other]: other for other in [*who[turn:], *who[:turn]]}
         readers[name] = list(of_each_node.values()) if copies else [who[turn]]
     mine = [name for name in by_size if rank in readers[name]]
-    problems = gather_results(
-        lambda: [_what_differs(folder / name, *manifest.files[name], read) for name in mine], group
-    )
+    problems = gather_results(lambda: [_what_differs(folder / name, *manifest.files[name], read) for name in mine])
     named = [problem + where for one_rank, where in zip(problems, on, strict=True) for problem in one_rank if problem]
     # The table is a pickle: read it with care, and only once its bytes are verified.
     table = readers.get(METADATA, [0])[0]
     if named:
         return "; ".join(sorted(named))
-    return gather_results(lambda: _what_is_left_out(folder, manifest) if rank == table else None, group)[table]
+    return gather_results(lambda: _what_is_left_out(folder, manifest) if rank == table else None)[table]
 
 
 def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
@@ -156,13 +152,10 @@ def find_checkpoint(
     directory: str | Path,
     step: int | None = None,
     *,
-    group: dist.ProcessGroup | None = None,
     report: Callable[[str], None] = to_stderr,
     local: Path | None = None,
 ) -> Path | None:
-    """Return the newest whole checkpoint of a run's folder, every byte verified; None if there are no checkpoints.
-
-    Collective over ``group`` (default: all ranks).
+    """Return the newest whole checkpoint of a run's folder, every byte verified; None without any. Collective.
 
     Args:
         directory: a run's folder, with ``iter_*`` folders in it.
@@ -176,20 +169,20 @@ def find_checkpoint(
             the run.
     """
     directory = Path(directory)
-    found = from_first(lambda: saved_iterations(directory), group)
+    found = from_first(lambda: saved_iterations(directory))
     if step is not None and step not in found:
         held = f"it has {', '.join(map(str, found))}; name one of them" if found else "it has none at all"
         raise CheckpointError(f"ckpt_step is {step} and {directory} has no checkpoint of that iteration: {held}")
     shared = [checkpoint_folder(directory, iteration) for iteration in (found if step is None else [step])]
     ours: list[Path] = []
     if local is not None:
-        there = dict(item for times in gather_results(lambda: _times(local), group) for item in times.items())
-        left = from_first(lambda: _abandoned(directory, there), group)
+        there = dict(item for times in gather_results(lambda: _times(local)) for item in times.items())
+        left = from_first(lambda: _abandoned(directory, there))
         ours = [checkpoint_folder(local, iteration) for iteration in sorted(there.keys() - left, reverse=True)]
     newest_first = sorted(shared + (ours if step is None else []), key=lambda path: int(path.name[5:]), reverse=True)
     broken: dict[Path, str] = {}
     for folder in newest_first:
-        if (problem := what_is_broken(folder, group, copies=folder in ours)) is None:
+        if (problem := what_is_broken(folder, copies=folder in ours)) is None:
             break
         broken[folder] = problem
     taken = next((folder for folder in newest_first if folder not in broken), None)
@@ -197,7 +190,7 @@ def find_checkpoint(
         raise CheckpointError(
             f"{directory} has no whole checkpoint to load: {'; '.join(broken.values())}. Load another or move it away"
         )
-    if is_first(group):
+    if is_first():
         notes = [f"passed over a broken one: {problem}" for problem in broken.values()]
         why = f"{taken} is {'asked for' if step is not None else 'no older'}"
         notes += [f"passed over {path}: {why}" for path in ours if path not in (*broken, taken)]
@@ -249,8 +242,8 @@ class Keeper:
     verified: set[Path] = field(default_factory=set)
     """Checkpoints whose bytes were hashed by this process: later a look at their sizes is enough."""
 
-    def prune(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Remove what is older than the newest whole ones; collective over ``group``.
+    def prune(self, directory: Path) -> None:
+        """Remove what is older than the newest whole ones; collective.
 
         A broken one counts for nothing, and stays until it is older than the whole ones that count. A folder that
         cannot be removed is reported, and tried again next time.
@@ -258,12 +251,12 @@ class Keeper:
         if self.last is None and self.every is None:
             return
         wanted = self.last or 1
-        for iteration in from_first(lambda: saved_iterations(directory), group):
+        for iteration in from_first(lambda: saved_iterations(directory)):
             folder = checkpoint_folder(directory, iteration)
             if wanted:
-                wanted -= self._is_whole(folder, group)
+                wanted -= self._is_whole(folder)
             elif self.every is None or iteration % self.every:
-                from_first(lambda folder=folder: self._remove(folder), group)  # type: ignore[misc]
+                from_first(lambda folder=folder: self._remove(folder))  # type: ignore[misc]
 
     def prune_after(self, newest: Path) -> "Keeper":
         """Prune as one is written, whose bytes were hashed, and return this object, for another process."""
@@ -271,10 +264,10 @@ class Keeper:
         self.prune(newest.parent)
         return self
 
-    def _is_whole(self, folder: Path, group: dist.ProcessGroup | None) -> bool:
-        known = from_first(lambda: folder in self.verified, group)
-        if problem := what_is_broken(folder, group, read=not known):
-            from_first(lambda: self.report(f"not counted among those kept: {problem}"), group)
+    def _is_whole(self, folder: Path) -> bool:
+        known = from_first(lambda: folder in self.verified)
+        if problem := what_is_broken(folder, read=not known):
+            from_first(lambda: self.report(f"not counted among those kept: {problem}"))
             return False
         self.verified.add(folder)
         return True

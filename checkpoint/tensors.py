@@ -118,11 +118,11 @@ class Shards:
     memory that it takes one there: about 4 s and 135 MB for 64 ranks of 1,200 tensors on a CPU, in step with both.
     """
 
-    def __init__(self, read: Read | None, group: dist.ProcessGroup | None) -> None:
-        """Begin a save by all ranks of ``group``; with ``read``, of meta tensors, each read as it is written."""
+    def __init__(self, read: Read | None) -> None:
+        """Begin a save by all ranks; with ``read``, of meta tensors, each read as it is written."""
         self._planner = dcp.DefaultSavePlanner() if read is None else _Streaming(read)
         self._one_file = read is None  # a writer holds on to a file's tensors until it is written
-        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._plans: list[SavePlan] = []
         self._metadata: Metadata | None = None
         self._writer: dcp.FileSystemWriter | None = None
@@ -191,17 +191,16 @@ class _Streaming(dcp.DefaultSavePlanner):
         return self.read(index.fqn.removeprefix("model."))
 
 
-def read_shards(folder: Path, state: State, metadata: Metadata, group: dist.ProcessGroup | None) -> None:
-    """Read into the tensors of ``state``, whatever the sharding of the writers. Collective.
+def read_shards(folder: Path, state: State, metadata: Metadata) -> None:
+    """Read into the tensors of ``state``, whatever the sharding of the writers.
 
-    Raises:
-        CheckpointError: on every rank.
+    Collective; raises CheckpointError on every rank.
     """
     try:
         with warnings.catch_warnings():
             # A single process without a process group is supported here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_TensorPlanner(), process_group=group)
+            dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_TensorPlanner())
     except CheckpointException as error:  # the tracebacks of all ranks that failed
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, (UserError, SystemExit, KeyboardInterrupt)):
@@ -227,7 +226,7 @@ def reader_of(folder: Path, metadata: Metadata, section: str) -> tuple[dict[str,
 
     def read(name: str) -> torch.Tensor:
         weight = torch.empty_like(weights[name], device="cpu")
-        read_shards(folder, {section: {name: weight}}, metadata, None)
+        read_shards(folder, {section: {name: weight}}, metadata)
         return weight
 
     return weights, read
@@ -274,9 +273,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     return metadata
 
 
-def compare_tensors(
-    folder: Path, state: State, metadata: Metadata, group: dist.ProcessGroup | None, *, exact_dtype: bool
-) -> None:
+def compare_tensors(folder: Path, state: State, metadata: Metadata, *, exact_dtype: bool) -> None:
     """Compare names, shapes and (``exact_dtype``) dtypes of ``state`` with a checkpoint's. Collective.
 
     A wider dtype than the checkpoint's holds the same values, as with weights that were imported in bfloat16.
@@ -301,7 +298,7 @@ def compare_tensors(
         return {name for name in metadata.state_dict_metadata if name.startswith(parts)} - wanted.keys()
 
     # Ranks may hold different parts of the model; only what no rank wants is surplus.
-    unwanted = set.intersection(*gather_results(surplus, group))
+    unwanted = set.intersection(*gather_results(surplus))
     _refuse(folder, [f"{name} is too many" for name in sorted(unwanted)])
 
 

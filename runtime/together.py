@@ -78,14 +78,14 @@ def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) 
     return everyone
 
 
-def from_first(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call ``fn`` on the first rank of ``group`` only; return its result, or raise its error, on every rank."""
-    return gather_results(lambda: fn() if is_first(group) else None, group)[0]  # type: ignore[return-value]
+def from_first(fn: Callable[[], T]) -> T:
+    """Call ``fn`` on the first rank only; return its result, or raise its error, on every rank."""
+    return gather_results(lambda: fn() if is_first() else None)[0]  # type: ignore[return-value]
 
 
-def is_first(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether this process is the first rank of ``group``, or there is no process group."""
-    return not dist.is_initialized() or dist.get_rank(group) == 0
+def is_first() -> bool:
+    """Return whether this process is the first rank, or there is no process group."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @contextmanager
@@ -139,30 +139,3 @@ def _store(seconds: float) -> dist.Store:
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     return meet(timedelta(seconds=seconds))[0]
-
-
-@contextmanager
-def cpu_group(group: dist.ProcessGroup | None = None) -> Iterator[dist.ProcessGroup | None]:
-    """Yield ``group`` (default: all ranks) if it takes CPU tensors, else a temporary gloo group of all ranks.
-
-    Collective. With the backend "cpu:gloo,cuda:nccl" no temporary group is needed. Yields None without a process group.
-
-    Raises:
-        ValueError: ``group`` is a subset of the ranks and takes no CPU tensors.
-    """
-    if not dist.is_initialized():
-        yield None
-        return
-    group = group or dist.group.WORLD
-    if "gloo" in str(dist.get_backend_config(group)):
-        yield group
-        return
-    if group is not dist.group.WORLD:
-        # Members of a subset could make one on their own (use_local_synchronization), but torch names such groups by
-        # how many each rank has, so ranks with unequal numbers of groups would wait for each other forever.
-        raise ValueError("the group has no CPU backend; make it with new_group(ranks, backend='gloo')")
-    gloo = dist.new_group(backend="gloo")
-    try:
-        yield gloo
-    finally:
-        dist.destroy_process_group(gloo)

@@ -109,9 +109,8 @@ def save_checkpoint(
         beside: write into memory, and have this write the checkpoint from there while the caller goes on.
         local: each node's ranks write into a folder of their own, where this checkpoint, once it is whole, is alone.
 
-    Raises:
-        CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
-            raised on every rank, and nothing half-written stays.
+    Raises CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
+    raised on every rank, and nothing half-written stays.
     """
     from checkpoint.tensors import Shards, tensors_of  # imports DCP, which takes half a second
 
@@ -156,11 +155,8 @@ def load_checkpoint(
 
     Works with any number of ranks and any sharding, and where each node has other files. Gradients are dropped; the
     optimizer keeps its hyperparameters. ``more`` has further sections of tensors, as saved; returns the saved
-    ``extra``.
-
-    Raises:
-        CheckpointError: the architecture or a tensor's name, shape or dtype differs, or a file is damaged. A
-            difference raises before any weight changes.
+    ``extra``. Raises CheckpointError: the architecture or a tensor's name, shape or dtype differs, or a file is
+    damaged. A difference raises before any weight changes.
     """
     from checkpoint.tensors import compare_tensors, files_read, read_shards, spread_copies, tensors_of
 

@@ -133,8 +133,7 @@ class Background:
     def step(self) -> Path | None:
         """Take the next step, as all ranks are ``ready``; return the checkpoint after the last one. Collective.
 
-        Raises:
-            CheckpointError: it could not be written, on every rank.
+        Raises CheckpointError: it could not be written, on every rank.
         """
         draft, step, self._draft = self._draft, self._step, None  # none is under way after an error
         assert draft is not None

@@ -53,10 +53,7 @@ def start_draft(
     """Create an empty draft of ``folder``; a broken checkpoint of this name is moved aside. Collective.
 
     Returns it, the room in each of its folders, and what ``prepare`` returns on each rank, local work that is done here
-    to save a collective.
-
-    Raises:
-        CheckpointError: the name is a whole checkpoint's, or the disk refuses; on every rank.
+    to save a collective. Raises CheckpointError: the name is a whole checkpoint's, or the disk refuses; on every rank.
     """
     # A name of its own: ranks of a run that is over, or cut off from its peers, may still be writing into theirs.
     mine = uuid.uuid4().hex[:8]

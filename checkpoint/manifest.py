@@ -69,8 +69,7 @@ def describe(path: Path) -> tuple[int, str]:
 def remove(folder: Path, *, ignore_errors: bool = False) -> None:
     """Remove a checkpoint or a draft, renamed first, so that a kill leaves a draft and no broken checkpoint.
 
-    Raises:
-        OSError: it cannot be renamed or, unless these errors are ignored, removed.
+    Raises OSError: it cannot be renamed or, unless these errors are ignored, removed.
     """
     draft = folder.with_name(f"iter_{uuid.uuid4().hex[:8]}.tmp")
     folder.rename(draft)
@@ -88,8 +87,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: str | Path) -> Manifest:
     """Read and verify the manifest of a checkpoint folder, not the files that it lists.
 
-    Raises:
-        CheckpointError: it is missing, truncated, altered, of another format, or names a file outside its folder.
+    Raises CheckpointError: it is missing, truncated, altered, of another format, or names a file outside its folder.
     """
     path = Path(folder) / MANIFEST
     try:

@@ -103,8 +103,7 @@ class Saves:
     def agree(self, ready: int) -> None:
         """Go on with the save under way if so many ranks, all of them, are ``ready``; collective.
 
-        Raises:
-            CheckpointError: it could not be written, on every rank.
+        Raises CheckpointError: it could not be written, on every rank.
         """
         if self._background is not None and ready == dist.get_world_size():
             self._tell(self._background.step())

@@ -164,9 +164,8 @@ def find_checkpoint(
             that names another iteration; and for each local one that is not taken.
         local: this node's folder of the run's local checkpoints, taken where they are newer and whole.
 
-    Raises:
-        CheckpointError: ``step`` is missing or broken, or no checkpoint is whole: starting afresh would silently lose
-            the run.
+    Raises CheckpointError: ``step`` is missing or broken, or no checkpoint is whole: starting afresh would silently
+    lose the run.
     """
     directory = Path(directory)
     found = from_first(lambda: saved_iterations(directory))

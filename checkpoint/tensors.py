@@ -140,10 +140,8 @@ class Shards:
     def write(self, folder: Path, memory: FileSystem | None) -> list[WriteResult]:
         """Write and fsync this rank's tensors, or with ``memory`` write files of these names there.
 
-        In memory tensors have no CRC-32, which would be half of the time: files are verified by their SHA-256.
-
-        Raises:
-            CheckpointError: the disk refuses, or the folder is not seen here.
+        In memory tensors have no CRC-32, which would be half of the time: files are verified by their SHA-256. Raises
+        CheckpointError: the disk refuses, or the folder is not seen here.
         """
         if not folder.is_dir():
             raise CheckpointError(f"{folder}, made by the first rank, is not seen by all; --save needs a shared disk")
@@ -235,9 +233,8 @@ def reader_of(folder: Path, metadata: Metadata, section: str) -> tuple[dict[str,
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     """Read DCP's table of tensors without executing code that it may contain.
 
-    Raises:
-        CheckpointError: it is unreadable, asks for a class outside the list above, names a file outside the manifest,
-            or none for some tensor.
+    Raises CheckpointError: it is unreadable, asks for a class outside the list above, names a file outside the
+    manifest, or none for some tensor.
     """
     path, written = folder / METADATA, sum(size for size, _ in manifest.files.values())
     if METADATA not in manifest.files:
@@ -276,10 +273,8 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
 def compare_tensors(folder: Path, state: State, metadata: Metadata, *, exact_dtype: bool) -> None:
     """Compare names, shapes and (``exact_dtype``) dtypes of ``state`` with a checkpoint's. Collective.
 
-    A wider dtype than the checkpoint's holds the same values, as with weights that were imported in bfloat16.
-
-    Raises:
-        CheckpointError: naming the first few tensors that differ, on every rank.
+    A wider dtype than the checkpoint's holds the same values, as with weights that were imported in bfloat16. Raises
+    CheckpointError naming the first few tensors that differ, on every rank.
     """
 
     def surplus() -> set[str]:

@@ -72,8 +72,7 @@ def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iter
         dataset: endless, from `data.text.megatron.build_datasets`.
         consumed_samples: samples of all ranks before this step.
 
-    Raises:
-        DataError: a bad sample, when reached.
+    Raises DataError: a bad sample, when reached.
     """
     return _steps(dataset, batching, count(consumed_samples))
 

@@ -187,8 +187,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | HuggingFaceTokenizer:
     """Load a tokenizer: `.model` is sentencepiece, `.json` Hugging Face.
 
-    Raises:
-        DataError: the file is missing, damaged, of another kind, or has no end-of-text token.
+    Raises DataError: the file is missing, damaged, of another kind, or has no end-of-text token.
     """
     suffix = Path(path).suffix
     if suffix == ".model":
@@ -212,8 +211,7 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
     Returns:
         Path of the `.model`, written atomically.
 
-    Raises:
-        DataError: no text, or a `vocab_size` that the texts cannot fill or that is too small for the 256 bytes.
+    Raises DataError: no text, or a `vocab_size` that the texts cannot fill or that is too small for the 256 bytes.
     """
     import sentencepiece
 

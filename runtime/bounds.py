@@ -29,8 +29,7 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
     Args:
         name: of the program, for messages.
 
-    Raises:
-        UnboundedError: it takes more than MOST_SECONDS or MOST_BYTES.
+    Raises UnboundedError: it takes more than MOST_SECONDS or MOST_BYTES.
     """
     running = True
 

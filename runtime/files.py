@@ -28,10 +28,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
     """Yield drafts beside ``paths``, which the block writes, and rename them to ``paths`` when it ends, as `drafting`.
 
-    Their names differ only where ``paths`` do, so that a .bin/.idx pair stays a pair.
-
-    Raises:
-        OSError: a draft cannot be written, or another folder has its name.
+    Their names differ only where ``paths`` do, so that a .bin/.idx pair stays a pair. Raises OSError: a draft cannot be
+    written, or another folder has its name.
     """
     with drafting() as drafts_of:
         yield drafts_of(*paths)
@@ -43,10 +41,8 @@ def drafting() -> Iterator[Drafts]:
 
     A draft is a file or a folder, as the block makes it; a folder takes a free name, or an empty folder's. All drafts
     are fsynced before the first is renamed, in the order of the calls, and the folders around them after. If the block
-    raises (KeyboardInterrupt included), drafts are removed and the paths are as before.
-
-    Raises:
-        OSError: a draft cannot be written, or another folder has its name.
+    raises (KeyboardInterrupt included), drafts are removed and the paths are as before. Raises OSError: a draft cannot
+    be written, or another folder has its name.
     """
     # Keep suffixes: readers choose by them. mkstemp would ignore the umask and make the files private.
     unique = uuid.uuid4().hex

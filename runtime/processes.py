@@ -37,11 +37,8 @@ T = TypeVar("T")
 def launched_world_size() -> int:
     """Return the number of processes that the launcher started; 1 without a launcher.
 
-    A task of srun without RANK gets torchrun's variables from Slurm's.
-
-    Raises:
-        LaunchError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number, out of range or missing, or
-            contradicts Slurm's.
+    A task of srun without RANK gets torchrun's variables from Slurm's. Raises LaunchError: RANK, WORLD_SIZE, LOCAL_RANK
+    or LOCAL_WORLD_SIZE is not a number, out of range or missing, or contradicts Slurm's.
     """
     os.environ.update(launched_by_srun(os.environ))
     if "RANK" not in os.environ:
@@ -78,9 +75,8 @@ def _number(name: str, default: int | None, *, least: int = 0, below: int | None
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Connect to the launcher's store; return the store, this process's rank and the world size.
 
-    Raises:
-        LaunchError: the launcher's variables are inconsistent or lack MASTER_ADDR or MASTER_PORT, rank 0's port is in
-            use, what answers there is not a store, or after ``timeout`` nothing answers or a process is missing.
+    Raises LaunchError: the launcher's variables are inconsistent or lack MASTER_ADDR or MASTER_PORT, rank 0's port is
+    in use, what answers there is not a store, or after ``timeout`` nothing answers or a process is missing.
     """
     launched_world_size()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -267,8 +263,7 @@ def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -
     Yields:
         The group of all processes.
 
-    Raises:
-        LaunchError: see ``meet``.
+    Raises LaunchError: see ``meet``.
     """
     join(backend, timeout)
     group = dist.group.WORLD

@@ -31,9 +31,7 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a task that srun started; empty unless it started several, and no torchrun.
 
     A step of one task, such as a shell, and a batch script are no ranks. MASTER_ADDR, MASTER_PORT are kept if set.
-
-    Raises:
-        LaunchError: a variable of Slurm's is missing or odd, or contradicts one of torchrun's that is set.
+    Raises LaunchError: a variable of Slurm's is missing or odd, or contradicts one of torchrun's that is set.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or _number(environ, "SLURM_STEP_NUM_TASKS") < 2:
         return {}

@@ -117,11 +117,7 @@ class Handles(Generic[T]):
         return handle
 
     def __getitem__(self, handle: int | Tensor) -> T:
-        """Return the object of a handle.
-
-        Raises:
-            KeyError: no object has this handle, or it is no longer alive.
-        """
+        """Return the object of a handle. Raises KeyError: no object has this handle, or it is no longer alive."""
         return self._objects[int(handle)]
 
     def __len__(self) -> int:

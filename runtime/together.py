@@ -51,12 +51,9 @@ def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) 
     """Call ``fn`` on every rank of ``group`` and return all results, by rank. One collective.
 
     ``fn`` must do local work only, such as reading files: a collective inside it would wait for a rank that has failed.
-    Its result must be picklable. Without a process group, call ``fn`` here only.
-
-    Raises:
-        Exception: the error of the lowest rank that failed, on every rank. A ValueError (every UserError is one) or
-            OSError keeps its type and message; other ranks see anything else as a RuntimeError with the failing
-            rank's traceback.
+    Its result must be picklable. Without a process group, call ``fn`` here only. Raises the error of the lowest
+    rank that failed, on every rank. A ValueError (every UserError is one) or OSError keeps its type and message;
+    other ranks see anything else as a RuntimeError with the failing rank's traceback.
     """
     if not dist.is_initialized():
         return [fn()]

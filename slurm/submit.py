@@ -79,8 +79,7 @@ class Site:
 def check_text(values: Mapping[str, object], where: str = "", fix: str = "") -> None:
     """Check values, and each word of lists, by their names. Numbers, and words that are chosen from, always pass.
 
-    Raises:
-        UserError: naming the value after ``where``, and what it may be.
+    Raises UserError naming the value after ``where``, and what it may be.
     """
     for name, value in values.items():
         (pattern, words), said = FORMS.get(name, NAME), name
@@ -96,8 +95,7 @@ def check_text(values: Mapping[str, object], where: str = "", fix: str = "") -> 
 def read_site(path: str) -> tuple[Site, int]:
     """Return a cluster file's [slurm] table, and its GPUs per node.
 
-    Raises:
-        UserError: naming the file, the key and the fix.
+    Raises UserError naming the file, the key and the fix.
     """
     check_text({"cluster": path})
     gpus = load_cluster(path).gpus_per_node
@@ -219,9 +217,8 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
 def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
     """Check the run for the processes of this job; return its folder, and its command without --save.
 
-    Raises:
-        UserError: a value is no text for a script, the GPUs fill no nodes, or as the entry itself would once the job
-            started.
+    Raises UserError: a value is no text for a script, the GPUs fill no nodes, or as the entry itself would once the job
+    started.
     """
     check_text(vars(args))
     if args.gpus is not None and args.gpus % gpus:

@@ -64,8 +64,7 @@ def opened(
         dtype: of the weights; by default float32, and bfloat16 on cuda for a run in it or an imported model.
         sizes: those of the mesh, named as in ``parallel.mesh.SIZES``; by default 1.
 
-    Raises:
-        UserError: the folder holds no run or checkpoint, or the processes or the model do not fit the mesh.
+    Raises UserError: the folder holds no run or checkpoint, or the processes or the model do not fit the mesh.
     """
     config, processes = load_config(config_file(run)), launched_world_size()
     sizes = dict.fromkeys(SIZES, 1) | sizes

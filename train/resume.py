@@ -56,8 +56,7 @@ class Start(Generic[C_co]):
     def load(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ema: Ema | None = None) -> None:
         """Load what ``path`` has, and print the run's state and changed settings; collective.
 
-        Raises:
-            UserError: broken, of another architecture, or a model that we do not have.
+        Raises UserError: broken, of another architecture, or a model that we do not have.
         """
         notes = list(self.notes)
         if self.path is not None and self.config.checkpoint.finetune:
@@ -78,10 +77,8 @@ def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]
 
     Without a checkpoint the run starts afresh. With ``--finetune`` only the weights are loaded, and rope and windows
     may be others than they were trained with: no weight's shape depends on them. Adapters begin there, where the
-    checkpoint has none. The weights of ``hf:FOLDER`` are read from there, without a checkpoint between.
-
-    Raises:
-        UserError: broken, of another objective, or missing where required.
+    checkpoint has none. The weights of ``hf:FOLDER`` are read from there, without a checkpoint between. Raises
+    UserError: broken, of another objective, or missing where required.
     """
     path, notes = config.checkpoint.hugging_face, list[str]()
     if path is None and config.checkpoint.load is not None:

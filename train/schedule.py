@@ -116,9 +116,7 @@ def continued(
 
     The checkpoint's, if only train_iters changed, so that a longer run has no jump, unless its learning rate reaches 0
     before the run ends; the configuration's, if anything else of it changed. The flags of OptimizerConfig override.
-
-    Raises:
-        CheckpointError: the checkpoint's schedule is not valid.
+    Raises CheckpointError: the checkpoint's schedule is not valid.
     """
     own = schedule_of(optimizer, train_iters)
     before = _saved_schedule(optimizer, own, path, extra)

@@ -25,8 +25,7 @@ def turns_of(row: Any) -> list[Turn]:
     Args:
         row: an object, a list of turns, or the DataError of a broken line.
 
-    Raises:
-        DataError: no turns, an empty one, an unknown role, or something that a template would not be given.
+    Raises DataError: no turns, an empty one, an unknown role, or something that a template would not be given.
     """
     if isinstance(row, DataError):
         raise row

@@ -49,8 +49,7 @@ def with_turns_alone(row: Row) -> Row:
 def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer, batch: Sequence[Row]) -> Tokens:
     """Tokenize conversations, cut what is too long, and count what became of each.
 
-    Raises:
-        DataError: a conversation that cannot be used, with file and line, unless these are skipped.
+    Raises DataError: a conversation that cannot be used, with file and line, unless these are skipped.
     """
     pieces: list[tuple[np.ndarray, np.ndarray]] = []
     refused: list[str] = []

@@ -51,9 +51,8 @@ def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, 
     Returns:
         Path of the tokenizer.json.
 
-    Raises:
-        DataError: a conversation that cannot be used, unless these are skipped, or a `vocab_size` that is too small for
-            the 256 bytes and the special tokens, or that the conversations cannot fill.
+    Raises DataError: a conversation that cannot be used, unless these are skipped, or a `vocab_size` that is too small
+    for the 256 bytes and the special tokens, or that the conversations cannot fill.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -27,8 +27,7 @@ class Conversations:
     Args:
         check: read all of both pairs that `check_indexed` does.
 
-    Raises:
-        DataError: a broken pair, two that do not go together, or a sample longer than S.
+    Raises DataError: a broken pair, two that do not go together, or a sample longer than S.
     """
 
     def __init__(self, prefix: str, vocab_size: int, seq_length: int, check: bool) -> None:
@@ -113,8 +112,7 @@ def conversation_splits(
     Args:
         check: read the files as `Conversations` does.
 
-    Raises:
-        DataError: `Conversations`, or a share that leaves no sample.
+    Raises DataError: `Conversations`, or a share that leaves no sample.
     """
     conversations = Conversations(prefix, tokenizer.vocab_size, seq_length, check)
     if check:

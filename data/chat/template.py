@@ -82,9 +82,8 @@ class ChatTemplate:
     def tokenize(self, tokenizer: HuggingFaceTokenizer, turns: Sequence[Turn]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a conversation, int64 [T], and which are learned, bool [T].
 
-        Raises:
-            DataError: the template fails, drops or changes a turn, or does not say exactly what is the assistant's; a
-                turn spells a special token.
+        Raises DataError: the template fails, drops or changes a turn, or does not say exactly what is the assistant's;
+        a turn spells a special token.
         """
         for number, turn in enumerate(turns, start=1):
             if spelled := tokenizer.special.search(turn["content"]):
@@ -160,8 +159,7 @@ class ChatTemplate:
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
     """Read a template: NAMED, of a file, or of chat_template.jinja or tokenizer_config.json beside the tokenizer.
 
-    Raises:
-        DataError: there is none, or it is no template; a name whose special tokens the tokenizer lacks.
+    Raises DataError: there is none, or it is no template; a name whose special tokens the tokenizer lacks.
     """
     if Path(tokenizer).suffix != ".json":
         raise DataError(

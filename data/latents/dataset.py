@@ -100,11 +100,9 @@ def build_latent_datasets(
 
     Sample n is a pure function of (data, split, seed, n).
 
-    Collective over all ranks if a process group is initialised: a failure on one rank raises on all.
-
-    Raises:
-        DataError: latents of another shape than the model's, labels outside [0, num_classes), an empty or broken folder
-            (`LatentFolder`), or an empty split; names file and row.
+    Collective over all ranks if a process group is initialised: a failure on one rank raises on all. Raises DataError:
+    latents of another shape than the model's, labels outside [0, num_classes), an empty or broken folder
+    (`LatentFolder`), or an empty split; names file and row.
     """
     from runtime.together import raise_together
 

@@ -92,9 +92,8 @@ class LatentFolder(Latents):
     def __init__(self, folder: str | Path) -> None:
         """Open the folder and check everything but the values (`check_finite`).
 
-        Raises:
-            DataError: a missing or broken index, a shard that is missing, broken or not as the index says, or labels
-                that are not integers; names the file.
+        Raises DataError: a missing or broken index, a shard that is missing, broken or not as the index says, or labels
+        that are not integers; names the file.
         """
         self.folder = Path(folder)
         index = _index(self.folder)
@@ -237,11 +236,9 @@ def write_latents(
     """Write batches of latents [n, *shape] and labels [n] as a folder; return the number of samples.
 
     Shards are filled in order; they appear at the end, the index last, so a killed write leaves no valid folder. If
-    anything raises, `batches` included, nothing stays.
-
-    Raises:
-        DataError: the folder has an index, is being written or is not writable, there are no samples, or latents
-            differ in shape or are not finite (also after the cast to `dtype`: float16 has a smaller range).
+    anything raises, `batches` included, nothing stays. Raises DataError: the folder has an index, is being written or
+    is not writable, there are no samples, or latents differ in shape or are not finite (also after the cast to `dtype`:
+    float16 has a smaller range).
     """
     folder = Path(folder)
     shards: list[dict[str, Any]] = []

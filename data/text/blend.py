@@ -64,10 +64,8 @@ class EpochedDataset:
     def __getitem__(self, index: int | None) -> dict[str, "torch.Tensor"]:
         """Return sample `index` >= 0, or for None a filler of the same shape with all loss masked.
 
-        It holds `tokens`, `labels`, `loss_mask` and, with `eod`, `starts` (see `document_starts`), each [S].
-
-        Raises:
-            DataError: a token id outside the vocabulary, or a changed file; names the file and the sample.
+        It holds `tokens`, `labels`, `loss_mask` and, with `eod`, `starts` (see `document_starts`), each [S]. Raises
+        DataError: a token id outside the vocabulary, or a changed file; names the file and the sample.
         """
         epoch, within = (0, None) if index is None else divmod(index, len(self))
         self.check()

@@ -82,8 +82,7 @@ def split_shares(split: str) -> list[float]:
 def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Return prefixes and weights of a data_path. As in Megatron, None weighs prefixes by their sizes.
 
-    Raises:
-        DataError: weights and prefixes do not alternate, a weight is not above 0, or a prefix ends in .bin or .idx.
+    Raises DataError: weights and prefixes do not alternate, a weight is not above 0, or a prefix ends in .bin or .idx.
     """
     if not data_path:
         raise DataError("data_path is empty; give the prefix of a .bin/.idx pair (tools/prepare_data.py writes one)")

@@ -30,10 +30,7 @@ class Corpus:
     """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8. Can be iterated repeatedly.
 
     A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; so is any other file.
-    Empty documents are skipped.
-
-    Raises:
-        DataError: while iterating, a file cannot be read; names the file and the line.
+    Empty documents are skipped. Raises DataError: while iterating, a file cannot be read; names the file and the line.
     """
 
     files: Sequence[Path]
@@ -174,8 +171,7 @@ def size_of(path: Path) -> int:
 def rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file or a dataset in order, in memory that does not grow with it.
 
-    Raises:
-        DataError: a file that cannot be read, is cut off or of another format; a package that is not installed.
+    Raises DataError: a file that cannot be read, is cut off or of another format; a package that is not installed.
     """
     read = _dataset if is_dataset(path) else {".jsonl": _lines, ".json": _array}.get(path.suffix, _parquet)
     try:

@@ -75,8 +75,7 @@ class Indexed:
 def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
     """Open `prefix`.bin/.idx after checking the `.idx`'s header and both files' sizes.
 
-    Raises:
-        DataError: a file is missing, of another format, or of another size than the `.idx` says.
+    Raises DataError: a file is missing, of another format, or of another size than the `.idx` says.
     """
     prefix = os.fspath(prefix)
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
@@ -126,8 +125,7 @@ def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: 
         vocab_size: ids must be in [0, vocab_size).
         scan_tokens: tokens to check at the head and at the tail of the `.bin`.
 
-    Raises:
-        DataError: names the file, what is wrong with it and the fix.
+    Raises DataError: names the file, what is wrong with it and the fix.
     """
     indexed = open_indexed(prefix)
     _check_arrays(indexed)

@@ -75,10 +75,8 @@ def build_datasets(
     `starts`, bool [seq_length].
 
     Collective over all ranks if a process group is initialised: rank 0 checks the files and writes the index caches,
-    the others map them. A failure on one rank raises on all.
-
-    Raises:
-        DataError: a bad file (`check_indexed`), a split without a single sample, or a cache that cannot be written.
+    the others map them. A failure on one rank raises on all. Raises DataError: a bad file (`check_indexed`), a split
+    without a single sample, or a cache that cannot be written.
     """
     import torch.distributed as dist
 

@@ -144,9 +144,8 @@ def prepare(
     Returns:
         Facts about the data, and whether it was kept.
 
-    Raises:
-        DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the prefix, or another process
-            writing there.
+    Raises DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the prefix, or another process
+    writing there.
     """
     if not prefix.name:
         raise DataError(f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine")

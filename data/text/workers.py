@@ -40,8 +40,7 @@ class Tokens:
 def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return `ids` and `lengths`, as in `Tokens`, of documents, int64 each.
 
-    Raises:
-        DataError: an id outside of the tokenizer's vocabulary, which the file's dtype would silently wrap.
+    Raises DataError: an id outside of the tokenizer's vocabulary, which the file's dtype would silently wrap.
     """
     ids = np.concatenate([np.zeros(0, np.int64), *documents])
     if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
@@ -83,10 +82,8 @@ def usable_cores() -> int:
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Generator[Result, None, None]:
     """Yield `work` of each item, in order, computed in as many processes; 1 is this one.
 
-    At most 2 items a process are read ahead. The processes end with this one, even if it is killed.
-
-    Raises:
-        StoppedError: a process was killed.
+    At most 2 items a process are read ahead. The processes end with this one, even if it is killed. Raises
+    StoppedError: a process was killed.
     """
     if workers == 1:
         yield from map(work, items)

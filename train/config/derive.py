@@ -42,10 +42,8 @@ def complete(config: Config, entries: int, choices: Choices) -> Config:
 
     A sequence longer than rope reaches is noted.
 
-    With balance_over dp_cp, data-parallel ranks are context-parallel ones in it, as they are in the mesh.
-
-    Raises:
-        UserError: the vocabulary has fewer entries, or a choice cannot be made.
+    With balance_over dp_cp, data-parallel ranks are context-parallel ones in it, as they are in the mesh. Raises
+    UserError: the vocabulary has fewer entries, or a choice cannot be made.
     """
     with raise_together():
         config = with_vocabulary(with_joined_ranks(config, dist.get_world_size()), entries)
@@ -162,8 +160,7 @@ def fitted(
             lasp of a model with linear attention.
         sizes: those of the mesh, all that ``parallel.mesh.SIZES`` names.
 
-    Raises:
-        UserError: sizes that do not fit the processes or the model.
+    Raises UserError: sizes that do not fit the processes or the model.
     """
     pp, cp, tp = (sizes[name] for name in SIZES)
     device = config.mesh.device if torch.cuda.is_available() else "auto"

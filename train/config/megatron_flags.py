@@ -48,8 +48,7 @@ def entries() -> dict[str, Entry]:
 def drop_redundant_flags(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[Entry]]:
     """Split off Megatron flags that always hold here; return the rest and them. `known` are the program's own flags.
 
-    Raises:
-        UserError: a flag that does not hold, or has another name here.
+    Raises UserError: a flag that does not hold, or has another name here.
     """
     table, left, taken = entries(), [], []
     words = list(argv)

@@ -106,8 +106,7 @@ class Health(Watcher):
             records: loss and gradient norm of the good steps so far; the first rank's count.
             progress: counts the skipped steps.
 
-        Raises:
-            TrainingError: the run has failed too often after its newest checkpoint, not counting local ones.
+        Raises TrainingError: the run has failed too often after its newest checkpoint, not counting local ones.
         """
         self._config, self._progress = config, progress
         self._folder = Path(save) if save else None
@@ -118,11 +117,7 @@ class Health(Watcher):
             raise TrainingError(self._too_often(len(before), newest, before[-1]["why"]))
 
     def judge(self, loss: float, norm: float) -> str:
-        """Say why a step is bad, and count it; empty if it is good.
-
-        Raises:
-            TrainingError: the policy ends the run.
-        """
+        """Say why a step is bad, and count it; empty if it is good. Raises TrainingError: the policy ends the run."""
         config, words = self._config, []
         limits = [math.inf, math.inf]
         if len(self._good) >= LEAST:
@@ -150,8 +145,7 @@ class Health(Watcher):
         Args:
             loss_of: computes the loss of a step's samples again, with the weights of now; collective.
 
-        Raises:
-            TrainingError: the policy ends the run.
+        Raises TrainingError: the policy ends the run.
         """
         if self._progress.skipped_in_a_row or not step.micro_batches:
             return False  # the weights are those before it
@@ -177,8 +171,7 @@ class Health(Watcher):
     def _fail(self, iteration: int, good: int, why: str) -> None:
         """Note a failure in the run's folder, from which the run is to roll back; ``good`` was the last good iteration.
 
-        Raises:
-            TrainingError: it is not to, cannot, or has done so too often.
+        Raises TrainingError: it is not to, cannot, or has done so too often.
         """
         from_first(lambda: self._note(iteration, good, why))
         self.rolls_back = True

@@ -163,8 +163,7 @@ def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the records of a metrics.jsonl; an incomplete last line is ignored.
 
-    Raises:
-        ConfigError: a line before the last is not a record of an iteration.
+    Raises ConfigError: a line before the last is not a record of an iteration.
     """
     *lines, _ = read_own(path, 1 << 34).split("\n")
     return parse_records(path, lines)

@@ -214,10 +214,21 @@ def stored_weights(
 
     ``section`` is as of ``load_model``. Raises CheckpointError as ``load_checkpoint`` does.
     """
-    from checkpoint.tensors import reader_of
+    from checkpoint.tensors import read_shards
 
     _, metadata = _described(Path(path), architecture)
-    return reader_of(Path(path), metadata, section)
+    weights = {
+        name.removeprefix(f"{section}."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(f"{section}.")
+    }
+
+    def read(name: str) -> torch.Tensor:
+        weight = torch.empty_like(weights[name], device="cpu")
+        read_shards(Path(path), {section: {name: weight}}, metadata)
+        return weight
+
+    return weights, read
 
 
 def _described(folder: Path, architecture: dict[str, Any]) -> tuple[Manifest, Any]:

@@ -110,10 +110,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         files = {name: (size, digest) for name, (size, digest) in manifest.files.items()}
         if not isinstance(manifest.architecture, dict) or not isinstance(manifest.extra, dict):
             raise ValueError("architecture or extra is no table")
-        for name, number in {
-            "iteration": manifest.iteration,
-            **{name: size for name, (size, _) in files.items()},
-        }.items():
+        for name, number in [("iteration", manifest.iteration), *((name, size) for name, (size, _) in files.items())]:
             if not is_count(number):
                 raise ValueError(f"{name} has {number!r:.40}, no whole number below 2^53")
         if odd := [name for name, (_, digest) in files.items() if not re.fullmatch("[0-9a-f]{64}", digest)]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -135,7 +135,9 @@ class Shards:
     def agree(self, plans: list[SavePlan]) -> int:
         """Take the plans of all ranks, so that each tensor is written once; return the bytes of all."""
         self._plans, self._metadata = self._planner.create_global_plan(plans)
-        return sum(_bytes_of(item) for plan in self._plans for item in plan.items)
+        # Not item.tensor_storage_size, which has the bytes of all parts of a tensor.
+        written = [data for plan in self._plans for item in plan.items if (data := item.tensor_data) is not None]
+        return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in written)
 
     def write(self, folder: Path, memory: FileSystem | None) -> list[WriteResult]:
         """Write and fsync this rank's tensors, or with ``memory`` write files of these names there.
@@ -172,12 +174,6 @@ class Shards:
                 self._writer.finish(self._metadata, written)
 
 
-def _bytes_of(item: WriteItem) -> int:
-    """Return the bytes of one rank's part of a tensor; ``item.tensor_storage_size`` returns those of all parts."""
-    data = item.tensor_data
-    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
 class _Streaming(dcp.DefaultSavePlanner):
     """Read each weight as it is written, so that one at a time is in memory."""
 
@@ -212,22 +208,6 @@ def files_read(state: State, metadata: Metadata) -> set[str]:
     planner = _TensorPlanner()
     planner.set_up_planner(state, metadata)
     return {metadata.storage_data[item.storage_index].relative_path for item in planner.create_local_plan().items}
-
-
-def reader_of(folder: Path, metadata: Metadata, section: str) -> tuple[dict[str, torch.Tensor], Read]:
-    """Return meta tensors of a section's weights by name, and what reads one of them; needs no process group."""
-    weights = {
-        name.removeprefix(f"{section}."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(f"{section}.") and isinstance(entry, TensorStorageMetadata)
-    }
-
-    def read(name: str) -> torch.Tensor:
-        weight = torch.empty_like(weights[name], device="cpu")
-        read_shards(folder, {section: {name: weight}}, metadata)
-        return weight
-
-    return weights, read
 
 
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:

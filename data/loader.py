@@ -65,12 +65,8 @@ def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iter
     """Yield steps without end, each this rank's micro-batches: dicts of `tokens` and `labels`, int64 [B, S].
 
     With samples that tell where documents start, also of `starts`, bool [B, S].
-    The micro-batches of all ranks in a step are exactly the samples [consumed, consumed + global_batch_size); then
-    `consumed` grows by global_batch_size. Labels without loss are IGNORE_INDEX.
-
-    Args:
-        dataset: endless, from `data.text.megatron.build_datasets`.
-        consumed_samples: samples of all ranks before this step.
+    The micro-batches of all ranks in a step are exactly the samples [consumed, consumed + global_batch_size) of an
+    endless dataset; then `consumed` grows by global_batch_size. Labels without loss are IGNORE_INDEX.
 
     Raises DataError: a bad sample, when reached.
     """
@@ -91,9 +87,11 @@ def evaluation_batches(dataset: Samples, batching: Batching, samples: int) -> It
 def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) -> Iterator[list[Batch]]:
     if batching.num_workers:
         end_readers_at_exit()
+    begin, end = (rank * batching.micro_batch_size for rank in (batching.dp_rank, batching.dp_rank + 1))
     loader: DataLoader[Any] = DataLoader(
         _Reader(dataset),  # type: ignore[arg-type]
-        batch_sampler=_micro_batches(batching, indices),
+        # As in Megatron, rank r takes the r-th micro-batch of every dp_size.
+        batch_sampler=(step[begin:end] for step in iter(lambda: list(islice(indices, batching.together)), [])),
         collate_fn=_collate,
         num_workers=batching.num_workers,
         pin_memory=batching.pin_memory,
@@ -110,13 +108,6 @@ def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) 
             yield step
     finally:
         del reader  # or an error's frames keep its processes
-
-
-def _micro_batches(batching: Batching, indices: Iterator[int | None]) -> Iterator[list[int | None]]:
-    """Yield this rank's indices by micro-batch: as in Megatron, rank r takes the r-th of every dp_size."""
-    begin = batching.dp_rank * batching.micro_batch_size
-    while together := list(islice(indices, batching.together)):
-        yield together[begin : begin + batching.micro_batch_size]
 
 
 class _Reader:

@@ -206,10 +206,7 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
     """Train a byte-fallback BPE on the first 8 million characters of `texts` and write `model_prefix`.model.
 
     Every text, Python sources included, round-trips exactly: nothing is normalised, no space is added or removed, and
-    bytes spell what no piece covers. The same texts give the same file, byte for byte.
-
-    Returns:
-        Path of the `.model`, written atomically.
+    bytes spell what no piece covers. The same texts give the same file, byte for byte; it is written atomically.
 
     Raises DataError: no text, or a `vocab_size` that the texts cannot fill or that is too small for the 256 bytes.
     """

@@ -24,10 +24,7 @@ class _Expired(BaseException):
 
 
 def bounded(name: str, work: Callable[[], Result]) -> Result:
-    """Return ``work()``, called in the main thread.
-
-    Args:
-        name: of the program, for messages.
+    """Return ``work()``, called in the main thread; ``name`` is the program's, for messages.
 
     Raises UnboundedError: it takes more than MOST_SECONDS or MOST_BYTES.
     """

@@ -64,10 +64,7 @@ class Lock:
     """A lock file that this process holds until ``release``."""
 
     def __init__(self, path: Path, wait: bool) -> None:
-        """Take the lock.
-
-        Args:
-            wait: print a note and wait for the holder, instead of raising.
+        """Take the lock; with ``wait`` print a note and wait for the holder, instead of raising.
 
         Raises:
             InUseError: another process holds it, or the file is a link or closed to this user.
@@ -174,24 +171,15 @@ def _taken(path: Path, wait: bool, record: str) -> int:
             continue  # its owner, or a watcher of a dead one, removed it after it was opened here
         said = f"{path.parent} is in use by {holder.holder} (lock {path.name})"
         if not wait:
-            ending = os.environ.get("SLURM_JOB_ID") == _job(holder) != ""
-            raise (EndingError if ending else InUseError)(f"{said}; wait until it ends{_how_to_end(holder)}")
+            job = re.search(r", Slurm job (\S+),", holder.holder)
+            end = f" or end it (kill {holder.record['pid']} on {holder.record['host']})" if holder.record else ""
+            end = f" or end it (scancel {job[1]})" if job else end
+            ending = job is not None and os.environ.get("SLURM_JOB_ID") == job[1]
+            raise (EndingError if ending else InUseError)(f"{said}; wait until it ends{end}")
         if not told:
             print(f"note: {said}; waiting until it ends", file=sys.stderr)
         told = True
         time.sleep(0.2)
-
-
-def _job(holder: _Seen) -> str:
-    """Return the holder's Slurm job; empty if it has none."""
-    found = re.search(r", Slurm job (\S+),", holder.holder)
-    return found[1] if found else ""
-
-
-def _how_to_end(holder: _Seen) -> str:
-    if job := _job(holder):
-        return f" or end it (scancel {job})"
-    return f" or end it (kill {holder.record['pid']} on {holder.record['host']})" if holder.record else ""
 
 
 def _holder(path: Path, handle: int, fresh: bool) -> _Seen | None:

@@ -53,7 +53,6 @@ def launched_world_size() -> int:
 
 
 def _number(name: str, default: int | None, *, least: int = 0, below: int | None = None, bound: str = "") -> int:
-    """Read an integer from the environment."""
     text = os.environ.get(name)
     if text is None:
         if default is None:
@@ -259,11 +258,7 @@ def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -
 
     For your own scripts; without torchrun, a group of one. ``backend`` may be "cpu:gloo,cuda:nccl". After an error the
     group is destroyed only if it has one process: peers may be stuck in a collective, and waiting for them would hang.
-
-    Yields:
-        The group of all processes.
-
-    Raises LaunchError: see ``meet``.
+    Yields the group of all processes; raises as ``meet``.
     """
     join(backend, timeout)
     group = dist.group.WORLD
@@ -302,20 +297,13 @@ def use_one_worker() -> None:
         return
 
     def init(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        options = gloo._Options()
-        options._threads, options._timeout, options._devices = 1, timeout, _devices(gloo)
+        options, names = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+        devices = [gloo.create_device(interface=name) for name in names.split(",") if names]  # as torch chooses them
+        options._threads, options._timeout, options._devices = 1, timeout, devices or [gloo.create_default_device()]
         made_by_torch(self, store, rank, size, options)
 
     init.one_worker = True  # type: ignore[attr-defined]
     gloo.__init__ = init
-
-
-def _devices(gloo: Any) -> list[Any]:
-    """Return the network devices that torch itself would choose."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not names:
-        return [gloo.create_default_device()]
-    return [gloo.create_device(interface=name) for name in names.split(",")]
 
 
 def versions() -> dict[str, str]:

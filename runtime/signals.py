@@ -53,10 +53,7 @@ def stop_requests() -> Iterator[StopRequest]:
     """Take SIGTERM, SIGUSR1 and SIGHUP as requests to end until the block does; for the main thread.
 
     A thread reads them, so that they count while the main thread waits in a collective too. Those that the process
-    ignores (under nohup, SIGHUP) stay ignored.
-
-    Yields:
-        What the loop asks between steps.
+    ignores (under nohup, SIGHUP) stay ignored. Yields what the loop asks between steps.
     """
     request = StopRequest()
     reader, writer = socket.socketpair()
@@ -143,7 +140,8 @@ def end_with_launcher() -> None:
     Entries call it first of all: one that is gone by then is not known.
     """
     parent = os.getppid()
-    if "TORCHELASTIC_RUN_ID" in os.environ or _name(parent) == "slurmstepd":
+    name = Path(f"/proc/{parent}/comm")
+    if "TORCHELASTIC_RUN_ID" in os.environ or (name.exists() and name.read_text().strip() == "slurmstepd"):
         end_with_parent(parent)
 
 
@@ -153,8 +151,3 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _name(pid: int) -> str:
-    comm = Path(f"/proc/{pid}/comm")
-    return comm.read_text().strip() if comm.exists() else ""

@@ -184,14 +184,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            watches = len(self._steps) >= LEAST_STEPS and not self._paused
-            late = watches and time.monotonic() - self._since > self._limit
+            late = False
+            if len(self._steps) >= LEAST_STEPS and not self._paused:
+                limit = max(self._least, self._factor * statistics.median(self._steps))
+                late = time.monotonic() - self._since > limit
             if self._told.wait(min(0.5, self._least / 4)) or late:
                 self._end()
-
-    @property
-    def _limit(self) -> float:
-        return max(self._least, self._factor * statistics.median(self._steps))
 
     def _listen(self, store: dist.Store) -> None:
         """Hear of ranks that noticed first: medians differ."""

@@ -22,8 +22,7 @@ _NO_TEXT = re.compile("[\ud800-\udfff]")
 def turns_of(row: Any) -> list[Turn]:
     """Return the turns of a row: ShareGPT's `conversations` of from and value, or `messages` of role and content.
 
-    Args:
-        row: an object, a list of turns, or the DataError of a broken line.
+    A row is an object, a list of turns, or the DataError of a broken line.
 
     Raises DataError: no turns, an empty one, an unknown role, or something that a template would not be given.
     """

@@ -103,11 +103,8 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     It takes at most 11/9 of the least possible number of bins, and 1 more (Johnson et al. 1974, "Worst-case performance
     bounds for simple one-dimensional packing algorithms").
 
-    Args:
-        lengths: of the items, each in [1, capacity].
-
-    Returns:
-        Numbers of the items of each bin, ascending. The same lengths give the same bins.
+    Returns the numbers of the items of each bin, ascending, given their lengths, each in [1, capacity]. The same
+    lengths give the same bins.
     """
     bins: list[list[int]] = []
     rooms: list[int] = []  # ascending and distinct: the rooms that some bin has
@@ -136,13 +133,12 @@ def write_packed(
 ) -> int:
     """Write .bin/.idx pairs of packed items, in which an item is a sequence and a bin, in a random order, a document.
 
+    Returns the number of bins.
+
     Args:
         sources: for each pair, the file of the items' values, one after the other, and their dtype.
         pairs: the files to write.
         lengths: values of each item, int32, each in [1, capacity].
-
-    Returns:
-        The number of bins.
     """
     bins = best_fit_decreasing(lengths.tolist(), capacity)
     # Packed by length, and training takes the validation split from the end: that is to be a sample of all.

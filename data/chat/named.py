@@ -46,10 +46,7 @@ NAMED = {
 def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, vocab_size: int, name: str) -> Path:
     """Train a byte-level BPE on the first 8 million characters of conversations, for a template of NAMED.
 
-    Writes the tokenizer.json and tokenizer_config.json of a folder that `transformers` loads.
-
-    Returns:
-        Path of the tokenizer.json.
+    Writes the tokenizer.json, whose path is returned, and tokenizer_config.json of a folder that `transformers` loads.
 
     Raises DataError: a conversation that cannot be used, unless these are skipped, or a `vocab_size` that is too small
     for the 256 bytes and the special tokens, or that the conversations cannot fill.
@@ -71,7 +68,16 @@ def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, 
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )
-    backend.train_from_iterator(list(to_train_on(_texts(rows, skip_refused))), trainer)
+
+    def texts() -> Iterator[str]:
+        for where, row in rows:
+            try:
+                yield from [turn["content"] for turn in turns_of(row)]
+            except DataError as error:
+                if not skip_refused:
+                    raise DataError(f"{where}: {error}") from error
+
+    backend.train_from_iterator(list(to_train_on(texts())), trainer)
     if (found := backend.get_vocab_size()) < vocab_size:
         raise DataError(f"vocab_size is {vocab_size}, and the conversations fill {found} entries; give that or fewer")
     config = {
@@ -86,14 +92,3 @@ def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, 
     write_text(path, backend.to_str())
     write_text(folder / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
     return path
-
-
-def _texts(rows: Iterable[Row], skip_refused: bool) -> Iterator[str]:
-    for where, row in rows:
-        try:
-            turns = turns_of(row)
-        except DataError as error:
-            if not skip_refused:
-                raise DataError(f"{where}: {error}") from error
-            continue
-        yield from (turn["content"] for turn in turns)

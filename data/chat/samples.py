@@ -22,10 +22,7 @@ PADDING_DOCUMENT = 1024
 
 
 class Conversations:
-    """The conversations at a prefix, by sample.
-
-    Args:
-        check: read all of both pairs that `check_indexed` does.
+    """The conversations at a prefix, by sample; with ``check`` all of both pairs is read that `check_indexed` does.
 
     Raises DataError: a broken pair, two that do not go together, or a sample longer than S.
     """

@@ -169,16 +169,19 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
     name = str(own if file is None else Path(file))
     source: str | None
     if file in NAMED:
-        found = load_tokenizer(tokenizer)
-        assert isinstance(found, HuggingFaceTokenizer)
-        if lost := [token for token in NAMED[file].special if not found.special.fullmatch(token)]:
+        loaded = load_tokenizer(tokenizer)
+        assert isinstance(loaded, HuggingFaceTokenizer)
+        if lost := [token for token in NAMED[file].special if not loaded.special.fullmatch(token)]:
             raise DataError(
                 f"{tokenizer} lacks {', '.join(lost)}, special tokens of the chat template {file}; give another, or "
                 "leave out --tokenizer-model to train a tokenizer that has them"
             )
         source = NAMED[file].source
     elif file is None and not own.is_file():
-        name, source = str(own.with_name("tokenizer_config.json")), _default_of(config)
+        name, found = str(own.with_name("tokenizer_config.json")), config.get("chat_template")
+        several = found if isinstance(found, list) else [{"name": "default", "template": found}]
+        named = {str(one.get("name")): one.get("template") for one in several if isinstance(one, dict)}
+        source = text if isinstance(text := named.get("default"), str) else None
     else:
         try:
             with open(name, encoding="utf-8") as stream:
@@ -193,15 +196,6 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
     _compiled(name, source)
     none = {name: "" for name, value in config.items() if name.endswith("_token") and value is None}
     return ChatTemplate(name=name, source=source, tokens=tuple((none | special_tokens(config)).items()))
-
-
-def _default_of(config: dict[str, Any]) -> str | None:
-    """Return the template of a tokenizer_config.json, of several the default one."""
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        templates = [one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"]
-        found = templates[-1] if templates else None
-    return found if isinstance(found, str) else None
 
 
 @cache
@@ -240,8 +234,7 @@ def _compiled(name: str, source: str) -> "Template":
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], undefined=Unnamed
     )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"], environment.globals["raise_exception"] = tojson, raise_exception
     if len(source) > MOST_SOURCE:
         raise DataError(f"the chat template {name} has more than {MOST_SOURCE:,} characters; name another")
     try:

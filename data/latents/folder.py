@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,7 +127,6 @@ def latents_fingerprint(folder: str | Path) -> str:
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    """Read the index and check its form."""
     path = folder / INDEX
     if not folder.is_dir():
         raise DataError(f"data_path is {folder}, which is no folder; name one that tools/prepare_latents.py wrote")
@@ -305,16 +304,10 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 def _regrouped(batches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Regroup the samples into batches of `size`."""
     held: list[tuple[np.ndarray, np.ndarray]] = []
-    count = 0
-    for batch in batches:
-        held.append(batch)
-        count += len(batch[1])
-        while count >= size:
+    for batch in chain(batches, [None]):  # None at the end: then the last, smaller one too
+        held += [] if batch is None else [batch]
+        while (count := sum(len(labels) for _, labels in held)) >= size or (count and batch is None):
             latents, labels = (np.concatenate(part) for part in zip(*held, strict=True))
             yield latents[:size], labels[:size]
-            held, count = [(latents[size:], labels[size:])], count - size
-    if count:
-        latents, labels = (np.concatenate(part) for part in zip(*held, strict=True))
-        yield latents, labels
+            held = [(latents[size:], labels[size:])]

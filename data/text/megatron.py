@@ -104,13 +104,10 @@ def build_datasets(
 
 
 def _join(parts: list[EpochedDataset | None], weights: list[float] | None) -> Samples | None:
-    """Join the datasets of one split."""
     present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    if len(present) == 1:
-        return present[0]
-    return BlendedDataset(present, weights or [len(part) for part in present])
+    if len(present) > 1:
+        return BlendedDataset(present, weights or [len(part) for part in present])
+    return present[0] if present else None
 
 
 def _splits(

@@ -50,10 +50,7 @@ class Spool:
     """Files beside ``prefix``, by name, up to what the journal of a killed run with the same key has noted.
 
     They are removed at the end, and after an error of the input or before a first note; any other interruption keeps
-    them.
-
-    Args:
-        key: what the output depends on; files of another key are written anew.
+    them. The key is what the output depends on: files of another one are written anew.
     """
 
     def __init__(self, prefix: Path, key: str, names: Sequence[str]) -> None:
@@ -139,10 +136,7 @@ def prepare(
 
     Complete data of the same request and unchanged input is kept. The files appear together at the end or not at all,
     the same for any number of `workers`, the processes that tokenize (None: as many as the input keeps busy). A run
-    that was killed is gone on with.
-
-    Returns:
-        Facts about the data, and whether it was kept.
+    that was killed is gone on with. Returns facts about the data, and whether it was kept.
 
     Raises DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the prefix, or another process
     writing there.

@@ -153,7 +153,7 @@ def _bytes(rank, size, sharded):
     model, optimizer = build(0, sharded=sharded)
     train(model, optimizer, range(1))
     state = tensors_of(model, optimizer)
-    shards = Shards(None, None)
+    shards = Shards(None)
     needed = shards.agree(gather_results(lambda: shards.plan(state)))
     whole = [x for values in state.values() for x in values.values()]
     assert any(isinstance(x, DTensor) for x in whole) == sharded

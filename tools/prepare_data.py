@@ -186,7 +186,7 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
     longest, samples = conversations.longest, len(conversations)
     return (
         f"{prefix}: {len(indexed.lengths):,} conversations, {sizes}, packed into {samples:,} samples of up to "
-        f"{longest:,} tokens, {1 - indexed.tokens / samples / longest:.2%} padding at that length; "
+        f"{longest:,} tokens, {1 - indexed.tokens / samples / longest:.2%} padding to the longest; "
         f"{int(mask.sum(dtype=np.int64)):,} tokens carry loss"
     )
 

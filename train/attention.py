@@ -44,20 +44,19 @@ def diffusion_context(config: DiTRunConfig, group: dist.ProcessGroup | None) -> 
 
 def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, HybridAttention]:
     """Set up a hybrid: tokens lie as linear attention needs them; softmax attention may have its own layout."""
-    if config.mesh.context_parallel_size == 1:
+    alone = config.mesh.context_parallel_size == 1
+    if alone:
         method: Literal["ring", "none"] = "ring" if config.packed else "none"  # SDPA knows no documents
         context = ContextConfig(context_parallel_method=method)
-        inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
-        outside, linear = _linear_context_of(config, group, inside.plan.local_len)
-        return outside, HybridAttention(linear, softmax)
-    (layout,) = config.hybrid.layouts  # train.config.derive has left one
-    context = config.hybrid.context(layout)
-    if config.context.attention_backend == "reference":
-        context = replace(context, attention_backend="reference")
-    inside, _ = softmax_context(replace(config, context=context), group, sdpa)
+    else:
+        (layout,) = config.hybrid.layouts  # train.config.derive has left one
+        context = config.hybrid.context(layout)
+        if config.context.attention_backend == "reference":
+            context = replace(context, attention_backend="reference")
+    inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
     # Padded to the same length, so that tokens can change layout.
     outside, linear = _linear_context_of(config, group, inside.plan.local_len)
-    return outside, HybridAttention(linear, InsideAttention(inside, outside))
+    return outside, HybridAttention(linear, softmax if alone else InsideAttention(inside, outside))
 
 
 def _linear_context_of(

@@ -84,11 +84,8 @@ class Float8Config:
         recipe: Any = Float8LinearConfig.from_recipe_name(self.fp8_recipe)
         recipe = replace(recipe, emulate=EMULATED, pad_inner_dim=True)  # a rank's tokens need not be a multiple of 16
         if self.fp8_format == "e4m3":
-            fine = {
-                name: getattr(recipe, name)
-                for name in ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight")
-            }
-            fine = {name: replace(cast, target_dtype=torch.float8_e4m3fn) for name, cast in fine.items()}
+            casts = ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight")
+            fine = {name: replace(getattr(recipe, name), target_dtype=torch.float8_e4m3fn) for name in casts}
             recipe = replace(recipe, **fine)
         convert_to_float8_training(
             layers, config=recipe, module_filter_fn=lambda _, name: name.rpartition(".")[2] in NAMES

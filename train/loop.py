@@ -21,8 +21,7 @@ from train.config.common import CommonConfig
 from train.optim import reduce_and_clip
 from train.resume import Start
 from train.schedule import schedule_of
-from train.watching.health import Health
-from train.watching.heartbeat import Heartbeat
+from train.watching.health import Health, Heartbeat
 from train.watching.metrics import RunLog
 from train.watching.moments import UPDATE, Clock, Step, Watcher, Watchers, say
 from train.watching.profile import Profiler

@@ -89,7 +89,7 @@ class Prepared:
             f"{of['read']:,} conversations read: {of['kept']:,} kept whole, {of['split']:,} split, {of['truncated']:,} "
             f"truncated, {of['refused']:,} refused; {of['left_out']:,} pieces of split ones without loss left out; "
             f"{tokens}, of which {of['learned']:,} carry loss, in {of['samples']:,} samples, "
-            f"{1 - self.tokens / of['places']:.2%} padding"
+            f"{1 - self.tokens / of['places']:.2%} padding to seq_length {of['places'] // of['samples']:,}"
         )
 
 

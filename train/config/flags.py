@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args,
 from runtime import __version__
 from runtime.errors import UserError
 from runtime.files import not_a_file
-from train.config.megatron_flags import Entry, drop_redundant_flags
+from train.config.megatron_flags import drop_redundant_flags
 from train.config.megatron_flags import entries as megatron_flags
 
 Root = TypeVar("Root")
@@ -160,8 +160,8 @@ def load(root: type[Root], path: str | Path, entries: Mapping[str, type] = NO_OT
     return build(root, read_toml(root, path, entries))
 
 
-def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, type]) -> str:
-    """Suggest a fix for a section, key or flag that `root` does not know; another entry may."""
+def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, type], section: str = "") -> str:
+    """Suggest a fix for a section, key (of ``section``) or flag that `root` does not know; another entry may."""
     for entry, other in entries.items():
         if other is root:
             continue
@@ -171,7 +171,8 @@ def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, t
     megatrons = megatron_flags() if name.startswith("--") else {}
     close = difflib.get_close_matches(name, [*known, *megatrons], n=1, cutoff=0.7)
     if not close:
-        return "--help lists them all" if name.startswith("--") else f"known are {', '.join(known)}"
+        here = [key for key in known if not section or config_fields(root)[key].section == section]
+        return "--help lists them all" if name.startswith("--") else f"known are {', '.join(here)}"
     meant = megatrons.get(close[0])
     return f"did you mean {close[0]}?" + (f" {meant.answer}" if meant else "")
 
@@ -207,7 +208,8 @@ def read_toml(root: type, path: str | Path, entries: Mapping[str, type] = NO_OTH
             raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections, entries)}")
         for name, value in content.items():
             if name not in table:
-                raise ConfigError(f"{path}: unknown key {name} in [{section}]; {_hint(root, name, table, entries)}")
+                hint = _hint(root, name, table, entries, section)
+                raise ConfigError(f"{path}: unknown key {name} in [{section}]; {hint}")
             if table[name].section != section:
                 raise ConfigError(f"{path}: {name} stands in [{section}]; move it to [{table[name].section}]")
             try:
@@ -296,8 +298,12 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
     path = values.pop("config", None)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     config = build(root, {**(_kept(root, path, values, entries) if path is not None else {}), **values})
-    for entry in taken:
-        _check_condition(config, entry)
+    for entry in (entry for entry in taken if entry.fits):  # which hold for some values of a field only
+        field = config_fields(root).get(entry.field)
+        value = value_of(config, field.name) if field else None
+        if value not in entry.fits:
+            found = f"{entry.field} is {value}" if field else f"this program has no {entry.field}"
+            raise ConfigError(f"{entry.flag} is given and {found}; it goes with {', '.join(entry.fits)}: {entry.text}")
     return config
 
 
@@ -311,14 +317,3 @@ def _kept(root: type, path: str, given: Mapping[str, Any], entries: Mapping[str,
             print(f"note: {table[name].flag} takes the place of {', '.join(left)} of {path}", file=sys.stderr)
         found = {other: value for other, value in found.items() if other not in left}
     return found
-
-
-def _check_condition(config: object, entry: Entry) -> None:
-    """Refuse a Megatron flag that holds for some values of a field only, if the field has another."""
-    if not entry.fits:
-        return
-    field = config_fields(type(config)).get(entry.field)
-    value = value_of(config, field.name) if field else None
-    if value not in entry.fits:
-        found = f"{entry.field} is {value}" if field else f"this program has no {entry.field}"
-        raise ConfigError(f"{entry.flag} is given and {found}; it goes with {', '.join(entry.fits)}: {entry.text}")

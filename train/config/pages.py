@@ -12,7 +12,7 @@ from typing import get_type_hints
 
 from train.config import megatron_flags
 from train.config.entries import ENTRIES
-from train.config.flags import METAVAR, Field, attribute_docs, config_fields
+from train.config.flags import METAVAR, attribute_docs, config_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -78,15 +78,13 @@ def _section(section: str) -> Iterable[str]:
 def _rows(root: type, section: str) -> list[str]:
     """Return a table row per field of a section; none if the entry lacks the section."""
     cls = get_type_hints(root).get(section)
-    docs = {} if cls is None else attribute_docs(cls)
-    return [_row(field, docs[field.name]) for field in config_fields(root).values() if field.section == section]
-
-
-def _row(field: Field, about: str) -> str:
-    value = " ".join(f"`{choice}`" for choice in field.choices) if field.choices else METAVAR.get(field.base, "")
-    value += " ..." if field.many else ""
-    default = field.typed
-    return f"| `{field.flag}` | {value} | {default and f'`{default}`'} | {' '.join(about.split())} |"
+    docs, rows = {} if cls is None else attribute_docs(cls), []
+    for field in (field for field in config_fields(root).values() if field.section == section):
+        value = " ".join(f"`{choice}`" for choice in field.choices) if field.choices else METAVAR.get(field.base, "")
+        value += " ..." if field.many else ""
+        default, about = field.typed, " ".join(docs[field.name].split())
+        rows.append(f"| `{field.flag}` | {value} | {default and f'`{default}`'} | {about} |")
+    return rows
 
 
 def configs_page() -> str:
@@ -153,7 +151,6 @@ def _files(paths: Iterable[Path]) -> list[str]:
 
 
 def _first_line(path: Path) -> str:
-    """Return the first line of a file's docstring."""
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 

@@ -17,6 +17,7 @@ from checkpoint.search import saved_iterations
 from runtime.errors import UserError, require
 from runtime.files import read_own, write_text
 from runtime.together import from_first
+from runtime.watchdog import Watchdog
 from train.watching.moments import Step, Watcher
 
 MOST_SKIPPED_IN_A_ROW = 10
@@ -91,6 +92,17 @@ class HealthConfig:
         require(self, self.watchdog_min_seconds > 0, "watchdog_min_seconds", "it must be above 0")
 
 
+class Heartbeat(Watcher):
+    """Tells a rank's watchdog of every step: if no other comes for long, it ends all ranks."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+
+    def after(self, step: Step) -> None:
+        """Tell that a step is made, and its seconds, by which the next is waited for."""
+        self._watchdog.beat(step.record["iteration_time_ms"] / 1e3)
+
+
 class Health(Watcher):
     """Judges the steps of a run. All methods are collective, and alike on all ranks."""
 
@@ -142,10 +154,8 @@ class Health(Watcher):
     def update_went_wrong(self, step: Step, loss_of: Callable[[Step], float]) -> bool:
         """Return whether the last update made weights that are not to be saved: then the run is to roll back.
 
-        Args:
-            loss_of: computes the loss of a step's samples again, with the weights of now; collective.
-
-        Raises TrainingError: the policy ends the run.
+        ``loss_of`` computes the loss of a step's samples again, with the weights of now; collective. Raises
+        TrainingError: the policy ends the run.
         """
         if self._progress.skipped_in_a_row or not step.micro_batches:
             return False  # the weights are those before it
@@ -177,7 +187,6 @@ class Health(Watcher):
         self.rolls_back = True
 
     def _note(self, iteration: int, good: int, why: str) -> None:
-        """Do what ``_fail`` does, on the first rank."""
         newest, times, again = self._newest(), 1, ""
         if self._folder is not None:
             failures = [*self._failures(), {"iteration": iteration, "checkpoint": newest, "why": why}]

@@ -28,8 +28,7 @@ class Stragglers(Watcher):
     def __init__(self, parts: Sequence[nn.Module], device: torch.device, interval: int, clock: Clock) -> None:
         """Compare several ranks every ``interval`` iterations.
 
-        Args:
-            clock: has this rank's time in waiting for batches and in updates, and is set back at an interval's end.
+        The clock has this rank's time in waiting for batches and in updates; it is set back at an interval's end.
         """
         self._device, self._interval, self._seconds = device, interval, clock.seconds
         self._steps: list[float] = []
@@ -68,7 +67,11 @@ class Stragglers(Watcher):
             return
         table = torch.zeros(size, len(PHASES), dtype=torch.float64)
         mine = [1e3 * seconds / len(self._steps) for seconds in self._seconds.values()]
-        table[dist.get_rank()] = torch.tensor([*mine, self._of_calls()])
+        cuda = self._device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self._device)
+        of_calls = [begin.elapsed_time(end) if cuda else 1e3 * (end - begin) for begin, end in self._calls]
+        table[dist.get_rank()] = torch.tensor([*mine, statistics.median(of_calls or [0.0])])
         table = table.to(self._device)
         dist.all_reduce(table)
         found = dict(zip(PHASES, table.T.tolist(), strict=True))
@@ -86,13 +89,6 @@ class Stragglers(Watcher):
         self._seconds.update(dict.fromkeys(self._seconds, 0.0))
         self._calls.clear()
         step.record |= found | {"slowest_rank": rank, "slowest_behind": share}
-
-    def _of_calls(self) -> float:
-        """Return the median of the layer's calls in ms, 0 without any."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return statistics.median([begin.elapsed_time(end) for begin, end in self._calls] or [0.0])
-        return 1e3 * statistics.median([end - begin for begin, end in self._calls] or [0.0])
 
 
 def slowest(found: dict[str, list[float]], step: float, calls: float) -> tuple[int, float, str, bool]:

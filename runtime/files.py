@@ -130,21 +130,17 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
                 path.rmdir()
 
 
-def room(folder: Path, needed: int | None = None) -> str:
-    """Say how many bytes are free where ``folder`` is or would be, and how many are needed."""
+def room(folder: Path) -> str:
+    """Say how many bytes are free where ``folder`` is or would be."""
     where = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    wanted = "" if needed is None else f" and {needed:,} are needed"
-    return f"{shutil.disk_usage(where).free:,} bytes are free in {where}{wanted}"
+    return f"{shutil.disk_usage(where).free:,} bytes are free in {where}"
 
 
 def unwritable(folder: Path, elsewhere: str) -> str:
     """Say why a folder, or its nearest existing parent if missing, takes no files, and the fix; empty if it does.
 
-    A nameless file is made there, so that nothing stays of a command that fails later.
-
-    Args:
-        folder: to be written to.
-        elsewhere: the fix if it is closed, such as "choose another --save".
+    A nameless file is made there, so that nothing stays of a command that fails later. ``elsewhere`` is the fix if it
+    is closed, such as "choose another --save".
     """
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
@@ -158,10 +154,10 @@ def unwritable(folder: Path, elsewhere: str) -> str:
         return f"which cannot be written to ({error.strerror}); {elsewhere}"
 
 
-def reason(error: OSError, folder: Path, needed: int | None = None) -> str:
+def reason(error: OSError, folder: Path) -> str:
     """Say why a file could not be written; for a full disk, with the free bytes."""
     said = error.strerror or str(error)
-    return f"{said}: {room(folder, needed)}" if error.errno in FULL else said
+    return f"{said}: {room(folder)}" if error.errno in FULL else said
 
 
 def read_own(path: Path, most: int = 1 << 30) -> str:

@@ -29,10 +29,8 @@ def initial_weight_slice(
     """Return a part (float32, on the CPU) of the random weight ``name``, which is the same whatever part is asked for.
 
     A weight has a generator of its own. One of more than WHOLE values has one for each tile of its last two
-    dimensions, and only the tiles are drawn that the part has a share of.
-
-    Args:
-        draw: fills a tensor by a ``generator``, and returns it, as the functions of ``torch.nn.init`` do.
+    dimensions, and only the tiles are drawn that the part has a share of. ``draw`` fills a tensor by a ``generator``,
+    and returns it, as the functions of ``torch.nn.init`` do.
     """
     if math.prod(shape) <= WHOLE:
         return draw(torch.empty(*shape), generator=generator_of(seed, name))[part]

@@ -241,8 +241,7 @@ class Writer:
     def _drawn(self, hidden: Tensor | None, draw: Draw, sequences: int, *, spread: bool) -> Tensor:
         """Return the next tokens [B] on every rank, as the first rank of the last stage draws them.
 
-        Args:
-            spread: whether the hidden states are on one rank of cp each.
+        With ``spread`` the hidden states are on one rank of cp each.
         """
         mesh, tp = self._mesh, self._mesh.tp.size()
         source, error = (mesh.pp.size() - 1) * mesh.cp.size() * tp, None
@@ -250,7 +249,14 @@ class Writer:
         if hidden is not None:
             if spread and mesh.cp.size() > 1:
                 dist.all_reduce(hidden, group=mesh.cp.get_group())  # 0 but on one rank each
-            logits = self._logits(hidden)
+            weight = self._part.output_weight
+            if tp == 1:
+                logits = F.linear(hidden, weight)  # [B, V]
+            else:
+                from torch.distributed.tensor import DTensor, Replicate
+
+                whole = DTensor.from_local(hidden, mesh.tp, [Replicate()], run_check=False)
+                logits = F.linear(whole, weight).full_tensor()  # type: ignore[attr-defined]
             if dist.get_rank(self.group) == source:
                 try:
                     ids = draw(hidden, logits)
@@ -262,16 +268,6 @@ class Writer:
                 if error is not None:
                     raise error
         return ids
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [B, V] of hidden states [B, C]; collective over tp."""
-        weight = self._part.output_weight
-        if self._mesh.tp.size() == 1:
-            return F.linear(hidden, weight)
-        from torch.distributed.tensor import DTensor, Replicate
-
-        whole = DTensor.from_local(hidden, self._mesh.tp, [Replicate()], run_check=False)
-        return F.linear(whole, weight).full_tensor()  # type: ignore[attr-defined]
 
 
 def _replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -212,8 +212,7 @@ def _averages(before: float | None, ema: Ema | None) -> list[str]:
 def checkpoint_extra(config: CommonConfig, contents: dict[str, str]) -> dict[str, Any]:
     """Return the run's configuration and files for its checkpoints, read by ``find_start``; JSON-able.
 
-    Args:
-        contents: the value of ``config.contents()`` when the run began.
+    ``contents`` is the value of ``config.contents()`` when the run began.
     """
     return {
         "sample_order": config.sample_order(),

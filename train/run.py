@@ -207,9 +207,8 @@ def check_writable(folder: Path, name: str) -> None:
 def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
     """Write config.toml and open the run's log on the first rank; return None on the others. Collective.
 
-    Args:
-        config: as given, before ``resume``: checkpoints keep the resumed schedule. The flags that choose it and
-            finetune are left out, as they hold for this start alone, and so is a load that only finetune takes.
+    The configuration is as given, before ``resume``: checkpoints keep the resumed schedule. The flags that choose it
+    and finetune are left out, as they hold for this start alone, and so is a load that only finetune takes.
     """
     once = replace(config.optimizer, override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
     given, source = config.checkpoint, config.checkpoint.hugging_face

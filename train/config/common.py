@@ -179,16 +179,11 @@ def validate_run(config: CommonConfig) -> None:
             f"lr_wsd_decay_iters is {wsd}, but only {end - warmup} iterations lie between the warm-up and "
             f"lr_decay_iters {end}; lower it"
         )
-    if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
-        raise ConfigError(
-            "recompute_offload is set and device is cpu, where what is kept lies in host memory already and a copy "
-            "would only add to it; leave it out, or use --device cuda"
-        )
-    if optimizer.optimizer_cpu_offload and config.mesh.device_type == "cpu":
-        raise ConfigError(
-            "optimizer_cpu_offload is set and device is cpu, where Adam's moments lie in host memory already; leave it "
-            "out, or use --device cuda"
-        )
+    there = {"recompute_offload": "what is kept lies in host memory already and a copy would only add to it"}
+    there["optimizer_cpu_offload"] = "Adam's moments lie in host memory already"
+    for name, why in there.items():
+        if value_of(config, name) and config.mesh.device_type == "cpu":
+            raise ConfigError(f"{name} is set and device is cpu, where {why}; leave it out, or use --device cuda")
     if optimizer.optimizer_backend == "apex":
         if optimizer.optimizer_cpu_offload:
             raise ConfigError(

@@ -146,11 +146,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def cut_back(path: Path, iteration: int) -> list[dict[str, Any]]:
-    """Drop the records after ``iteration`` from a metrics.jsonl, and an incomplete last line of a crash.
-
-    Returns:
-        The remaining records.
-    """
+    """Drop the records after ``iteration`` from a metrics.jsonl, and a last line that a crash cut; return the rest."""
     kept = [record for record in read_metrics(path) if record["iteration"] <= iteration] if path.exists() else []
     _rewrite(path, kept)
     return kept

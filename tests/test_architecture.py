@@ -68,7 +68,7 @@ BUDGET = {
     "data": 3490,
     "train": 5680,
     "planner": 2820,
-    "runtime": 2470,
+    "runtime": 2380,
     "slurm": 350,
     "tools": 4280,
     "parity": 1020,

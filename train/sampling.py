@@ -106,8 +106,8 @@ class Sampler:
     def draw(self, labels: Sequence[int], batch_size: int = 64) -> Tensor:
         """Return latents ``[N, C, (F,) H, W]``, float32 on the CPU, one per label; on every rank, collective.
 
-        Each data-parallel rank draws ``batch_size`` samples at once, with guidance by twice as many in the model; joined
-        ones go through it so many at a time as are joined.
+        Each data-parallel rank draws ``batch_size`` samples at once, with guidance by twice as many in the model;
+        joined ones go through it so many at a time as are joined.
         """
         ranks, rank = self._mesh.dp.size(), self._mesh.dp.get_local_rank()
         each = math.ceil(len(labels) / ranks)

@@ -187,7 +187,7 @@ def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
 
 def check_objective(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
     """Raise CheckpointError if the checkpoint was trained for another objective."""
-    for name, now in config.objective_key().items():
+    for name, now in config.named(config.OBJECTIVE).items():
         if (before := extra.get("trained_for", {}).get(name, now)) != now:
             raise CheckpointError(
                 f"{path} is trained with {name} {before}, and {name} is {now}; set {name} to {before}, or begin a run "
@@ -215,8 +215,8 @@ def checkpoint_extra(config: CommonConfig, contents: dict[str, str]) -> dict[str
     ``contents`` is the value of ``config.contents()`` when the run began.
     """
     return {
-        "sample_order": config.sample_order(),
-        "trained_for": config.objective_key(),
+        "sample_order": config.named(config.SAMPLE_ORDER),
+        "trained_for": config.named(config.OBJECTIVE),
         "settings": settings(config),
         "schedule": asdict(schedule_of(config.optimizer, config.train.train_iters)),
         "contents": contents,
@@ -227,12 +227,9 @@ def settings(config: CommonConfig) -> dict[str, object]:
     """Return, by field, the settings that change training, except objective, sample order and learning rate."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return {
-        **{name: getattr(config.optimizer, name) for name in OPTIMIZER},
-        "bf16": config.train.bf16,
-        **asdict(config.float8),
-        "micro_batch_size": config.train.micro_batch_size,
+        **config.named((*OPTIMIZER, "bf16", "fp8_format", "fp8_recipe", MICRO)),
         "global_batch_size": config.train.batch_size(config.mesh.data_parallel_size(world_size)),
-        **config.noted_settings(),
+        **config.named(config.NOTED),
     }
 
 
@@ -249,7 +246,7 @@ def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str
         keeps = ", of all data-parallel processes together" if joined else f"; {spelled(name, was)} keeps it"
         if name != MICRO or not config.mesh.allow_resize:
             lines[name] = f"{name} was {was} and is {now}{keeps}"
-    for name, was, now in changed("sample_order", config.sample_order()):
+    for name, was, now in changed("sample_order", config.named(config.SAMPLE_ORDER)):
         repeats = f"the samples to come may repeat consumed ones; {spelled(name, was)} keeps it"
         lines[name] = f"{name} was {was} and is {now}: {repeats}"
     for name, was, now in changed("contents", contents):

@@ -71,7 +71,8 @@ def _text(where: str, found: Any, key: str) -> str:
     if isinstance(found, DataError):
         raise DataError(f"{where}: {found}")
     if not isinstance(found, dict):
-        raise DataError(f'{where}: holds {_json_name(found)}, not an object with its text under "{key}"; repair it')
+        what = _JSON_NAMES.get(type(found), "a number")
+        raise DataError(f'{where}: holds {what}, not an object with its text under "{key}"; repair it')
     if key not in found:
         fields = ", ".join(json.dumps(name, ensure_ascii=False) for name in list(found)[:8]) or "none"
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
@@ -80,9 +81,8 @@ def _text(where: str, found: Any, key: str) -> str:
             "--json-keys"
         )
     if not isinstance(text := found[key], str):
-        raise DataError(
-            f'{where}: field "{key}" is {_json_name(text)}, not text; repair it or name another: --json-keys'
-        )
+        what = _JSON_NAMES.get(type(text), "a number")
+        raise DataError(f'{where}: field "{key}" is {what}, not text; repair it or name another: --json-keys')
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -90,10 +90,6 @@ def _text(where: str, found: Any, key: str) -> str:
             f'{where}: field "{key}" holds lone surrogates, which are no text ({error}); repair it'
         ) from error
     return text
-
-
-def _json_name(value: object) -> str:
-    return _JSON_NAMES.get(type(value), "a number")
 
 
 class Rows:

@@ -151,7 +151,7 @@ def test_a_run_cut_short_with_its_warm_up_keeps_the_shorter_one():
 
 
 def test_a_checkpoint_that_keeps_no_schedule_is_gone_on_with_in_silence():
-    early = {"sample_order": config().sample_order(), "trained_for": {}}
+    early = {"sample_order": config().named(Config.SAMPLE_ORDER), "trained_for": {}}
     assert continued(config(240), PATH, early, 120) == (config(240), "")
     assert changes(config(240), early, {"data_path a": "1"}) == {}
     asked = config(240, use_checkpoint_opt_param_scheduler=True)
@@ -299,7 +299,7 @@ def test_nothing_to_load_starts_afresh_unless_it_must_be_there(tmp_path, capsys)
 
 def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     trained, trained_optimizer = two_checkpoints(tmp_path)
-    order = {**Config().sample_order(), "seed": 99}
+    order = {**Config().named(Config.SAMPLE_ORDER), "seed": 99}
     for i in (1, 2):
         state = {"progress": {"iteration": i, "consumed_samples": 4 * i}, "sample_order": order}
         rewrite_manifest(tmp_path / f"iter_{i:07d}", extra=state)
@@ -323,10 +323,13 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(tmp_path, c
     saved = DiTRunConfig()
     state = {
         "progress": {"iteration": 2, "consumed_samples": 8},
-        "sample_order": saved.sample_order(),
+        "sample_order": saved.named(saved.SAMPLE_ORDER),
         "ema_decay": 0.9,
     }
-    state |= {"trained_for": saved.objective_key(), "settings": {**saved.noted_settings(), "class_dropout_prob": 0.5}}
+    state |= {
+        "trained_for": saved.named(saved.OBJECTIVE),
+        "settings": {**saved.named(saved.NOTED), "class_dropout_prob": 0.5},
+    }
     rewrite_manifest(tmp_path / "iter_0000002", extra=state)
     model, optimizer = build(1, sharded=False)
     config = DiTRunConfig(checkpoint=CheckpointConfig(load=str(tmp_path), allow_changed=("class_dropout_prob",)))

@@ -2,6 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from shutil import which
 from typing import Any
@@ -116,6 +117,13 @@ class CommonConfig(ABC):
     profiling: ProfileConfig = field(default_factory=ProfileConfig)
     dry: DryRunConfig = field(default_factory=DryRunConfig)
 
+    SAMPLE_ORDER = tuple[str, ...]()
+    """Fields that decide which sample is the n-th; kept in checkpoints, to give consumed samples a meaning."""
+    OBJECTIVE = tuple[str, ...]()
+    """Fields of what the weights learn to predict; a resumed run must have the same."""
+    NOTED = tuple[str, ...]()
+    """Other fields of the entry that change training; a resumed run may change them, with a note."""
+
     @property
     def causal(self) -> bool:
         """True if attention is causal."""
@@ -141,24 +149,14 @@ class CommonConfig(ABC):
         """Tokens of what context parallelism shards as one sequence: a sample, or a micro-batch's joined ones."""
         return self.sequence_length * (self.train.micro_batch_size if self.packed else 1)
 
-    def objective_key(self) -> dict[str, object]:
-        """Return what the weights learn to predict, by field, JSON-able; a resumed run must have the same."""
-        return {}
-
-    def noted_settings(self) -> dict[str, object]:
-        """Return the entry's other settings that change training, by field, JSON-able.
-
-        A resumed run may change them, with a note.
-        """
-        return {}
-
     def contents(self) -> dict[str, str]:
         """Return a digest of each training file by name; fast. Raises OSError if one is gone."""
         return {}
 
-    @abstractmethod
-    def sample_order(self) -> dict[str, object]:
-        """Return what decides which sample is the n-th; kept in checkpoints, to give consumed samples a meaning."""
+    def named(self, fields: Sequence[str]) -> dict[str, Any]:
+        """Return the values of fields by their names, JSON-able."""
+        values = {name: value_of(self, name) for name in fields}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def validate_run(config: CommonConfig) -> None:

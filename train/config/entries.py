@@ -42,17 +42,12 @@ class Config(CommonConfig):
     hybrid: HybridConfig = field(default_factory=HybridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    SAMPLE_ORDER = ("seed", "seq_length", "data_path", "split")
+    NOTED = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")
+
     @property
     def sequence_length(self) -> int:
         return self.train.seq_length
-
-    def sample_order(self) -> dict[str, object]:
-        return {
-            "seed": self.train.seed,
-            "seq_length": self.train.seq_length,
-            "data_path": list(self.data.data_path),
-            "split": self.data.split,
-        }
 
     @property
     def packed(self) -> bool:
@@ -62,10 +57,6 @@ class Config(CommonConfig):
     def windows(self) -> tuple[tuple[int, int] | None, ...]:
         layers = filter(self.model.has_softmax, range(self.model.num_layers))
         return tuple(dict.fromkeys(map(self.model.window, layers)))
-
-    def noted_settings(self) -> dict[str, object]:
-        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")
-        return {name: getattr(self.data, name) for name in names}
 
     def contents(self) -> dict[str, str]:
         tokenizer = self.data.tokenizer_model
@@ -91,6 +82,10 @@ class DiTRunConfig(CommonConfig):
     ema: EmaConfig = field(default_factory=EmaConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
+    SAMPLE_ORDER = ("seed", "data_path", "split")
+    OBJECTIVE = ("objective", "num_timesteps")
+    NOTED = ("logit_normal_mean", "logit_normal_std", "class_dropout_prob")
+
     @property
     def causal(self) -> bool:
         return False
@@ -107,19 +102,6 @@ class DiTRunConfig(CommonConfig):
     def sample_ends(self) -> tuple[int, ...]:
         """Cumulative lengths of a micro-batch's joined samples."""
         return tuple(range(0, self.joined_length + 1, self.sequence_length))
-
-    def objective_key(self) -> dict[str, object]:
-        return {"objective": self.diffusion.objective, "num_timesteps": self.diffusion.num_timesteps}
-
-    def noted_settings(self) -> dict[str, object]:
-        return {
-            "logit_normal_mean": self.diffusion.logit_normal_mean,
-            "logit_normal_std": self.diffusion.logit_normal_std,
-            "class_dropout_prob": self.model.class_dropout_prob,
-        }
-
-    def sample_order(self) -> dict[str, object]:
-        return {"seed": self.train.seed, "data_path": list(self.data.data_path), "split": self.data.split}
 
     def contents(self) -> dict[str, str]:
         folders = [path for path in self.data.data_path if path != DIGITS]

@@ -28,7 +28,7 @@ def test_the_length_is_the_number_of_patches_and_the_attention_full():
     config = DiTRunConfig()
     assert (config.sequence_length, config.causal) == (256, False)
     assert config.context.context_parallel_method == "ring"
-    order = config.sample_order()
+    order = config.named(config.SAMPLE_ORDER)
     assert order == {"seed": config.train.seed, "data_path": ["digits"], "split": "90,10"}
 
 

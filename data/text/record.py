@@ -69,11 +69,11 @@ class Prepared:
     def check(self) -> None:
         """Raise TypeError or ValueError for numbers that no preparation notes."""
         counts = [self.documents, self.tokens, self.text_bytes, self.skipped_files, self.unknown_tokens]
-        if self.conversations is not None:
-            counts += [self.conversations[name] for name in (*CONVERSATIONS, "samples", "places")]
+        if (of := self.conversations) is not None:
+            counts += [of[name] for name in (*CONVERSATIONS, "samples", "places")]
         if any(type(count) is not int or not 0 <= count < 1 << 63 for count in counts):
             raise ValueError("a count is no count")
-        if not self.tokens or (self.conversations is not None and not self.conversations["places"]):
+        if not self.tokens or (of is not None and not (of["samples"] and of["places"])):
             raise ValueError("it has no tokens")
         if type(self.unigram_entropy) is not float or not 0 <= self.unigram_entropy < 64:
             raise ValueError("unigram_entropy is no number of nats")

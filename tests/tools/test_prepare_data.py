@@ -93,7 +93,8 @@ def test_conversations_are_prepared_checked_and_shown(tmp_path, capsys):
     assert "--sft --reset-attention-mask --reset-position-ids --seq-length 128" in out
     assert main(["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]) == 0
     out = capsys.readouterr().out
-    assert "c: 3 conversations, 93 tokens (uint16), packed into 1 samples of up to 93 tokens, 0.00% padding" in out
+    held = "c: 3 conversations, 93 tokens (uint16), packed into 1 samples of up to 93 tokens"
+    assert f"{held}, 0.00% padding to the longest; " in out
     assert "<|assistant|>\n⟦Hello!</s>⟧\n<|user|>\n2 + 2?</s>\n<|assistant|>\n⟦4</s>⟧\n" in out
     assert out.count("=== sample") == 1
 

@@ -56,10 +56,6 @@ class EndingError(InUseError):
     again = True
 
 
-class _Anew(Exception):
-    """The file is another one now; begin from the start."""
-
-
 class Lock:
     """A lock file that this process holds until ``release``."""
 
@@ -156,13 +152,11 @@ def _taken(path: Path, wait: bool, record: str) -> int:
         handle, fresh = _opened(path)
         try:
             holder = _holder(path, handle, fresh)
-            if holder is None and _is_at(path, handle):
+            if fresh and _is_at(path, handle):
                 os.truncate(handle, 0)
                 os.pwrite(handle, record.encode(), 0)
                 os.fsync(handle)  # other hosts see an empty file until then
                 return handle
-        except _Anew:
-            holder = None
         except BaseException:
             os.close(handle)
             raise
@@ -183,7 +177,7 @@ def _taken(path: Path, wait: bool, record: str) -> int:
 
 
 def _holder(path: Path, handle: int, fresh: bool) -> _Seen | None:
-    """Return who holds the file; None if this process made the file."""
+    """Return who holds the file; None if this process made it, or it is another one now."""
     locked = _lock(handle)
     while fresh and locked is False:
         time.sleep(0.05)  # another process looks at the empty file; it lets go
@@ -208,22 +202,20 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _unless_dead(path: Path, handle: int, text: str, patience: float) -> _Seen:
-    """Return who holds the file if it is touched or changes hands; else remove it, which one watcher can."""
+def _unless_dead(path: Path, handle: int, text: str, patience: float) -> _Seen | None:
+    """Return who holds the file if it is touched or changes hands; else remove it, which one watcher can, for None."""
     with suppress(OSError):
         fcntl.lockf(handle, fcntl.LOCK_UN)  # reading the file anew does so too
     before = _Seen.at(path)
     if before.text != text:
-        raise _Anew
+        return None
     if patience:
         print(f"note: {path} is of {before.holder}; watching for {patience:g} s whether that is alive", file=sys.stderr)
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         time.sleep(patience / 20)
         if (now := _Seen.at(path)) != before:
-            if not now.text:
-                raise _Anew
-            return now
+            return now if now.text else None
     over = path.with_name(f"{path.name}.over-{before.record['token'] if before.record else ''}")
     try:
         os.link(path, over)
@@ -234,13 +226,13 @@ def _unless_dead(path: Path, handle: int, text: str, patience: float) -> _Seen:
                 return _unless_dead(path, handle, text, PATIENCE)  # not at once: others may be about to remove it
         return before
     except FileNotFoundError:
-        raise _Anew from None
+        return None
     try:
         if _Seen.at(over) == before:  # a link to the dead one's file, not to one that was made since
             path.unlink()
     finally:
         over.unlink(missing_ok=True)
-    raise _Anew
+    return None
 
 
 def _opened(path: Path) -> tuple[int, bool]:

@@ -64,17 +64,17 @@ BUDGET = {
     "model": 4180,
     "kernels": 3190,
     "parallel": 6260,
-    "checkpoint": 1620,
-    "data": 3490,
-    "train": 5680,
+    "checkpoint": 1570,
+    "data": 3400,
+    "train": 5600,
     "planner": 2820,
-    "runtime": 2380,
+    "runtime": 2370,
     "slurm": 350,
     "tools": 4280,
     "parity": 1020,
     "papers": 1800,
     "bench": 2850,
-    "tests": 39790,
+    "tests": 39780,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from train.watching.metrics import METRICS
 DOCUMENTS, LENGTH = 40, 60
 
 
-def write(prefix: Path, bad: int | None = None) -> None:
+def write(prefix, bad=None):
     """Write documents of ids that fit the tokenizer; document ``bad`` has one id that does not."""
     documents = counting_documents(DOCUMENTS, LENGTH, vocab_size=290)
     if bad is not None:
@@ -22,17 +21,17 @@ def write(prefix: Path, bad: int | None = None) -> None:
     write_documents(prefix, documents)
 
 
-def cut(path: Path, size: int) -> None:
+def cut(path, size):
     os.truncate(path, size)
 
 
-def scramble(path: Path, at: int) -> None:
+def scramble(path, at):
     with path.open("r+b") as file:
         file.seek(at)
         file.write(bytes(range(7, 71)))
 
 
-def make_bad(root: Path) -> None:
+def make_bad(root):
     """Write every broken file that the cases name."""
     for name in ("cut_bin", "cut_idx", "cut_header", "no_magic", "pointers"):
         write(root / name)

@@ -1,10 +1,8 @@
 """The status and the messages that a command ends with, for tests with invalid input."""
 
 import io
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
 
 from train.run import SECONDS_TO_SPEAK, exit_status
 
@@ -17,7 +15,7 @@ class Ending:
     stderr: str
 
     @property
-    def wrong(self) -> str | None:
+    def wrong(self):
         """Say what is wrong, if anything: a refusal is one line and a status, a success prints no errors."""
         lines = self.stderr.splitlines()
         if self.status == 0:
@@ -29,11 +27,11 @@ class Ending:
         return None
 
 
-def end(command: Callable[..., Any], arguments: list[str], seconds_to_speak: float = SECONDS_TO_SPEAK) -> Ending:
+def end(command, arguments, seconds_to_speak=SECONDS_TO_SPEAK):
     """Call an entry's or a tool's main as its last line does; an unhandled exception is noted in ``stderr``."""
     errors, statuses = io.StringIO(), [0]
 
-    def noted(arguments: list[str]) -> None:
+    def noted(arguments):
         status = command(arguments)
         statuses[0] = status if isinstance(status, int) else 0
 

@@ -1,10 +1,8 @@
 """Samples that hold several documents, one step over any mesh, and the documents alone, for the tests of packing."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +22,6 @@ from tests.parallel.whole import gradients_of
 from tools.common.training import Records, trainer_of
 from train.batches import summed
 from train.config.language import parse_args
-from train.loop import Trainer
 from train.watching.stop import StopAgreement
 from train.watching.validation import Validation
 
@@ -37,7 +34,7 @@ TINY = f"""
 """.split()
 
 
-def write_packed(folder: Path, tokenizer: Path, seed: int = 1, longest: int = 50) -> list[str]:
+def write_packed(folder, tokenizer, seed=1, longest=50):
     """Write documents of 1 to ``longest`` random tokens, each with an end; return the flags that name them."""
     eod = load_tokenizer(str(tokenizer)).eod
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +52,7 @@ class Step:
     gradients: dict[str, Tensor]
     valid: int
 
-    def difference(self, other: "Step") -> float:
+    def difference(self, other):
         """Return the largest relative difference of any gradient, but for a key's bias, whose gradient is zero."""
         assert self.gradients.keys() == other.gradients.keys()
         return max(
@@ -64,7 +61,7 @@ class Step:
             if not name.endswith("wk.bias")
         )
 
-    def equal(self, other: "Step") -> bool:
+    def equal(self, other):
         """Return whether loss and gradients are the same bits."""
         return self.loss == other.loss and all(torch.equal(x, other.gradients[n]) for n, x in self.gradients.items())
 
@@ -73,13 +70,11 @@ Change = Callable[[Batch], Batch]
 """Changes a micro-batch before it is sharded."""
 
 
-def as_it_is(batch: Batch) -> Batch:
+def as_it_is(batch):
     return batch
 
 
-def steps_on_rank(
-    rank: int, world_size: int, runs: Sequence[Sequence[str]], changes: Sequence[Change]
-) -> list[list[Step]]:
+def steps_on_rank(rank, world_size, runs, changes):
     """Return the first step of training of each run's flags, under each change."""
     found = []
     for flags in runs:
@@ -88,7 +83,7 @@ def steps_on_rank(
     return found
 
 
-def _step(trainer: Trainer, change: Change) -> Step:
+def _step(trainer, change):
     step = [change(batch) for batch in next(batches(trainer.train_data, trainer.batches.batching, 0))]
     taken = trainer.batches.take(iter([[trainer.run.objective.local(batch) for batch in step]]))
     assert taken is not None
@@ -98,12 +93,10 @@ def _step(trainer: Trainer, change: Change) -> Step:
     return Step(loss, gradients, taken.valid)
 
 
-def over_ranks(
-    world_size: int, runs: Sequence[Sequence[str]], changes: Sequence[Change] = (as_it_is,)
-) -> list[list[Step]]:
+def over_ranks(world_size, runs, changes=(as_it_is,)):
     """Return the steps [run][change] of ``world_size`` ranks; pipeline stages have parts of the gradients."""
 
-    def whole(steps: Sequence[Step]) -> Step:
+    def whole(steps):
         gradients = {name: x for step in steps for name, x in step.gradients.items()}
         return dataclasses.replace(steps[0], gradients=gradients)
 
@@ -111,7 +104,7 @@ def over_ranks(
     return [[whole(steps) for steps in zip(*run, strict=True)] for run in zip(*by_rank, strict=True)]
 
 
-def validation_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> float:
+def validation_on_rank(rank, world_size, flags):
     """Return the loss over the validation samples of the weights at the start."""
     with trainer_of(pretrain_gpt, [*TINY, *flags], Records()) as trainer:
         assert trainer.valid_data is not None
@@ -127,12 +120,12 @@ def validation_on_rank(rank: int, world_size: int, flags: Sequence[str]) -> floa
         return validation.validate(0)["validation_loss"]
 
 
-def alone(flags: Sequence[str], validation: bool = False) -> Step:
+def alone(flags, validation=False):
     """Compute the same step, or all samples of the validation, from each document alone, in float64 and one process."""
     config = parse_args([*TINY, *flags])
     tokenizer = load_tokenizer(str(config.data.tokenizer_model))
     train, valid_data, _ = build_datasets(config.data, LENGTH, config.train.seed, tokenizer)
-    data: Any = valid_data if validation else train
+    data = valid_data if validation else train
     rows = len(data) if validation else ROWS
     (batch,) = next(batches(data, Batching(global_batch_size=rows, micro_batch_size=rows), 0))
     model = build_model(dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
@@ -146,7 +139,7 @@ def alone(flags: Sequence[str], validation: bool = False) -> Step:
     return Step(loss.item(), gradients_of(model), valid)
 
 
-def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+def documents(batch):
     """Yield tokens and labels of each document of each row."""
     for tokens, labels, starts in zip(batch["tokens"], batch["labels"], batch["starts"], strict=True):
         lengths = torch.tensor(cumulative_lengths(starts)).diff().tolist()

@@ -2,10 +2,7 @@
 
 import io
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
-from typing import Any
 
 import pretrain_dit
 from pretrain_gpt import main
@@ -20,12 +17,12 @@ TINY = """
 """.split()  # noqa: SIM905
 
 
-def flags_of(data: Path, *more: str) -> list[str]:
+def flags_of(data, *more):
     """Return the command line of the tiny model on a corpus with its tokenizer beside it."""
     return [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", *more]
 
 
-def on_rank(rank: int, world_size: int, arguments: list[str]) -> str:
+def on_rank(rank, world_size, arguments):
     """Run as a launcher would, but with a fixed peak for MFU, whose measurement takes longer than a step.
 
     Return the output: a rank's stdout belongs to the first test that started ranks, not to the running one.
@@ -46,24 +43,24 @@ DIT = """
 """.split()  # noqa: SIM905
 
 
-def dit_on_rank(rank: int, world_size: int, arguments: list[str]) -> None:
+def dit_on_rank(rank, world_size, arguments):
     """Do the same as ``on_rank`` for a diffusion transformer."""
     pretrain_dit.main(arguments, PEAK)
 
 
-def pretrain_digits(world_size: int, save: Path, *arguments: str) -> list[dict[str, Any]]:
+def pretrain_digits(world_size, save, *arguments):
     """Train the tiny diffusion transformer on handwritten digits into ``save`` and return its metrics."""
     run_ranks(dit_on_rank, world_size, [*DIT, "--save", str(save), *arguments])
     return read_metrics(save / METRICS)
 
 
-def pretrain(world_size: int, data: Path, save: Path, *arguments: str) -> list[dict[str, Any]]:
+def pretrain(world_size, data, save, *arguments):
     """Train the tiny model on ``world_size`` ranks into ``save``, print the first's output, return the metrics."""
     print(run_ranks(on_rank, world_size, flags_of(data, "--save", str(save), *arguments))[0])
     return read_metrics(save / METRICS)
 
 
-def differences(got: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]]) -> float:
+def differences(got, want):
     """Return the largest relative difference of loss and gradient norm over the iterations."""
     assert [record["iteration"] for record in got] == [record["iteration"] for record in want]
     return max(

@@ -7,11 +7,9 @@ not installed, or for the reason that ``unless()`` returns.
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,7 @@ FOLDER, OUTSIDE = "LONGMESH_TEST_PROGRAMS", "LONGMESH_TEST_OUTSIDE"
 """Variables with the folder of links, and with the PATH that pytest was started with, which its workers do not see."""
 
 
-def hide_others(folder: Path) -> None:
+def hide_others(folder):
     """Leave this process and those that it starts the programs of a bare machine, linked in ``folder``."""
     outside = os.environ.setdefault(OUTSIDE, os.environ["PATH"])
     bare = folder / "bare"
@@ -37,7 +35,7 @@ def hide_others(folder: Path) -> None:
     os.environ.update({FOLDER: str(folder), "PATH": str(bare)})
 
 
-def offer(folder: Path, programs: Sequence[str], outside: str) -> None:
+def offer(folder, programs, outside):
     """Link those programs into ``folder`` that the PATH ``outside`` has."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in programs:
@@ -45,18 +43,18 @@ def offer(folder: Path, programs: Sequence[str], outside: str) -> None:
             (folder / name).symlink_to(found)
 
 
-def hide_again() -> None:
+def hide_again():
     """Leave the processes that this one starts the programs of a bare machine, as ``hide_others`` did."""
     os.environ["PATH"] = f"{os.environ[FOLDER]}/bare"
 
 
-def named(item: pytest.Item) -> list[str]:
+def named(item):
     """Return the programs that a test's marks name."""
     return sorted({name for mark in item.iter_markers("needs") for name in mark.args})
 
 
 @contextmanager
-def offered(item: pytest.Item) -> Iterator[None]:
+def offered(item):
     """Offer a test and its fixtures what its marks name."""
     if programs := named(item):
         more = Path(os.environ[FOLDER], "-".join(programs))
@@ -68,17 +66,17 @@ def offered(item: pytest.Item) -> Iterator[None]:
         hide_again()
 
 
-def on_path(body: Callable[..., Any]) -> Callable[..., Any]:
+def on_path(body):
     """Let ranks that call ``body`` start what this test may: the server that forks them hides it."""
     return partial(_on_path, os.environ["PATH"], body)
 
 
-def _on_path(path: str, body: Callable[..., Any], *given: Any) -> Any:
+def _on_path(path, body, *given):
     os.environ["PATH"] = path
     return body(*given)
 
 
-def skip_without(item: pytest.Item) -> None:
+def skip_without(item):
     """Skip a test where a program that it names is not installed, or something else that its marks ask for."""
     if absent := [name for name in named(item) if shutil.which(name) is None]:
         pytest.skip(f"there is no {', '.join(absent)}")

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,10 +22,17 @@ def torchrun(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
-def ended(command: Sequence[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, with more variables in its environment."""
+def ended(
+    command: Sequence[str | Path],
+    cwd: Path = ROOT,
+    inherited: Mapping[str, str] = os.environ,
+    timeout: float = PATIENCE,
+    **more: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with the variables ``inherited`` and ``more``."""
+    environment = {**inherited, **more}
     return subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
 
 

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -20,11 +19,10 @@ from tests.bad_files import make_bad, write
 from tests.data.chat.templates import TURNS, write_tokenizer
 from tests.endings import end
 from tests.pretraining import TINY, on_rank
-from tests.starts import PATIENCE
+from tests.starts import PATIENCE, ROOT
 from tools.prepare_data import main as prepare_data
 from train.watching.metrics import METRICS
 
-ROOT = Path(__file__).parents[1]
 SMALL = ("--seq-length", "32", "--global-batch-size", "2", "--train-iters", "2")
 LASP = "--model-type transnormer --num-query-groups none --context-parallel-size 2 --context-parallel-method lasp"
 DIVERGING = "--lr 1e38 --clip-grad 0 --train-iters 30 --lr-decay-style constant"

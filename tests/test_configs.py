@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,12 +9,12 @@ from model.registry import num_parameters
 from planner.cluster import load_cluster
 from planner.levers import settings
 from planner.search import arrangements, predicted, rank
+from tests.starts import ROOT
 from train.config import diffusion as dit_config
 from train.config import language as config
 from train.config.language import load_config
 from train.config.sizes import validate_sizes
 
-ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("weights, gradients and optimizer", "activations", "a layer's backward")
 
 LLAMAS = {

@@ -12,11 +12,9 @@ import pytest
 
 from runtime.ranks import run_ranks
 from tests.pretraining import flags_of, on_rank
-from tests.starts import free_port, wait_until
+from tests.starts import ROOT, free_port, wait_until
 from tests.test_resize import BOUND, SIZES, apart
 from train.watching.metrics import METRICS, read_metrics
-
-ROOT = Path(__file__).parents[1]
 
 
 def flags(data, save):

@@ -3,15 +3,12 @@
 import os
 import re
 import shlex
-import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
 
-from tests.starts import PATIENCE
+from tests.starts import ROOT, ended
 
-ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ("data", "digits", "images", "logging", "dev")
 
 
@@ -34,7 +31,7 @@ def planned(target, folder, *variables, status=0):
     own = ("MAKE", "MFLAGS", "PY", "VENV", "RUN", "CONFIG", "NPROC", "ARGS", "EXTRAS", "TORCH")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     command = ["make", "--dry-run", target, f"VENV={folder}", *variables]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = ended(command, inherited=environment)
     assert done.returncode == status, done.stderr
     return done.stderr if status else done.stdout
 

@@ -12,13 +12,12 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 
+from tests.starts import ROOT
 from tests.test_docs import anchor
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = [*sorted((ROOT / "docs" / "evidence").glob("*.md")), ROOT / "docs" / "tasks" / "papers.md"]
 NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+"

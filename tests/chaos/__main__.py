@@ -32,10 +32,10 @@ from runtime.files import LOCK, write_text
 from runtime.machine import describe, in_words
 from runtime.progress import clock_time
 from tests.chaos.victim import HOOKS, PLAN, marked
+from tests.starts import ROOT
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from train.watching.metrics import METRICS, read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
 ON_ANY_RANK = ("shard", "asynchronous shard", "asynchronous staging", "fsync", "random")
 LAST, RANKS, PATIENCE, ORPHANED = 40, 4, 900.0, 5.0

@@ -11,6 +11,7 @@ from checkpoint.search import find_checkpoint
 from data.text.prepare import Request, prepare
 from runtime.errors import DataError
 from tests.parallel.tiny import build, save, train
+from tests.starts import ended
 from train.config.flags import ConfigError
 from train.watching.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 
@@ -22,8 +23,7 @@ def disk(tmp_path):
     """A file system of ``SIZE`` bytes; it needs root, as every mount does."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
-    mounted = subprocess.run(mounting, capture_output=True, text=True)
+    mounted = ended(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", folder])
     if mounted.returncode:
         pytest.skip(f"a file system of its own cannot be mounted here: {mounted.stderr.strip()}")
     try:

@@ -8,7 +8,6 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -16,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tools.common.report import write_records
 
 
-def main(file: Path, program: str) -> None:
+def main(file, program):
     """Run the program; after each step write the most bytes yet, and its launches, waits and copies to the host."""
     counts, before = (ctypes.c_long * 3)(), [0, 0, 0]
 
-    def told(*_: Any) -> None:
+    def told(*_):
         ctypes.CDLL(None).stub_counts(counts)
         of_step = (now - then for now, then in zip(counts, before, strict=True))
         found = dict(zip(("launches", "waits", "copies"), of_step, strict=True))

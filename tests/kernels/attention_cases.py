@@ -5,14 +5,12 @@ Run as a program, it prints those of Triton's interpreter, which must be chosen 
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
+from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.merge import merge_
 from kernels.tiles import add_gradients_, attend_tiles_
@@ -23,11 +21,11 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 SCALE = 0.2
 
 
-def tile(q0: int, q1: int, k0: int, k1: int, kind: str) -> Tile:
+def tile(q0, q1, k0, k1, kind):
     return Tile(slice(q0, q1), slice(k0, k1), kind)
 
 
-def of_mask(tokens: int, reach: tuple[int | None, int | None], documents: tuple[int, ...] = ()) -> tuple[Tile, ...]:
+def of_mask(tokens, reach, documents=()):
     """The tiles of a window (before, behind), within documents that end at these tokens."""
     held = pieces([Stride(0, tokens)], 1, documents)
     return tiles(held, held, 1, reach)
@@ -58,7 +56,7 @@ CASES = {
 }
 
 
-def inputs(case: Case, device: str) -> list[Tensor]:
+def inputs(case, device):
     """q, k, v and dout, slices of longer tensors."""
     generator = torch.Generator().manual_seed(3)
     sides = zip((0, 1, 1, 0), (0, 1, 1, 0), strict=True)
@@ -67,13 +65,7 @@ def inputs(case: Case, device: str) -> list[Tensor]:
     return [x.to(device, getattr(torch, case.dtype))[:, 2:] for x in drawn]
 
 
-def folded(
-    backend: AttentionBackend,
-    given: Sequence[Tensor],
-    calls: Sequence[Sequence[Tile]],
-    scale: float,
-    wide: torch.dtype = torch.float32,
-) -> list[Tensor]:
+def folded(backend, given, calls, scale, wide=torch.float32):
     """The tensors in ``NAMES`` from q, k, v and dout; tiles of each call continue from the calls before."""
     q, k, v, dout = given
     out = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -86,7 +78,7 @@ def folded(
     return [out, lse, dq, dk, dv]
 
 
-def truth(case: Case, device: str, kinds: Callable[[Tile], str] = lambda tile: tile.kind) -> list[Tensor]:
+def truth(case, device, kinds=lambda tile: tile.kind):
     """The same in float64 from all pairs; 0 and -inf in a row without keys."""
     *leaves, dout = (x.double() for x in inputs(case, device))
     q, k, v = leaves = [x.requires_grad_() for x in leaves]
@@ -102,7 +94,7 @@ def truth(case: Case, device: str, kinds: Callable[[Tile], str] = lambda tile: t
     return [out.detach(), scores.detach().logsumexp(-1), *torch.autograd.grad(out, leaves, dout)]
 
 
-def error(got: Tensor, want: Tensor) -> float:
+def error(got, want):
     """The largest difference, relative to the largest value or 1; infinite where one has keys and the other none."""
     if not torch.equal(torch.isneginf(got), torch.isneginf(want)):
         return torch.inf
@@ -110,14 +102,14 @@ def error(got: Tensor, want: Tensor) -> float:
     return ((got - want).abs().max() / want.abs().max().clamp(min=1)).item()
 
 
-def errors(case: Case, device: str = "cpu") -> dict[str, float]:
+def errors(case, device="cpu"):
     """Each result's."""
     given = inputs(case, device)
     found = folded(select_backend("triton", device, given[0].dtype), given, case.calls, SCALE)
     return {name: error(*pair) for name, pair in zip(NAMES, zip(found, truth(case, device), strict=True), strict=True)}
 
 
-def block_error(kind: str, device: str = "cpu") -> float:
+def block_error(kind, device="cpu"):
     """The largest of a block alone, which continues from nothing."""
     case = Case(((tile(0, 35, 0, 35, kind),),), (35, 35))
     q, k, v, dout = inputs(case, device)
@@ -127,7 +119,7 @@ def block_error(kind: str, device: str = "cpu") -> float:
     return max(error(*pair) for pair in zip(found, truth(case, device), strict=True))
 
 
-def merge_error(device: str = "cpu") -> float:
+def merge_error(device="cpu"):
     """The largest difference of the merge in one launch from its twin, into a slice, some rows without keys."""
     from kernels.triton import pointwise
 
@@ -142,16 +134,16 @@ def merge_error(device: str = "cpu") -> float:
     return max(error(a, b) for a, b in zip((out, lse), want, strict=True))
 
 
-def main() -> None:
+def main():
     """Print the errors, with blocks of 16 tokens, and that of a band that is a token too wide."""
     from kernels.triton import tiled, work
 
-    small: Any = {256: tiled.Blocking(16, 16, 4, 1)}
+    small = {256: tiled.Blocking(16, 16, 4, 1)}
     with (
         patch.object(tiled, "EXACT", small[256]),
         patch.object(tiled, "BLOCKINGS", dict.fromkeys(tiled.BLOCKINGS, small)),
     ):
-        found: dict[str, Any] = {"errors": {name: errors(case) for name, case in CASES.items()}}
+        found = {"errors": {name: errors(case) for name, case in CASES.items()}}
         found |= {"block": block_error(ANTI), "merge": merge_error()}
         exact = work._band
         with patch.object(work, "_band", lambda *given: (*(band := exact(*given))[:5], band[5] + 1)):

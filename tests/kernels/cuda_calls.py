@@ -5,13 +5,10 @@ aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp and attention.c
 """
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Self
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
@@ -29,30 +26,30 @@ class CudaCalls:
     A dispatch mode would see all other operators too, which takes twice as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = Counter[str]()
         self._patches = ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         for name in (*FORWARD, *BACKWARD):
             own = name.removeprefix("aten::")
             self._patches.enter_context(patch.object(aten, own, _Checked(name, getattr(aten, own), self.calls)))
         return self
 
-    def __exit__(self, *of: Any) -> None:
+    def __exit__(self, *of):
         self._patches.close()
 
 
 class _Checked:
     """An operator whose calls are checked and counted."""
 
-    def __init__(self, name: str, plain: Any, calls: Counter[str]) -> None:
+    def __init__(self, name, plain, calls):
         self.name, self.plain, self.calls = name, plain, calls
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.plain, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         found, named = self.plain(*args, **kwargs), _named(self.plain.default, args, kwargs)
         q, k, v = named["qkv"]
         if self.name in FORWARD:
@@ -66,15 +63,13 @@ class _Checked:
         return found
 
 
-def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _named(func, args, kwargs):
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
     assert named.get("scale") is not None, "the kernel's own scale is that of padded heads"
     return named | {"qkv": (named["query"], named["key"], named["value"])}
 
 
-def _check(
-    layout: str, named: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, given: bool
-) -> None:
+def _check(layout, named, q, k, v, out, lse, given):
     """q, k, v and out ``[B, H, T, D]``, or packed ``[R, H, D]``; lse ``[B, H, T]``, cuDNN's one more, or ``[H, R]``."""
     rows, head = (0, 1) if layout == "packed" else (2, 1)
     for x, what in ((q, "q"), (k, "k"), (v, "v")):
@@ -99,7 +94,7 @@ def _check(
         assert most == lengths if layout != "packed" else all(0 < a <= b for a, b in zip(most, lengths, strict=True))
 
 
-def _check_rows(x: Tensor, q: Tensor, what: str, like: Tensor | None = None) -> None:
+def _check_rows(x, q, what, like=None):
     assert x.dtype == q.dtype, f"{what} is {x.dtype} beside {q.dtype}"
     assert x.dtype in HALVES, f"{what} is {x.dtype}"
     assert x.stride(-1) == 1, f"channels of {what} have stride {x.stride(-1)}"
@@ -109,7 +104,7 @@ def _check_rows(x: Tensor, q: Tensor, what: str, like: Tensor | None = None) -> 
         assert x.shape == like.shape, f"{what} is {x.shape}"
 
 
-def _check_gradients(gradients: tuple[Tensor, ...], dout: Tensor, inputs: tuple[Tensor, ...]) -> None:
+def _check_gradients(gradients, dout, inputs):
     """The tensors that a backward writes into fit the inputs."""
     _check_rows(dout, inputs[0], "dout")
     for gradient, of in zip(gradients, inputs, strict=True):
@@ -117,18 +112,18 @@ def _check_gradients(gradients: tuple[Tensor, ...], dout: Tensor, inputs: tuple[
 
 
 def flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, Tensor, None, None]:
+    q,
+    k,
+    v,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    return_softmax,
+):
     """The shape function of flash-attn 2.7 and 2.8, which takes ``[B, T, H, D]`` and returns lse ``[B, H, T]``."""
     assert (dropout_p, window_size_left, window_size_right, softcap, return_softmax) == (0, -1, -1, 0, False)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -138,25 +133,25 @@ def flash_attn_forward(
 
 
 def flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> None:
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+):
     """The backward's, which writes into dq, dk and dv."""
     assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
     named = {"is_causal": causal, "max_q": q.shape[1], "max_k": k.shape[1]}
@@ -164,7 +159,7 @@ def flash_attn_backward(
     _check_gradients((dq, dk, dv), dout, (q, k, v))
 
 
-def flash_attn_3_forward(q: Tensor, k: Tensor, v: Tensor, *, num_splits: int, **given: Any) -> tuple[Tensor, ...]:
+def flash_attn_3_forward(q, k, v, *, num_splits, **given):
     """The shape function of flash-attn 3, dense as above or packed, which returns lse ``[H, R]``."""
     assert num_splits == 1
     layout, named, heads = _of_3(given)
@@ -174,7 +169,7 @@ def flash_attn_3_forward(q: Tensor, k: Tensor, v: Tensor, *, num_splits: int, **
     return out, lse, q.new_empty(0), q.new_empty(0)
 
 
-def flash_attn_3_backward(*tensors: Tensor, **given: Any) -> None:
+def flash_attn_3_backward(*tensors, **given):
     """The backward's, which writes into dq, dk and dv."""
     dout, q, k, v, out, softmax_lse, dq, dk, dv = tensors
     layout, named, heads = _of_3(given)
@@ -184,7 +179,7 @@ def flash_attn_3_backward(*tensors: Tensor, **given: Any) -> None:
     _check_gradients((dq, dk, dv), dout, (q, k, v))
 
 
-def _of_3(given: dict[str, Any]) -> tuple[str, dict[str, Any], Callable[[Tensor], Tensor]]:
+def _of_3(given):
     """The arguments of version 3 by torch's names, and the layout of its tokens."""
     names = {"max_seqlen_q": "max_q", "max_seqlen_k": "max_k", "cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k"}
     assert given["softmax_scale"] is not None

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from kernels import reference
 from kernels.linear_attention import linear_attention
@@ -66,13 +65,13 @@ CUT_FAR = [
 ]
 
 
-def inputs(case: Case) -> tuple[list[Tensor], list[Tensor]]:
+def inputs(case):
     """q, k, v, state, and the gradients of out and final; states in float32 or wider."""
     generator = torch.Generator().manual_seed(case.length)
     heads, dtype = len(case.decays), getattr(torch, case.dtype)
     wide = torch.promote_types(dtype, torch.float32)
 
-    def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+    def draw(*shape, dtype=dtype):
         return torch.randn(case.batch, *shape, generator=generator, dtype=torch.float64).to(dtype)
 
     keys, values = (case.length, heads, case.width), (case.length, heads, case.value_width)
@@ -81,7 +80,7 @@ def inputs(case: Case) -> tuple[list[Tensor], list[Tensor]]:
     return leaves, [draw(*values), draw(*state, dtype=wide)]
 
 
-def results(case: Case, backend: str, dtype: torch.dtype | None = None, device: str = "cpu") -> list[Tensor]:
+def results(case, backend, dtype=None, device="cpu"):
     """The tensors in ``NAMES`` by a backend; with a dtype, from inputs of that dtype."""
     leaves, gradients = ([x.to(device, dtype or x.dtype) for x in group] for group in inputs(case))
     leaves = [x.requires_grad_() for x in leaves]
@@ -91,7 +90,7 @@ def results(case: Case, backend: str, dtype: torch.dtype | None = None, device: 
     return [*found, *torch.autograd.grad(found, leaves, matching)]
 
 
-def errors(case: Case, backend: str, device: str = "cpu") -> dict[str, float]:
+def errors(case, backend, device="cpu"):
     """Each result's error against the reference in float64."""
     if backend == "triton":
         from kernels import linear_scan
@@ -101,7 +100,7 @@ def errors(case: Case, backend: str, device: str = "cpu") -> dict[str, float]:
 
 
 @cache
-def naive_errors(case: Case) -> dict[str, float]:
+def naive_errors(case):
     """The same of the naive form computed in the case's own dtype."""
     leaves, gradients = inputs(case)
     leaves = [x.to(leaves[0].dtype).requires_grad_() for x in leaves]
@@ -110,7 +109,7 @@ def naive_errors(case: Case) -> dict[str, float]:
     return _compared([*found, *torch.autograd.grad(found, leaves, gradients)], case)
 
 
-def within_bounds(case: Case, found: dict[str, float]) -> bool:
+def within_bounds(case, found):
     """Return whether errors are within ``BOUND`` in float32, in bfloat16 within twice the naive form's."""
     if case.dtype == "float32":
         return max(found.values()) <= BOUND
@@ -118,20 +117,20 @@ def within_bounds(case: Case, found: dict[str, float]) -> bool:
 
 
 @cache
-def _truth(case: Case) -> list[Tensor]:
+def _truth(case):
     return results(case, "reference", torch.float64)
 
 
-def _compared(got: list[Tensor], case: Case) -> dict[str, float]:
+def _compared(got, case):
     return {name: error(a.double(), b) for name, a, b in zip(NAMES, got, _truth(case), strict=True)}
 
 
-def error(a: Tensor, b: Tensor) -> float:
+def error(a, b):
     """The relative difference of a from b, see above."""
     return max(((a - b).norm() / b.norm()).item(), ((a - b).abs().max() / b.abs().max()).item())
 
 
-def main() -> None:
+def main():
     """Print the errors of all cases, those with a fault each, and of outputs in both widths."""
     if sys.argv[1:] == ["far"]:
         json.dump({"errors": [errors(case, "triton") for case in (*FAR, *CUT_FAR)]}, sys.stdout)
@@ -150,7 +149,7 @@ def main() -> None:
     json.dump({"errors": found, "faults": _faults(fused), "widths": widths, "alone": alone}, sys.stdout)
 
 
-def _faults(fused: Any) -> dict[str, dict[str, float]]:
+def _faults(fused):
     """The errors with a fault each: decays wrong by a hundredth, none from segment to segment, documents not apart."""
     rates_of, carry, segments_of = fused.rates_of, fused.carry_kernel, fused.segments_of
     cut = Case(70, documents=(0, 33, 70), decays=(0.99,), programs=4)
@@ -166,7 +165,7 @@ def _faults(fused: Any) -> dict[str, dict[str, float]]:
     return found
 
 
-def _joined(bounds: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+def _joined(bounds, steps):
     """The same without starts of documents."""
     return bounds, steps * torch.tensor([[1], [0]], dtype=torch.int32)
 
@@ -176,7 +175,7 @@ class _Undecayed(NamedTuple):
 
     kernel: Any
 
-    def __getitem__(self, grid: Any) -> Any:
+    def __getitem__(self, grid):
         return lambda states, state, final, rates, *rest, **flags: self.kernel[grid](
             states, state, final, 0 * rates, *rest, **flags
         )

@@ -15,7 +15,7 @@ from tests.kernels.attention_cases import error
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def rotary_error(dtype: torch.dtype, device: str = "cpu", width: int = 20) -> float:
+def rotary_error(dtype, device="cpu", width=20):
     """The largest of the rotation in one launch, and of its gradient, of a slice whose tokens are its third dimension.
 
     Angles are each sequence's own, or those of all, with and without a first dimension.
@@ -36,7 +36,7 @@ def rotary_error(dtype: torch.dtype, device: str = "cpu", width: int = 20) -> fl
     return worst
 
 
-def gate_errors(dtype: torch.dtype, device: str = "cpu", faulty: bool = False) -> list[float]:
+def gate_errors(dtype, device="cpu", faulty=False):
     """The errors of the gate in one launch and of both gradients, on numbers that no block divides.
 
     With ``faulty``, up and gate are in each other's place.
@@ -55,7 +55,7 @@ def gate_errors(dtype: torch.dtype, device: str = "cpu", faulty: bool = False) -
     return [error(a, b) for a, b in zip(found, want, strict=True)]
 
 
-def main() -> None:
+def main():
     """Print the errors, and those of two faults."""
     found = {f"rotary {name}": rotary_error(dtype) for name, dtype in DTYPES.items()}
     found |= {f"gate {name}": max(gate_errors(dtype)) for name, dtype in DTYPES.items()}

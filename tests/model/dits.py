@@ -13,7 +13,7 @@ VIDEO = DiTConfig(
 )
 
 
-def random_dit(config: DiTConfig) -> DiT:
+def random_dit(config):
     """Build a DiT of weights far from zero, so that zeros hide no error."""
     model, generator = DiT(config), torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -1,12 +1,9 @@
 """Small language models of every kind, and their weights as training leaves them, for the tests of these."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from model.base import LanguageModel
 from model.config import ModelConfig
 from model.registry import build_model
 
@@ -18,17 +15,17 @@ HYBRID = replace(TRANSNORMER, softmax_every=2)
 KINDS = [LLAMA, GPT, TRANSNORMER, LINEAR]
 
 
-def tied(config: ModelConfig) -> ModelConfig:
+def tied(config):
     return replace(config, untie_embeddings_and_output_weights=False)
 
 
-def built(config: ModelConfig, seed: int = 1, attend: Any = None) -> LanguageModel:
+def built(config, seed=1, attend=None):
     model = build_model(config, attend)
     model.init_weights(seed)
     return model
 
 
-def used(config: ModelConfig, attend: Any = None, dtype: torch.dtype = torch.float32) -> LanguageModel:
+def used(config, attend=None, dtype=torch.float32):
     """Biases and norms as training leaves them: not 0 and 1."""
     model, generator = built(config, attend=attend), torch.Generator().manual_seed(2)
     for parameter in model.parameters():
@@ -37,5 +34,5 @@ def used(config: ModelConfig, attend: Any = None, dtype: torch.dtype = torch.flo
     return model.to(dtype)
 
 
-def tokens(length: int = 12, vocabulary: int = 40) -> Tensor:
+def tokens(length=12, vocabulary=40):
     return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(3))

@@ -2,7 +2,6 @@
 
 import csv
 import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ from model.dit import (
 )
 from model.dit_config import DiTConfig
 from tests.model.dits import IMAGE, VIDEO, random_dit
+from tests.starts import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 with (ROOT / "papers" / "tables" / "dit_sizes.csv").open() as table:
     PUBLISHED = list(csv.DictReader(line for line in table if not line.startswith("#")))
 CONFIGS = {"dit_s_2": 32_865_056, "dit_b_2": 130_315_808, "dit_l_2": 457_840_672, "dit_xl_2": 674_834_720}

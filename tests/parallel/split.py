@@ -1,9 +1,6 @@
 """A small model on any mesh of data, context and tensor parallel ranks, and one step of it, for the tests of these."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +9,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from checkpoint.api import load_checkpoint
 from kernels.loss import cross_entropy_sum
-from model.attention import Attend, HybridAttention, LinearAttend, sdpa
-from model.base import LanguageModel, initial_weight
+from model.attention import sdpa
+from model.base import initial_weight
 from model.config import ModelConfig
 from model.registry import build_model
-from parallel.context import ContextConfig, ContextParallel, context_parallel
+from parallel.context import ContextConfig, context_parallel
 from parallel.context.config import HybridConfig
 from parallel.data import (
     DataParallelConfig,
@@ -26,11 +23,10 @@ from parallel.data import (
     shard_model,
     sharding_mesh,
 )
-from parallel.mesh import Mesh, MeshConfig, distributed_mesh
+from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
 from planner.choice import with_layout
-from runtime.tensors import Part
 from tests.parallel.tiny import ARCHITECTURE, equal, save, whole_tensors
 from tests.parallel.whole import gradients_of, weights_of
 from train.attention import context_of
@@ -47,7 +43,7 @@ PLAIN = RecomputeConfig()
 RING = HybridConfig()
 
 
-def config(tied: bool = False, **changes: Any) -> ModelConfig:
+def config(tied=False, **changes):
     """A LLaMA unless `changes` has another model_type."""
     sizes = {
         "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
@@ -56,18 +52,18 @@ def config(tied: bool = False, **changes: Any) -> ModelConfig:
     return ModelConfig(**{**sizes, **changes})
 
 
-def mesh_config(tp: int = 1, cp: int = 1) -> MeshConfig:
+def mesh_config(tp=1, cp=1):
     return MeshConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, device="cpu")
 
 
-def weight_of(model_config: ModelConfig, name: str, shape: Sequence[int], part: Part = ()) -> Tensor:
+def weight_of(model_config, name, shape, part=()):
     """Initial weights, but for biases and sinks, which near 0 would hide what is done with them."""
     return initial_weight(model_config, name.replace("bias", "bias.matrix"), shape, SEED, part) * (
         50 if name.endswith("sinks") else 1
     )
 
 
-def plain(model_config: ModelConfig, attend: Attend | LinearAttend | HybridAttention = sdpa) -> LanguageModel:
+def plain(model_config, attend=sdpa):
     """In one process."""
     model = build_model(model_config, attend)
     with torch.no_grad():
@@ -76,14 +72,7 @@ def plain(model_config: ModelConfig, attend: Attend | LinearAttend | HybridAtten
     return model
 
 
-def build(
-    mesh: Mesh,
-    model_config: ModelConfig,
-    recompute: RecomputeConfig = PLAIN,
-    data_parallel: DataParallelConfig = ZERO3,
-    method: str = "zigzag",
-    hybrid: HybridConfig = RING,
-) -> tuple[LanguageModel, ContextParallel]:
+def build(mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, method="zigzag", hybrid=RING):
     """As the entry script does."""
     cp, attend = context(mesh, model_config, method, hybrid)
     with torch.device("meta"):
@@ -96,16 +85,14 @@ def build(
     return model, cp
 
 
-def context(
-    mesh: Mesh, model_config: ModelConfig, method: str, hybrid: HybridConfig = RING
-) -> tuple[ContextParallel, Attend | LinearAttend | HybridAttention]:
+def context(mesh, model_config, method, hybrid=RING):
     """The context-parallel dimension and the attention of the model; ``hybrid`` is for its softmax layers, if any."""
     group = mesh.cp.get_group()
     if model_config.softmax_every is not None:
         run = Config(
             model=model_config,
             mesh=mesh_config(mesh.tp.size(), mesh.cp.size()),
-            context=ContextConfig(context_parallel_method=method),  # type: ignore[arg-type]
+            context=ContextConfig(context_parallel_method=method),
             hybrid=hybrid,
             train=TrainConfig(seq_length=LENGTH),
         )
@@ -114,7 +101,7 @@ def context(
     return cp, cp.attend_linear if model_config.linear_attention else cp.attend
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data():
     """Tokens and labels [B, S]; the sequences carry unequal numbers of labels."""
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(SEED))
     labels = tokens[:, 1:].clone()
@@ -132,7 +119,7 @@ class Step:
     gradients: dict[str, Tensor]
 
 
-def whole_step(model_config: ModelConfig, model: LanguageModel | None = None) -> Step:
+def whole_step(model_config, model=None):
     """One process, plain modules; with the weights of ``model`` where it is given."""
     model = model or plain(model_config)
     tokens, labels = data()
@@ -141,22 +128,15 @@ def whole_step(model_config: ModelConfig, model: LanguageModel | None = None) ->
     return Step(loss.item(), weights_of(model), gradients_of(model))
 
 
-def own_batch(mesh: Mesh, cp: ContextParallel) -> tuple[Tensor, Tensor]:
+def own_batch(mesh, cp):
     """This rank's tokens and labels [B / dp, T]."""
     tokens, labels = (part.chunk(mesh.dp.size())[mesh.dp.get_local_rank()] for part in data())
     return cp.shard(tokens, 1), cp.shard(labels, 1, pad_value=-100)
 
 
 def split_step(
-    mesh: Mesh,
-    model_config: ModelConfig,
-    recompute: RecomputeConfig = PLAIN,
-    data_parallel: DataParallelConfig = ZERO3,
-    *,
-    local_mean: bool = False,
-    method: str = "zigzag",
-    hybrid: HybridConfig = RING,
-) -> tuple[LanguageModel, Step]:
+    mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, *, local_mean=False, method="zigzag", hybrid=RING
+):
     """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
     model, cp = build(mesh, model_config, recompute, data_parallel, method, hybrid)
     weights = weights_of(model)
@@ -169,37 +149,26 @@ def split_step(
     return model, Step(summed(loss, mesh), weights, gradients_of(model))
 
 
-def summed(loss: Tensor, mesh: Mesh) -> float:
+def summed(loss, mesh):
     """The sum of the ranks' parts of a loss; collective."""
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh.dp_cp.get_group())
     return total.item()
 
 
-def keep_parts() -> None:
+def keep_parts():
     """Break this process: gradients of what is whole on every tp rank are left as each rank's part."""
     redistribute = DTensor.redistribute
 
-    def redistributed(self: DTensor, *args: Any, placements: Any, **kwargs: Any) -> DTensor:
+    def redistributed(self, *args, placements, **kwargs):
         if self.placements == (Partial(),) and tuple(placements) == (Replicate(),):
             return DTensor.from_local(self.to_local(), self.device_mesh, placements, run_check=False)
         return redistribute(self, *args, placements=placements, **kwargs)
 
-    DTensor.redistribute = redistributed  # type: ignore[method-assign, assignment]
+    DTensor.redistribute = redistributed
 
 
-def train_and_save(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    tp: int,
-    cp: int,
-    load: Path | None,
-    data_parallel: DataParallelConfig = ZERO3,
-    *,
-    model_config: ModelConfig | None = None,
-    method: str = "zigzag",
-) -> dict[str, Tensor]:
+def train_and_save(rank, world_size, folder, tp, cp, load, data_parallel=ZERO3, *, model_config=None, method="zigzag"):
     """Load or train two steps, save, and return everything in full."""
     with distributed_mesh(mesh_config(tp, cp)) as mesh:
         model, cp_ranks = build(mesh, model_config or config(), data_parallel=data_parallel, method=method)
@@ -217,13 +186,13 @@ def train_and_save(
         return whole_tensors(model, optimizer)
 
 
-def difference(got: Step, want: Step) -> float:
+def difference(got, want):
     """Largest difference of any element of any gradient."""
     assert got.gradients.keys() == want.gradients.keys()
     return max((got.gradients[name] - want.gradients[name]).abs().max().item() for name in want.gradients)
 
 
-def check_step(got: Step, want: Step, case: object = None) -> None:
+def check_step(got, want, case=None):
     """Assert that a step over ranks is that of one process."""
     assert abs(got.loss - want.loss) < LOSS, case
     assert difference(got, want) < GRADIENT, case

@@ -3,12 +3,8 @@
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import pytest
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,15 +15,15 @@ from parallel import offload
 class Stream:
     """A stream as a vector clock: how far it has seen every stream come."""
 
-    def __init__(self, name: str, device: "Device") -> None:
+    def __init__(self, name, device):
         self.name, self._device, self.seen = name, device, Counter({name: 1})
 
-    def record_event(self) -> tuple[str, Counter[str]]:
+    def record_event(self):
         event = self.name, self.seen.copy()
         self.seen[self.name] += 1
         return event
 
-    def wait_event(self, event: tuple[str, Counter[str]]) -> None:
+    def wait_event(self, event):
         source, seen = event
         self._device.log.append((self.name, f"waits for {source}"))
         if (self.name, source) != self._device.dropped:
@@ -41,44 +37,44 @@ class Device(TorchDispatchMode):
     It has nothing that the host could wait for.
     """
 
-    def __init__(self, dropped: tuple[str, str] | None = None) -> None:
+    def __init__(self, dropped=None):
         super().__init__()
         self.dropped, self.log, self.races = dropped, list[tuple[str, str]](), set[str]()
         self._uses: dict[int, dict[tuple[str, bool], int]] = {}
         self._names = iter(("out", "back"))
         self.compute = self._current = Stream("compute", self)
 
-    def Stream(self, device: torch.device) -> Stream:
+    def Stream(self, device):
         return Stream(next(self._names), self)
 
-    def current_stream(self, device: torch.device) -> Stream:
+    def current_stream(self, device):
         return self._current
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream):
         before, self._current = self._current, stream
         yield
         self._current = before
 
-    def _use(self, place: int, stream: Stream, writes: bool, what: str) -> None:
+    def _use(self, place, stream, writes, what):
         uses = self._uses[place]
         for (name, wrote), when in uses.items():
             if (writes or wrote) and stream.seen[name] < when:
                 self.races.add(f"{stream.name} {what} what {name} {'writes' if wrote else 'reads'}")
         uses[stream.name, writes] = stream.seen[stream.name]
 
-    def _free(self, place: int) -> None:
+    def _free(self, place):
         self._use(place, self.compute, True, "frees")
         del self._uses[place]
 
-    def _place(self, x: Tensor) -> int:
+    def _place(self, x):
         storage = x.untyped_storage()
         if storage._cdata not in self._uses:
             self._uses[storage._cdata] = {}
             weakref.finalize(storage, self._free, storage._cdata).atexit = False
         return storage._cdata
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, stream = kwargs or {}, self._current
         out = func(*args, **kwargs)
         self.log.append((stream.name, func.name()))
@@ -98,7 +94,7 @@ class Device(TorchDispatchMode):
 
 
 @contextmanager
-def streams(monkeypatch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> Iterator[Device]:
+def streams(monkeypatch, dropped=None):
     """Let copies run on a device's streams, one wait of which may be left out."""
     device = Device(dropped)
     with monkeypatch.context() as patch, device:

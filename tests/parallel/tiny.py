@@ -1,8 +1,5 @@
 """A tiny model, sharded or not, and its checkpoints, for the tests of these."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +15,7 @@ ARCHITECTURE = {"num_layers": 2, "sizes": (VOCABULARY, WIDTH)}
 
 
 class Tiny(nn.Module):
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied=False):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
@@ -27,14 +24,14 @@ class Tiny(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)  # (B, S, D)
         for layer in self.layers:
             x = x + torch.tanh(layer(x)) * self.scale[0]
         return self.head(x)  # (B, S, V)
 
 
-def build(seed: int, sharded: bool, tied: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(seed, sharded, tied=False):
     torch.manual_seed(seed)
     model = Tiny(tied)
     if sharded:
@@ -45,13 +42,13 @@ def build(seed: int, sharded: bool, tied: bool = False) -> tuple[nn.Module, torc
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+def loss_of(model, step):
     rank = dist.get_rank() if dist.is_initialized() else 0
     tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(100 * step + rank))
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+def train(model, optimizer, steps):
     losses = []
     for step in steps:
         loss = loss_of(model, step)
@@ -62,7 +59,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def whole_tensors(model, optimizer):
     """Everything that training depends on, by name and in full."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, parameter in model.named_parameters():
@@ -70,18 +67,18 @@ def whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return {name: full(value) for name, value in named.items()}
 
 
-def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def equal(left, right):
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
     )
 
 
-def save(folder: Path, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+def save(folder, iteration, model, optimizer):
     extra = {"consumed_samples": 4 * iteration}
     return save_checkpoint(folder, iteration, model, optimizer, architecture=ARCHITECTURE, extra=extra)
 
 
-def two_checkpoints(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+def two_checkpoints(folder):
     """Iterations 1 and 2 of a model in this process, without a process group."""
     model, optimizer = build(0, sharded=False)
     for iteration in (1, 2):
@@ -90,13 +87,13 @@ def two_checkpoints(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def flip_a_byte(folder: Path, name: str = "__0_0.distcp") -> None:
+def flip_a_byte(folder, name="__0_0.distcp"):
     path = folder / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def rewrite_manifest(folder: Path, **changes: Any) -> None:
+def rewrite_manifest(folder, **changes):
     """Forge a manifest whose checksums are right."""
     write_manifest(folder, Manifest(**{**vars(read_manifest(folder)), **changes}))

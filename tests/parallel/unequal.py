@@ -1,17 +1,16 @@
 """A small LLaMA under any data-parallel strategy, its ranks with unequal numbers of tokens, for the tests of these."""
 
 import math
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from kernels.loss import cross_entropy_sum
-from model.base import LanguageModel, initial_weight
+from model.base import initial_weight
 from model.config import ModelConfig
 from model.llama import Llama
 from model.registry import build_model
-from parallel.data import DataParallelConfig, Strategy, init_parameters, shard_model, sharding_mesh
+from parallel.data import DataParallelConfig, init_parameters, shard_model, sharding_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
@@ -20,21 +19,13 @@ VALID = (LENGTH, 2, 5, 0)
 """Tokens that carry loss on each rank."""
 
 
-def whole_model() -> Llama:
+def whole_model():
     model = Llama(CONFIG)
     model.init_weights(SEED)
     return model
 
 
-def sharded(
-    world_size: int,
-    bf16: bool = False,
-    strategy: Strategy = "zero3",
-    copies: int = 1,
-    prefetch: bool = False,
-    config: ModelConfig = CONFIG,
-    granularity: Any = "none",
-) -> LanguageModel:
+def sharded(world_size, bf16=False, strategy="zero3", copies=1, prefetch=False, config=CONFIG, granularity="none"):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
     given = DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
     with torch.device("meta"):
@@ -48,7 +39,7 @@ def sharded(
     return model
 
 
-def batch(rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rank, micro=0):
     """Tokens and labels [1, S] of a rank, some without loss."""
     generator = torch.Generator().manual_seed(100 * micro + rank)
     tokens = torch.randint(CONFIG.vocabulary, (1, LENGTH + 1), generator=generator)
@@ -57,16 +48,16 @@ def batch(rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], labels
 
 
-def loss_sum(model: LanguageModel, rank: int, micro: int = 0) -> torch.Tensor:
+def loss_sum(model, rank, micro=0):
     tokens, labels = batch(rank, micro)
     return cross_entropy_sum(model(tokens), labels)[0]
 
 
-def gradient_norm_of(gradients: dict[str, torch.Tensor]) -> float:
+def gradient_norm_of(gradients):
     return math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
 
 
-def difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+def difference(got, want):
     """Largest over the parameters, relative to the parameter's gradient."""
     assert got.keys() == want.keys()
     return max(((got[name] - want[name]).norm() / want[name].norm()).item() for name in want)

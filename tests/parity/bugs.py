@@ -1,17 +1,12 @@
 """Bugs of composition, each planted in a process before it trains, as a user's change of the code would."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import model.base
 import parallel.data
-from data.loader import Batch, Batching, Samples
 from kernels import strips
 from model.layers import Rotary
 from parallel.context import api, plan
@@ -20,29 +15,28 @@ from parallel.context.executor import Executor
 from parallel.context.linear.state import StateExecutor
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.tensor import styles
-from runtime.tensors import Part
 from train import loop, optim
 from train.batches import Batches
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
 
 
-def mask_shifted() -> None:
+def mask_shifted():
     """A query sees one key of its future."""
     tiles = plan.tiles
     plan.tiles = lambda q, k, stride, reach: tiles(q, k, stride, (reach[0], reach[1] + 1))
 
 
-def window_ignored() -> None:
+def window_ignored():
     attend = api.SoftmaxAttention.__call__
     api.SoftmaxAttention.__call__ = lambda self, *of, window=None, **more: attend(self, *of, **more)
 
 
-def no_sum_over_tp() -> None:
+def no_sum_over_tp():
     """Each rank keeps its own tokens of its own partial sum; embeddings, of which one rank has each, stay right."""
     scattered = styles.scattered
 
-    def own(part: Tensor, mesh: DeviceMesh) -> DTensor:
+    def own(part, mesh):
         if "Where" in type(part.grad_fn).__name__:
             return scattered(part, mesh)
         chunk = part.chunk(mesh.size(), part.ndim - 2)[mesh.get_local_rank()]
@@ -51,20 +45,20 @@ def no_sum_over_tp() -> None:
     styles.scattered = own
 
 
-def norm_counted_twice() -> None:
+def norm_counted_twice():
     optim.untracked_replicas = lambda *_: 1
 
 
-def positions_not_passed() -> None:
+def positions_not_passed():
     """Each rank counts its own tokens from 0."""
     model.base.Rotary = lambda positions, *more: Rotary(torch.arange(positions.shape[-1]), *more)
 
 
-def label_lost() -> None:
+def label_lost():
     """The last token of each rank, whose label is another rank's token, has none."""
     local = NextToken.local
 
-    def without(self: NextToken, batch: Any) -> Any:
+    def without(self, batch):
         found = local(self, batch)
         found["labels"][:, -1] = -100
         return found
@@ -72,105 +66,105 @@ def label_lost() -> None:
     NextToken.local = without
 
 
-def state_not_passed() -> None:
+def state_not_passed():
     """Linear attention drops what the ranks before have seen."""
     passed = StateExecutor._pass_states
 
-    def dropped(self: StateExecutor, *of: Any, reverse: bool) -> Any:
+    def dropped(self, *of, reverse):
         results, state, finish = passed(self, *of, reverse=reverse)
         return results, state if reverse else None, finish
 
     StateExecutor._pass_states = dropped
 
 
-def last_round_skipped() -> None:
+def last_round_skipped():
     visits = Whole.visits
 
-    def fewer(self: Whole) -> Any:
+    def fewer(self):
         for i, tiles, held in visits(self):
             yield i, () if i == len(self._rounds) - 1 else tiles, held
 
     Whole.visits = fewer
 
 
-def merged_alike() -> None:
+def merged_alike():
     """Two blocks count the same, however much a query attends to each."""
     merge = strips.merge_
     strips.merge_ = lambda out, lse, part, part_lse: merge(out, lse, part, lse.clone())
 
 
-def gradient_halved() -> None:
+def gradient_halved():
     """Attention's backward loses half of the gradient of its values."""
     backward = Executor.backward
 
-    def partly(self: Executor, *of: Any) -> Any:
+    def partly(self, *of):
         dq, dk, dv = backward(self, *of)
         return dq, dk, dv / 2
 
     Executor.backward = partly
 
 
-def layer_not_reduced() -> None:
+def layer_not_reduced():
     """Make legacy_ddp skip the second layer's gradients."""
     finish = optim.finish_gradients
 
-    def some(model: nn.Module, mesh: DeviceMesh, strategy: parallel.data.Strategy) -> None:
+    def some(model, mesh, strategy):
         reduced = [p for name, p in model.named_parameters() if not name.startswith("layers.1.")]
         finish(nn.ParameterList(reduced), mesh, strategy)
 
     optim.finish_gradients = some
 
 
-def local_means() -> None:
+def local_means():
     """Divide by each rank's own number of valid tokens, and average the means."""
     take = Batches.take
 
-    def local(self: Batches, steps: Any) -> Any:
+    def local(self, steps):
         taken = take(self, steps)
         if taken is None:
             return None
         own = sum(int(batch["count"]) for batch in taken.micro_batches)
         return taken._replace(valid=own * self._run.mesh.dp_cp.size())
 
-    Batches.take = local  # type: ignore[method-assign]
+    Batches.take = local
 
 
-def alike_shards() -> None:
+def alike_shards():
     """Start every rank's shard with the values of the first."""
 
-    def first(parameter: DTensor) -> tuple[Tensor, Part]:
+    def first(parameter):
         own = parameter.to_local()
         return own, tuple(slice(0, length) for length in own.shape)
 
     parallel.data.own_part = first
 
 
-def stage_without_norm() -> None:
+def stage_without_norm():
     """Leave most parameters of all but the first stage out of the gradient norm."""
     parameters = PipelineRunner.parameters
 
-    def some(self: PipelineRunner) -> dict[str, nn.Parameter]:
+    def some(self):
         return {name: p for name, p in parameters(self).items() if 0 in self.own or name == "norm.weight"}
 
-    PipelineRunner.parameters = some  # type: ignore[method-assign]
+    PipelineRunner.parameters = some
 
 
-def noise_of_ranks() -> None:
+def noise_of_ranks():
     """Make the noise depend on the rank that draws it."""
     drawn = Denoising._drawn
-    Denoising._drawn = lambda self, sample: drawn(self, 1000 * dist.get_rank() + sample)  # type: ignore[method-assign]
+    Denoising._drawn = lambda self, sample: drawn(self, 1000 * dist.get_rank() + sample)
 
 
-def copies_left_alone() -> None:
+def copies_left_alone():
     """Do not sum the gradients of parameters that several pipeline stages hold."""
-    PipelineRunner._sum_copies = lambda *_: None  # type: ignore[method-assign]
+    PipelineRunner._sum_copies = lambda *_: None
 
 
-def samples_skipped() -> None:
+def samples_skipped():
     """Start two samples too late; one alone might be the fully masked one, replaced by another such one."""
     batches = loop.batches
 
-    def later(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
+    def later(dataset, batching, consumed_samples):
         return batches(dataset, batching, consumed_samples + 2)
 
     loop.batches = later

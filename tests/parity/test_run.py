@@ -21,10 +21,9 @@ from parity.cases import chosen_cases, reference_of
 from parity.rank import Masked
 from parity.run import Row, compare, main
 from tests.parity import bugs
-from tests.starts import interruptible, wait_until
+from tests.starts import ROOT, interruptible, wait_until
 from tools.common.cases import DIMENSIONS, Case
 
-ROOT = Path(__file__).parents[2]
 MESHES = [
     ("llama", Case(pp=2, cp=2, tp=2)),
     ("llama", Case(pp=2, dp=2, cp=2, schedule="InterleavedZeroBubble", virtual=2, mode="zero1")),

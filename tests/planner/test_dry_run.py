@@ -14,11 +14,11 @@ from planner.cluster import CLUSTERS
 from runtime import progress
 from runtime.errors import UserError
 from slurm import submit
+from tests.starts import ROOT
 from train.config.flags import ConfigError
 from train.config.language import parse_args
 from train.run import exit_status
 
-ROOT = Path(__file__).parents[2]
 H100 = ("--cluster", str(CLUSTERS / "h100_pod.toml"))
 MOVED = ("--recompute-granularity", "full", "--recompute-offload", "--loss-chunk-size", "64")
 TINY = ROOT / "configs" / "llama_tiny.toml"

@@ -18,7 +18,7 @@ from runtime import processes
 IN_FLIGHT = 64
 
 
-def gather(rank: int, world_size: int, seconds: float) -> int:
+def gather(rank, world_size, seconds):
     """Functional all-gathers of 16 KB, 64 at a time; returns how many were made."""
     assert dist.group.WORLD is not None
     tensor, name = torch.ones(4096), dist.group.WORLD.group_name
@@ -31,7 +31,7 @@ def gather(rank: int, world_size: int, seconds: float) -> int:
     return made
 
 
-def main() -> None:
+def main():
     """One run, or many and how many of them aborted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0)

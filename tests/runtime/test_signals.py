@@ -11,9 +11,7 @@ import pytest
 
 from runtime import signals
 from runtime.signals import ASKING, StopRequest, end_with_launcher, end_with_parent, leave_to_parent, stop_requests
-from tests.starts import wait_until
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.starts import ROOT, wait_until
 
 
 def forked(body):

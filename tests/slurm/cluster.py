@@ -7,7 +7,6 @@ python -m tests.slurm.cluster stop FOLDER
 Needs root, Debian's slurm-wlm and nothing that runs already; every file and process is FOLDER's own.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -16,11 +15,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runtime.errors import UserError
+from tests.starts import ended, free_port
 from tools.common.arguments import parser_for, positive
 from train.run import exit_status
 
@@ -89,7 +88,7 @@ class VirtualError(UserError):
     """The virtual cluster cannot be started here."""
 
 
-def missing() -> str:
+def missing():
     """Say what this machine lacks for a virtual cluster; empty if nothing."""
     programs = [name for name in (*PROGRAMS, "unshare") if shutil.which(name) is None]
     if programs:
@@ -103,25 +102,18 @@ def missing() -> str:
     return ""
 
 
-def _free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port: int = trial.getsockname()[1]
-        return port
-
-
-def write_configuration(folder: Path, nodes: int, kinds: Sequence[str], gpus: int, links: bool = False) -> list[str]:
+def write_configuration(folder, nodes, kinds, gpus, links=False):
     """Write slurm.conf, gres.conf, hosts and the devices into ``folder``; return the nodes' names."""
     names = [f"node{number}" for number in range(1, nodes + 1)]
     for sub in ("state", *names):
         (folder / sub).mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     network = f"10.{port >> 8}.{port & 255}" if links else "127.0.1"
     conf = CONF.format(host=socket.gethostname().split(".")[0], network=network, port=port, folder=folder)
     generic = "AutoDetect=off\n"
     for number, name in enumerate(names, 1):
         kind = kinds[(number - 1) * len(kinds) // nodes]
-        conf += NODE.format(name=name, network=network, number=number, port=_free_port(), kind=kind, gpus=gpus) + "\n"
+        conf += NODE.format(name=name, network=network, number=number, port=free_port(), kind=kind, gpus=gpus) + "\n"
         generic += f"NodeName={name} Name=gpu Type={kind} File={folder}/gpu[0-{gpus - 1}]\n"
     (folder / "slurm.conf").write_text(conf + PARTITIONS)
     (folder / "gres.conf").write_text(generic)
@@ -138,13 +130,13 @@ def write_configuration(folder: Path, nodes: int, kinds: Sequence[str], gpus: in
     return names
 
 
-def _shell(commands: str) -> None:
-    done = subprocess.run(["bash", "-ec", commands], capture_output=True, text=True, check=False)
+def _shell(commands):
+    done = ended(["bash", "-ec", commands])
     if done.returncode:
         raise VirtualError(f"no network of virtual nodes: {done.stderr.strip()}; it needs root and Debian's iproute2")
 
 
-def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: int = 8, links: bool = False) -> None:
+def start(folder, nodes=2, kinds=("a100",), gpus=8, links=False):
     """Start a cluster in an empty or new folder, and wait until its nodes are idle. With ``links``, ``cut`` works.
 
     Raises:
@@ -165,9 +157,7 @@ def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: 
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
-        said = subprocess.run(
-            ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, check=False
-        )
+        said = ended(["sinfo", "-h", "-o", "%T %D"], inherited=environment)
         if f"idle {nodes}" in said.stdout:
             return
         time.sleep(0.2)
@@ -175,7 +165,7 @@ def start(folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: 
     raise VirtualError(f"the nodes are not idle after 30 s: {said.stdout or said.stderr}; look at {folder}/daemons.log")
 
 
-def boot(folder: Path, name: str) -> None:
+def boot(folder, name):
     """Start the daemon of a node."""
     folder = folder.resolve()
     command = ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c"]
@@ -184,7 +174,7 @@ def boot(folder: Path, name: str) -> None:
     _launch(folder, name, [*command, START, name, str(folder)])
 
 
-def _launch(folder: Path, name: str, command: Sequence[str]) -> None:
+def _launch(folder, name, command):
     environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
     with (folder / "daemons.log").open("ab") as log:
         process = subprocess.Popen(
@@ -194,14 +184,14 @@ def _launch(folder: Path, name: str, command: Sequence[str]) -> None:
         pids.write(f"{name} {process.pid}\n")
 
 
-def _pids(folder: Path) -> dict[str, int]:
+def _pids(folder):
     if not (folder / "pids").exists():
         raise VirtualError(f"{folder} holds no virtual cluster; name the folder that it was started in")
     lines = (folder / "pids").read_text().splitlines()
     return {name: int(pid) for name, pid in map(str.split, lines)}
 
 
-def kill(folder: Path, name: str) -> None:
+def kill(folder, name):
     """Kill all processes of a node at once, its daemon and whatever its jobs started."""
     its = os.readlink(f"/proc/{_pids(folder)[name]}/ns/uts")
     for process in Path("/proc").glob("[0-9]*"):
@@ -210,14 +200,14 @@ def kill(folder: Path, name: str) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
-def cut(folder: Path, names: Sequence[str], passes: bool = False) -> None:
+def cut(folder, names, passes=False):
     """Let nothing pass between these nodes, of a cluster with links, or all again; the controller reaches each."""
     bridge = (folder / "bridge").read_text()
     for name in names:
         _shell(f"bridge link set dev {bridge}{name.removeprefix('node')} isolated {'off' if passes else 'on'}")
 
 
-def stop(folder: Path) -> None:
+def stop(folder):
     """End the daemons of a folder, and whatever their jobs left running."""
     conf = f"{folder.resolve()}/slurm.conf"
     pids = _pids(folder)
@@ -241,9 +231,7 @@ def stop(folder: Path) -> None:
 
 
 @contextmanager
-def virtual_cluster(
-    folder: Path, nodes: int = 2, kinds: Sequence[str] = ("a100",), gpus: int = 8, links: bool = False
-) -> Iterator[dict[str, str]]:
+def virtual_cluster(folder, nodes=2, kinds=("a100",), gpus=8, links=False):
     """Start a cluster and stop it at the end of the block; yields the environment of Slurm's commands."""
     start(folder, nodes, kinds, gpus, links)
     try:
@@ -252,7 +240,7 @@ def virtual_cluster(
         stop(folder)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser():
     """Build the parser of the command's flags."""
     parser = parser_for("python -m tests.slurm.cluster", __doc__)
     parser.add_argument("action", choices=("start", "stop"))
@@ -263,10 +251,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str]) -> int:
+def main(argv):
     """Run the command; return its exit status."""
 
-    def command(argv: list[str]) -> None:
+    def command(argv):
         args = build_parser().parse_args(argv)
         if args.action == "start":
             start(args.folder, args.nodes, args.gpu, args.gpus)

@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.starts import ended
+
 STAND_IN = """
 set -uo pipefail
 sleep() { [ "$1" != 5 ] || command sleep 5; }
@@ -50,14 +49,8 @@ def started(run, *flags, status=0, hung="", excluded="(null)", **more):
     names = ("said", "new", "from", "known", "few", "signalled", "away", "container", "launcher")
     settings = {name.upper(): more.get(name, more.get(name + "_", "")) for name in names}
     settings |= {"RUN": str(run), "STATUS": str(status), "HUNG_ON": hung, "EXCLUDED": excluded}
-    done = subprocess.run(
-        ["bash", "-c", STAND_IN + 'train "$RUN" pretrain_gpt.py "$@"', "job", *flags],
-        cwd=ROOT,
-        env={"PATH": os.environ["PATH"], **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = STAND_IN + 'train "$RUN" pretrain_gpt.py "$@"'
+    done = ended(["bash", "-c", script, "job", *flags], inherited={"PATH": os.environ["PATH"]}, **settings)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,8 @@ from runtime.errors import UserError
 from slurm import submit
 from tests.endings import end
 from tests.slurm.cluster import VirtualError, start
+from tests.starts import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "configs" / "clusters"
 RUN = ["pretrain_gpt.py", "--config", str(ROOT / "configs" / "llama_tiny.toml"), "--global-batch-size", "64"]
 RUN += ["--save", "runs/here"]

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurm import submit
+from tests import starts
 from tests.endings import end
 from tests.pretraining import TINY
 from tests.slurm.cluster import PROGRAMS, missing, virtual_cluster
@@ -19,7 +19,6 @@ from tests.slurm.test_submit import CLUSTERS, RUN
 from tests.starts import wait_until
 from train.watching.metrics import METRICS, read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slurm, pytest.mark.needs(*PROGRAMS, unless=missing)]
 EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples")
 LAST = 40
@@ -32,7 +31,7 @@ def slurm(tmp_path_factory):
 
 
 def say(slurm, *command, **more):
-    done = subprocess.run(command, cwd=ROOT, env={**slurm, **more}, capture_output=True, text=True, check=False)
+    done = starts.ended(command, inherited=slurm, **more)
     return done.stdout + done.stderr
 
 

@@ -1,17 +1,15 @@
 """One command for any number of GPUs. Devices are stubbed as far as configurations look at them."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.attention import select_backend
+from tests.starts import ROOT, ended
 from tools.fit import ENTRIES, fit, main
 from train.config.flags import ConfigError
 
-ROOT = Path(__file__).parents[2]
 QUICK = {"pretrain_gpt.py": "llama_tiny", "pretrain_dit.py": "dit_tiny"}
 
 
@@ -81,7 +79,7 @@ def test_make_starts_what_fits(fails, status, tmp_path):
     )
     python.chmod(0o755)
     command = ["make", "pretrain", f"PY={python}", f"RUN={tmp_path / 'run'}", "ARGS=--lr 1e-3"]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    made = ended(command)
     assert made.returncode == status, made.stderr
     started = "--nproc-per-node 8 pretrain_gpt.py --config configs/llama_tiny.toml --bf16 --save"
     assert (started in made.stdout) == (status == 0)
@@ -89,5 +87,5 @@ def test_make_starts_what_fits(fails, status, tmp_path):
 
 def test_the_command_itself():
     command = [sys.executable, "-m", "tools.fit", "pretrain_gpt.py", "--config", "configs/llama_tiny.toml"]
-    said = subprocess.run([*command, "--device", "cpu"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (said.stdout, said.stderr) == ("4\n", "")
+    said = ended([*command, "--device", "cpu"])
+    assert (said.returncode, said.stdout, said.stderr) == (0, "4\n", "")

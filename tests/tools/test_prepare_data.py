@@ -5,15 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.data.chat.templates import TEMPLATES, TURNS, write_tokenizer
-from tests.starts import PATIENCE, interruptible, wait_until
+from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
 from tools.prepare_data import main
-
-ROOT = Path(__file__).parents[2]
 
 
 def write_text(folder, documents=20):
@@ -58,10 +55,8 @@ def test_the_line_names_what_is_wrong(flags, said, tmp_path, monkeypatch, capsys
 
 
 def test_bad_input_is_one_line(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "tools/prepare_data.py", "--input", tmp_path / "none", "--output-prefix", tmp_path / "d"],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
+    folders = ["--input", tmp_path / "none", "--output-prefix", tmp_path / "d"]
+    run = ended([sys.executable, "tools/prepare_data.py", *folders])
     assert run.returncode == 1
     assert run.stderr == f"error: input {tmp_path / 'none'} does not exist; check the path\n"
     assert not list(tmp_path.iterdir())
@@ -190,8 +185,6 @@ def test_help_waits_for_nothing_large():
         "try:\n    runpy.run_module('tools.prepare_data', run_name='__main__')\n"
         "finally:\n    print('LOADED', {'torch', 'numpy', 'sentencepiece'} & set(sys.modules))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True
-    )
-    assert "--output-prefix" in run.stdout
+    run = ended([sys.executable, "-c", code])
+    assert "--output-prefix" in run.stdout, run.stderr
     assert run.stdout.endswith("LOADED set()\n")

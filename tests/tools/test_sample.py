@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from model.config import ModelConfig, architecture_of
 from model.generate import generate
 from model.llama import Llama
 from model.registry import build_model
+from tests.starts import ended
 from tools import sample
 from train.generation import Writer
 from train.run import exit_status
@@ -284,9 +284,7 @@ def test_two_processes_write_what_one_does(run):
     """And one of them tells of an error."""
     flags = ["--load", str(run), "--prompt", "value 1", "--num-tokens", "12", "--seed", "3"]
     found = [
-        subprocess.run(
-            [sys.executable, *launch, "-m", "tools.sample", *flags, *more], capture_output=True, text=True, check=False
-        )
+        ended([sys.executable, *launch, "-m", "tools.sample", *flags, *more])
         for launch, more in (
             ([], []),
             (LAUNCH, []),
@@ -306,7 +304,5 @@ def test_two_processes_write_what_one_does(run):
 
 
 def test_runs_as_a_program(run):
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.sample", "--load", str(run), "--num-tokens", "5"], capture_output=True, text=True
-    )
+    done = ended([sys.executable, "-m", "tools.sample", "--load", str(run), "--num-tokens", "5"])
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,7 +7,6 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from runtime.signals import StopRequest
+from tests.starts import ROOT
 from train.assemble import Run
 from train.config.entries import Config, TrainConfig
 from train.loop import Trainer
@@ -38,7 +38,6 @@ from train.watching import stop
 from train.watching.health import Progress, TrainingError
 from train.watching.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTH, VOCABULARY = 8, 31
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
 PEAK = 1e9

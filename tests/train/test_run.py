@@ -22,7 +22,7 @@ from runtime.ranks import run_ranks
 from runtime.slurm import AGAIN, ENDINGS
 from runtime.together import first_to_report
 from tests.runtime.test_files import another_process
-from tests.starts import PATIENCE, free_port
+from tests.starts import PATIENCE, ROOT, free_port
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config
@@ -30,8 +30,6 @@ from train.optim import OptimizerConfig
 from train.run import claim_folder, exit_status, open_log, reserve_run_folder
 from train.watching.health import Progress
 from train.watching.metrics import METRICS, LoggingConfig
-
-ROOT = Path(__file__).parents[2]
 
 
 def fail_with(error):
@@ -227,7 +225,7 @@ def test_one_of_the_ranks_that_fail_speaks(failing):
 
 
 BEFORE_JOINING = """
-from tests.starts import PATIENCE, free_port
+from tests.starts import PATIENCE, ROOT, free_port
 from train import run
 from train.config.flags import ConfigError
 

@@ -1,11 +1,9 @@
 """Triton without a GPU: numbers by its interpreter, in a process of its own, and what its compiler makes for a GPU."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,34 +11,30 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from kernels.triton import tiled
-from tests.starts import PATIENCE
+from tests.starts import PATIENCE, ROOT, ended
 
-ROOT = Path(__file__).parents[3]
 SHARED = {80: 163 << 10, 90: 227 << 10}
 """Bytes of shared memory that a block may have, by compute capability (CUDA Programming Guide)."""
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def interpret(module: str, *arguments: str, timeout: float = PATIENCE) -> dict[str, Any]:
+def interpret(module, *arguments, timeout=PATIENCE):
     """The JSON that a module prints as a program in a process whose Triton interprets."""
     if triton.__version__ < "3.7":
         pytest.skip("the interpreter of Triton before 3.7 cannot loop as often as a tensor says under NumPy 2.4")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    done = ended(
+        [sys.executable, "-m", module, *arguments], timeout=timeout, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT)
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -53,13 +47,13 @@ class Launched(NamedTuple):
     blocking: dict[str, Any]
     kernel: Any
 
-    def used(self, folder: Path) -> dict[str, int]:
+    def used(self, folder):
         """Bytes of shared memory of a block and, of a thread, its registers and bytes of STACK, to which it spills."""
         said = self._said(folder, "--dump-resource-usage")
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
         return {"shared": self.kernel.metadata.shared, **found}
 
-    def spilled(self, folder: Path) -> list[tuple[int, int]]:
+    def spilled(self, folder):
         """Instructions that load from the stack and store there, in each innermost loop with matrix products."""
         said = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", self._said(folder, "-sass"))
         lines = [(int(place, 16), line) for place, line in said]
@@ -69,13 +63,13 @@ class Launched(NamedTuple):
         bodies = [" ".join(line for place, line in lines if first <= place <= last) for first, last in inner]
         return [(body.count("LDL"), body.count("STL")) for body in bodies if "MMA" in body]
 
-    def _said(self, folder: Path, option: str) -> str:
+    def _said(self, folder, option):
         (cubin := folder / "cubin").write_bytes(self.kernel.asm["cubin"])
         command = [str(PROGRAMS / "cuobjdump"), option, str(cubin)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def compiled(capability: int, code: Callable[[], object]) -> list[Launched]:
+def compiled(capability, code):
     """Run code on tensors without memory; each launch is compiled for a capability, with its own arguments."""
     found = list[Launched]()
     stub = SimpleNamespace(
@@ -84,7 +78,7 @@ def compiled(capability: int, code: Callable[[], object]) -> list[Launched]:
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
     )
 
-    def compiling(kernel: Any, grid: Any) -> Callable[..., None]:
+    def compiling(kernel, grid):
         return lambda *given, **named: found.append(
             Launched(kernel.__name__, grid, given, named, kernel.warmup(*given, grid=grid, **named))
         )

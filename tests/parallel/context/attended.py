@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.context import ContextParallel, Traffic, context_parallel
@@ -31,7 +30,7 @@ class Masked(NamedTuple):
     kv_heads: int = 2
 
     @property
-    def whole(self) -> bool:
+    def whole(self):
         """Return whether it is one document without a window."""
         return self.documents is None and self.window is None
 
@@ -42,7 +41,7 @@ Case = tuple[str, dict[str, Any], Masked, torch.dtype]
 """Method, its options, mask, dtype."""
 
 
-def inputs(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
+def inputs(masked, dtype):
     """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
     generator = torch.Generator().manual_seed(5)
     return [
@@ -51,7 +50,7 @@ def inputs(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
-def bias(masked: Masked) -> Tensor:
+def bias(masked):
     """0 where a query sees a key and -inf elsewhere, float64 [length, length]."""
     position = torch.arange(masked.length)
     document = torch.bucketize(position, torch.tensor((masked.documents or (0, masked.length))[1:]), right=True)
@@ -68,7 +67,7 @@ def bias(masked: Masked) -> Tensor:
 
 
 @cache
-def truth(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
+def truth(masked, dtype):
     """[out, dq, dk, dv, and dsinks if there are any] in float64; a sink is one more key, of value 0."""
     *leaves, dout = inputs(masked, dtype)
     leaves = [x.requires_grad_() for x in leaves]
@@ -84,7 +83,7 @@ def truth(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
 
 
 @cache
-def one_process_sdpa(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
+def one_process_sdpa(masked, dtype):
     """[out, dq, dk, dv] of torch's SDPA with the same mask; a sink is one more key of score bias alone."""
     *leaves, dout = (x.to(dtype) for x in inputs(masked, dtype))
     leaves = [x.requires_grad_() for x in leaves]
@@ -102,12 +101,12 @@ def one_process_sdpa(masked: Masked, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def error(got: list[Tensor], want: list[Tensor]) -> list[float]:
+def error(got, want):
     """Relative error of each tensor in the 2-norm."""
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
 
 
-def sinks_of(masked: Masked, dtype: torch.dtype) -> Tensor | None:
+def sinks_of(masked, dtype):
     """Sinks to attend with, if there are any: a leaf, [HEADS]."""
     return torch.tensor(SINKS, dtype=dtype, requires_grad=True) if masked.sinks else None
 
@@ -115,10 +114,10 @@ def sinks_of(masked: Masked, dtype: torch.dtype) -> Tensor | None:
 class Ranks:
     """Context parallelism of this rank by method and options: groups are made once, whatever the masks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._made: dict[tuple[Any, ...], ContextParallel] = {}
 
-    def under(self, method: str, options: dict[str, Any], masked: Masked) -> tuple[ContextParallel, ContextParallel]:
+    def under(self, method, options, masked):
         """The one of no documents and no window, whose ``attend`` takes masks, and the one under this mask."""
         key = method, tuple(options.items()), masked.causal, masked.length
         if key not in self._made:
@@ -129,7 +128,7 @@ class Ranks:
         return one, one.under(documents=masked.documents, window=masked.window)
 
 
-def attended(ranks: Ranks, method: str, options: dict[str, Any], masked: Masked, dtype: torch.dtype) -> Any:
+def attended(ranks, method, options, masked, dtype):
     """Attend on this rank.
 
     Returns:
@@ -154,7 +153,7 @@ def attended(ranks: Ranks, method: str, options: dict[str, Any], masked: Masked,
     return found, as_planned
 
 
-def attend_all(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list[Tensor], bool]]:
+def attend_all(rank, world_size, cases):
     """The results of each case, on rank 0, and True where this rank sent what its plan says."""
     ranks, found = Ranks(), []
     for case in cases:
@@ -163,7 +162,7 @@ def attend_all(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list
     return found
 
 
-def check(world_size: int, cases: list[Case], exact: float = 1e-12) -> None:
+def check(world_size, cases, exact=1e-12):
     """Compare all cases on real ranks: with float64 to ``exact``, in other dtypes to 1.2 of one process' error."""
     results = run_ranks(attend_all, world_size, cases)
     for index, case in enumerate(cases):

@@ -6,12 +6,11 @@ sides have started, a collective when all ranks have; the computation stands sti
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from kernels import packed, tiles
 from parallel.context import Plan, heads, transport
@@ -49,22 +48,22 @@ class Noted:
 
     irecv, isend, P2POp = "receive", "send", staticmethod(lambda *given, **named: (*given, *named.values()))
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.operations: list[tuple[Operation, int]] = []
         """Each with the index of what it waits for, or its own."""
         self._made = Counter[tuple[int, ...]]()
 
-    def post(self, group: Group, *parts: Part) -> Any:
+    def post(self, group, *parts):
         """Note an operation; return a work as torch's, whose wait is noted too."""
         index = len(self.operations)
         self.operations.append((Operation(group, parts), index))
         noted = Operation(group, parts, waits=True)
         return type("Work", (), {"wait": lambda _: self.operations.append((noted, index))})()
 
-    def get_process_group_ranks(self, group: Group) -> list[int]:
+    def get_process_group_ranks(self, group):
         return [*group.ranks]
 
-    def new_group(self, ranks: Sequence[int], timeout: Any, use_local_synchronization: bool) -> Group:
+    def new_group(self, ranks, timeout, use_local_synchronization):
         """Make a group: its members meet, and the host waits for them."""
         assert use_local_synchronization, "other ranks make none"
         self._made[tuple(ranks)] += 1
@@ -72,17 +71,17 @@ class Noted:
         self.post(group, Part("new_group", None, 0)).wait()
         return group
 
-    def batch_isend_irecv(self, operations: list[tuple[str, Tensor, Group, int]]) -> list[Any]:
+    def batch_isend_irecv(self, operations):
         """Post messages at once, on one group; one work for all, as NCCL's."""
         (group,) = {group for _, _, group, _ in operations}
         return [self.post(group, *(Part(what, group.ranks[peer], x.nbytes) for what, x, _, peer in operations))]
 
-    def all_gather(self, out: Tensor, x: Tensor, group: Group, async_op: bool) -> Any:
+    def all_gather(self, out, x, group, async_op):
         assert async_op
         assert out.nbytes == len(group.ranks) * x.nbytes
         return self.post(group, Part("all_gather", None, x.nbytes))
 
-    def all_to_all_single(self, out: Tensor, x: Tensor, *parts: list[int], group: Group) -> None:
+    def all_to_all_single(self, out, x, *parts, group):
         """With the rows from and to each rank these are messages, and none where there are none."""
         if parts:
             each = [("receive", out), ("send", x)]
@@ -97,14 +96,14 @@ class Noted:
         assert out.nbytes == x.nbytes
         self.post(group, Part("all_to_all", None, x.nbytes)).wait()
 
-    def all_reduce(self, x: Tensor, group: Group) -> None:
+    def all_reduce(self, x, group):
         self.post(group, Part("all_reduce", None, x.nbytes)).wait()
 
 
 class GpuTransport(transport.Transport):
     """A rank's links as on a GPU, where NCCL connects before the first message."""
 
-    def connect_all(self, device: torch.device) -> None:
+    def connect_all(self, device):
         with patch.object(torch, "zeros", lambda *size, device: torch.empty(*size, device="meta")):
             super().connect_all(torch.device("cuda"))
 
@@ -113,7 +112,7 @@ Timeline = list[tuple[Operation, int]]
 Computes = Callable[[Plan, int, transport.Transport], None]
 
 
-def timelines(plan: Plan, compute: Computes) -> list[Timeline]:
+def timelines(plan, compute):
     """The operations that each rank posts and waits for while it computes."""
     found, everyone = [], Group(tuple(range(plan.size)), 0)
     for rank in range(plan.size):
@@ -127,34 +126,32 @@ def timelines(plan: Plan, compute: Computes) -> list[Timeline]:
             patch.object(HeadExchange, "to_heads", _to_heads),
             patch.object(HeadExchange, "to_tokens", _to_tokens),
         ):
-            compute(plan, rank, GpuTransport(plan.geometry, everyone, rank))  # type: ignore[arg-type]
+            compute(plan, rank, GpuTransport(plan.geometry, everyone, rank))
         found.append(noted.operations)
     return found
 
 
-def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+def _merge(out, lse, block_out, block_lse):
     """Take what ``kernels.merge.merge_`` takes; the shape function of logaddexp took half of all time."""
     assert out.shape == block_out.shape == (*lse.shape, out.shape[-1])
     assert lse.shape == block_lse.shape
     assert out.dtype == lse.dtype == block_lse.dtype == torch.float32
 
 
-def _to_heads(self: HeadExchange, x: Tensor) -> Tensor:
+def _to_heads(self, x):
     return x if len(self.ranks) == 1 else heads._to_heads._init_fn(x, len(self.ranks), self.handle)
 
 
-def _to_tokens(self: HeadExchange, x: Tensor, count: int | None = None) -> Tensor:
+def _to_tokens(self, x, count=None):
     count = count or x.shape[2] * len(self.ranks)
     return x if len(self.ranks) == 1 else heads._to_tokens._init_fn(x, count, len(self.ranks), self.handle)
 
 
-def softmax(
-    backend: str = "aten", heads: int = 8, kv_heads: int = 2, width: int = 64, strided: bool = False
-) -> Computes:
+def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):
     """Forward and backward of a softmax attention in bfloat16; of ``strided`` tensors a head lies in pieces."""
 
-    def compute(plan: Plan, rank: int, links: transport.Transport) -> None:
-        outside: Any = HeadExchange(links)
+    def compute(plan, rank, links):
+        outside = HeadExchange(links)
         executor = Executor(plan.geometry, links, rank, backend)
         if (stages := plan.geometry.options.ulysses_head_chunks) > 1:
             executor = StagedExecutor(plan.geometry, links, rank, backend, outside, stages)
@@ -173,7 +170,7 @@ def softmax(
     return compute
 
 
-def states(plan: Plan, rank: int, links: transport.Transport) -> None:
+def states(plan, rank, links):
     """Forward and backward of linear attention whose states travel."""
     executor = StateExecutor(plan.geometry, links, rank, "chunked")
     q, k, v, dout = (torch.empty(2, plan.local_len, 4, 16, dtype=torch.bfloat16, device="meta") for _ in range(4))
@@ -182,10 +179,10 @@ def states(plan: Plan, rank: int, links: transport.Transport) -> None:
         assert (x.shape, x.dtype) == (q.shape, q.dtype)
 
 
-def hybrid(outside: Plan) -> Computes:
+def hybrid(outside):
     """Linear layers in the layout of ``outside``, and a softmax layer in the plan's, with an exchange on both sides."""
 
-    def compute(plan: Plan, rank: int, links: transport.Transport) -> None:
+    def compute(plan, rank, links):
         states(outside, rank, GpuTransport(outside.geometry, links._group, rank))
         relayout = Relayout(outside.geometry, plan.geometry, links)
         x = torch.empty(2, outside.local_len, 8, 64, dtype=torch.bfloat16, device="meta")
@@ -197,7 +194,7 @@ def hybrid(outside: Plan) -> Computes:
     return compute
 
 
-def play(found: list[Timeline]) -> int:
+def play(found):
     """Run what all ranks posted to its end; return how many tensors and collectives went through.
 
     Raises:
@@ -205,9 +202,9 @@ def play(found: list[Timeline]) -> int:
     """
     _check_connected(found)
     places, through = [0] * len(found), 0
-    streams: dict[tuple[int, Group], deque[tuple[int, Operation]]] = {}
+    streams = {}
     started, ended, counts = set[tuple[Any, ...]](), set[tuple[int, int]](), Counter[Any]()
-    wanted: dict[tuple[int, Group], list[tuple[Any, ...]]] = {}  # by the first operation of a stream
+    wanted = {}  # by the first operation of a stream
     moving = True
     while moving:
         moving = False
@@ -235,9 +232,9 @@ def play(found: list[Timeline]) -> int:
     return through
 
 
-def _check_connected(found: list[Timeline]) -> None:
+def _check_connected(found):
     """NCCL connects a group at its first operation, for which all of it must come, be it with messages alone."""
-    firsts: dict[Group, dict[int, Operation]] = {}
+    firsts = {}
     for rank, timeline in enumerate(found):
         for operation, _ in timeline:
             firsts.setdefault(operation.group, {}).setdefault(rank, operation)
@@ -246,7 +243,7 @@ def _check_connected(found: list[Timeline]) -> None:
         assert not messages or {*of} == {*group.ranks}, f"{group} is not connected: only {sorted(of)} post messages"
 
 
-def _meeting(counts: Counter[Any], rank: int, group: Group, part: Part) -> tuple[tuple, list[tuple]]:
+def _meeting(counts, rank, group, part):
     """The start of a message or collective on this side, and the starts on others that it needs to go through.
 
     Between two ranks messages meet in the order of their start, and so do the collectives of a group.

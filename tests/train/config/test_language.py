@@ -1,18 +1,17 @@
 import dataclasses
 import math
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
 from parallel.context import METHODS, STATE_METHODS
 from runtime.errors import UserError
+from tests.starts import ROOT
 from train.config import flags
 from train.config.entries import Config, TrainConfig
 from train.config.flags import attribute_docs
 from train.config.language import load_config, parse_args, validate
 
-ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if "dit_" not in path.name)
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
 

@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.starts import PATIENCE
+from tests import starts
 from train.config.flags import ConfigError
 from train.loop import memory_gb
 from train.watching.metrics import (
@@ -21,8 +19,6 @@ from train.watching.metrics import (
     plot_loss,
     read_metrics,
 )
-
-ROOT = Path(__file__).parents[3]
 
 
 def record(iteration, **more):
@@ -170,10 +166,8 @@ def in_a_process_of_its_own(code, folder, **environment):
     """wandb ends its service with the process, as in a real run; nothing of this machine's settings is seen."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     homes = {name: str(folder / "home") for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
-    return subprocess.run(
-        [sys.executable, "-c", code, str(folder / "run")],
-        cwd=ROOT, env=clean | homes | environment, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code, str(folder / "run")]
+    return starts.ended(command, inherited=clean | homes, **environment)
 
 
 def test_wandb_offline_holds_the_same_numbers(tmp_path):

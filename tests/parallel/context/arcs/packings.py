@@ -4,10 +4,9 @@ import numpy as np
 
 from parallel.context.arcs import ArcLayout
 from parallel.context.arcs.orders import in_parts, travelling
-from parallel.context.sparse.visible import Seen
 
 
-def token_work(layout: ArcLayout) -> np.ndarray:
+def token_work(layout):
     """Keys that each token sees: int64 ``[seq_len]``, 0 for padding."""
     left, right = layout.reach
     work = np.zeros(layout.seq_len, dtype=np.int64)
@@ -17,20 +16,20 @@ def token_work(layout: ArcLayout) -> np.ndarray:
     return work
 
 
-def place_work(layout: ArcLayout, mask: ArcLayout) -> np.ndarray:
+def place_work(layout, mask):
     """Work of each place, by the positions of its ranks, under the mask of a layout."""
     work, ranks = token_work(mask), range(layout.size)
     own = [work[layout.positions(rank)].sum() for rank in ranks]
     return np.array(own).reshape(layout.places, layout.team_size).sum(axis=1)
 
 
-def transfers(layout: ArcLayout) -> Seen:
+def transfers(layout):
     """The rows that each place's queries see and another place holds, as positions."""
     packing = layout.packing
     return travelling(in_parts(layout.pieces(), packing.documents), packing.places, packing)
 
 
-def drawn(rng: np.random.Generator) -> ArcLayout:
+def drawn(rng):
     """Any numbers of ranks, teams and tokens; documents of any kind, among them of one token; any mask."""
     size, tokens = int(rng.integers(1, 20)), int(rng.integers(1, 60))
     team_size = int(rng.choice([team for team in range(1, size + 1) if size % team == 0]))
@@ -45,21 +44,21 @@ def drawn(rng: np.random.Generator) -> ArcLayout:
     return ArcLayout(size * tokens, real, size, team_size, documents, causal, window)
 
 
-def lognormal(rng: np.random.Generator, seq_len: int) -> float:
+def lognormal(rng, seq_len):
     return np.clip(np.exp(rng.normal(7.0, 1.6)), 64, seq_len / 4)
 
 
-def chat(rng: np.random.Generator, seq_len: int) -> float:
+def chat(rng, seq_len):
     """Short ones, and 3 % with a heavy tail."""
     long = rng.random() < 0.03
     return np.clip(4096 * (1 + rng.pareto(0.9)) if long else np.exp(rng.normal(6.2, 0.8)), 32, seq_len / 2)
 
 
-def short(rng: np.random.Generator, seq_len: int) -> float:
+def short(rng, seq_len):
     return np.clip(rng.normal(500, 120), 100, 1500)
 
 
-def filled(length, seq_len: int, seed: int) -> tuple[int, ...]:
+def filled(length, seq_len, seed):
     """Documents of drawn lengths until the sequence is full; the last one is cut."""
     rng, documents = np.random.default_rng(seed), [0]
     while documents[-1] < seq_len:

@@ -1,18 +1,15 @@
 """All ranks of a plan at work on sets of positions, without processes, as ``circulation.Needed`` works on tensors."""
 
-import random
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kernels.attention import ANTI, CAUSAL, FULL
-from parallel.context import METHODS, Plan, make_plan
-from parallel.context.sparse.flow import Parcel, Parcels
-from parallel.context.sparse.rows import Rows
+from parallel.context import METHODS, make_plan
+from parallel.context.sparse.flow import Parcel
 
-MASKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
+MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
 
 
 class Sent(NamedTuple):
@@ -34,7 +31,7 @@ class Gradient(NamedTuple):
     own: np.ndarray
 
 
-def visible(plan: Plan) -> np.ndarray:
+def visible(plan):
     """The mask of queries and keys, bool [padded_len, padded_len]; padding sees nothing and is not seen."""
     position = np.arange(plan.padded_len)
     document = np.searchsorted((plan.documents or (0, plan.seq_len))[1:], position, side="right")
@@ -44,7 +41,7 @@ def visible(plan: Plan) -> np.ndarray:
     return (document == document[:, None]) & (-behind <= distance) & (distance <= ahead) & (real & real[:, None])
 
 
-def spelled_out(rows: Rows) -> np.ndarray:
+def spelled_out(rows):
     """The rows one by one; checks that they ascend."""
     found = np.concatenate([np.arange(first, end) for first, end in rows] or [np.arange(0)])
     assert (np.diff(found) > 0).all()
@@ -62,7 +59,7 @@ class Play:
             of the plan) asks for.
     """
 
-    def __init__(self, plan: Plan, moves: Any, seen: np.ndarray | None = None) -> None:
+    def __init__(self, plan, moves, seen=None):
         self.plan, self.geometry, self.ranks = plan, plan.geometry, range(plan.size)
         self.schedules = [plan.schedule(rank, moves) for rank in self.ranks]
         self.own = [self._joined(self.geometry.head_group(rank)) for rank in self.ranks]
@@ -75,13 +72,13 @@ class Play:
         self._links: dict[tuple[int, int, bool], deque[tuple[int, Parcel, Any]]] = {}
         self._needed: list[list[np.ndarray]] = [[] for _ in self.ranks]
 
-    def _joined(self, ranks: tuple[int, ...]) -> np.ndarray:
+    def _joined(self, ranks):
         return np.concatenate([self.plan.positions(rank).numpy() for rank in ranks])
 
-    def run(self) -> "Play":
+    def run(self):
         """Play all rounds and check what has come about."""
-        arriving: list[dict[int, list]] = [{} for _ in self.ranks]
-        returning: list[dict[int, list]] = [{} for _ in self.ranks]
+        arriving = [{} for _ in self.ranks]
+        returning = [{} for _ in self.ranks]
         kept = [np.zeros((len(team), self.plan.padded_len), dtype=int) for team in self.team]
         self._post(-1, [one.start for one in self.schedules], self.own, arriving, self.rows)
         for i, step in enumerate(self.geometry.rounds):
@@ -106,15 +103,7 @@ class Play:
         self._check_need()
         return self
 
-    def _post(
-        self,
-        index: int,
-        parcels: list[Parcels],
-        tensors: list[Any],
-        waiting: list[dict[int, list]],
-        sent: list[Sent],
-        held: list[np.ndarray] | None = None,
-    ) -> None:
+    def _post(self, index, parcels, tensors, waiting, sent, held=None):
         """All ranks send parts of ``tensors`` and receive."""
         for rank in self.ranks:
             for parcel in sorted(parcels[rank].sends, key=lambda parcel: parcel.due):
@@ -136,7 +125,7 @@ class Play:
                     assert part.pairs.any(1).all(), "a gradient of 0 is sent"
                     assert not part.own.any(), "an owner's own part of the gradient leaves it"
 
-    def _filled(self, length: int, arriving: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    def _filled(self, length, arriving):
         buffer = np.full(length, -1)
         for here, part in arriving:
             assert (buffer[here] == -1).all(), "two transfers to one row"
@@ -145,7 +134,7 @@ class Play:
         assert len(np.unique(buffer)) == length
         return buffer
 
-    def _computed(self, rank: int, held: np.ndarray, tiles: Any, kept: np.ndarray) -> Gradient:
+    def _computed(self, rank, held, tiles, kept):
         pairs = np.zeros((len(held), self.plan.padded_len), dtype=int)
         for tile in tiles:
             here, still = (tile.k, tile.q) if self.moves == "kv" else (tile.q, tile.k)
@@ -156,12 +145,12 @@ class Play:
             kept[still, held[here]] += block.T
         return Gradient(pairs, pairs.any(1) & np.isin(held, self.own[rank]))
 
-    def _add(self, sums: Gradient, returning: list[tuple[np.ndarray, Gradient]]) -> None:
+    def _add(self, sums, returning):
         for here, part in returning:
             sums.pairs[here] += part.pairs
             sums.own[here] |= part.own
 
-    def _check_sums(self, returning: list[dict[int, list]], kept: list[np.ndarray]) -> None:
+    def _check_sums(self, returning, kept):
         """Every visible pair counts once, in what moves, at its owner, and in what stays, in its team."""
         end = len(self.geometry.rounds)
         for rank in self.ranks:
@@ -173,7 +162,7 @@ class Play:
             staying = sum(kept[mate] for mate in self.geometry.teammates(rank))
             np.testing.assert_array_equal(staying, self.seen.T[self.team[rank]], f"pairs computed for rank {rank}")
 
-    def _check_need(self) -> None:
+    def _check_need(self):
         """Every row that leaves a rank is seen at the one that gets it, or at a later one that gets it from there."""
         for sent in sorted(self.rows, key=lambda sent: -sent.index):
             if sent.index >= 0:
@@ -183,11 +172,11 @@ class Play:
                 assert self._needed[sent.receiver][sent.due][sent.here].all(), "a row is sent that no query sees"
 
 
-def _part(of: Any, rows: np.ndarray) -> Any:
+def _part(of, rows):
     return Gradient(of.pairs[rows], of.own[rows]) if isinstance(of, Gradient) else of[rows]
 
 
-def drawn(draw: random.Random, method: str, size: int) -> Plan:
+def drawn(draw, method, size):
     """Any options that the method has, any documents and window."""
     able, options = METHODS[method], dict[str, Any]()
     degree = size if able.splits_heads else draw.choice([1, *(d for d in range(1, size + 1) if size % d == 0)])

@@ -7,9 +7,7 @@ from tests.parity.bugs import samples_skipped
 from tools.common.cases import Case
 
 BOUND = 1e-6
-PAIRS = [
-    ("gpt", Case(method="none"), Case(pp=2, schedule="Interleaved1F1B", virtual=2)),
-]
+PAIRS = [("gpt", Case(method="none"), Case(pp=2, schedule="Interleaved1F1B", virtual=2))]
 SLOW = [
     ("gpt", Case(pp=2, dp=2, cp=2, mode="zero1"), Case(tp=2)),
     ("llama", Case(pp=2, tp=2), Case(dp=2, cp=2, method="zigzag")),

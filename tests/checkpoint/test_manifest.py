@@ -10,15 +10,7 @@ from checkpoint.manifest import CheckpointError, describe, read_manifest
 from checkpoint.search import find_checkpoint, what_is_broken
 from runtime import __version__
 from runtime.ranks import run_ranks
-from tests.parallel.tiny import (
-    ARCHITECTURE,
-    build,
-    flip_a_byte,
-    rewrite_manifest,
-    save,
-    train,
-    two_checkpoints,
-)
+from tests.parallel.tiny import ARCHITECTURE, build, flip_a_byte, rewrite_manifest, save, train, two_checkpoints
 
 
 def _alter_extra(folder):

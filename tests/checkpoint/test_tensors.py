@@ -119,10 +119,7 @@ def _first_place(table):
             lambda table: table.state_dict_metadata.update({"model.head.weight": BytesStorageMetadata()}),
             "objects besides tensors",
         ),
-        (
-            lambda table: setattr(_first_place(table), "relative_path", "../../secret"),
-            r"points at '\.\./\.\./secret'",
-        ),
+        (lambda table: setattr(_first_place(table), "relative_path", "../../secret"), r"points at '\.\./\.\./secret'"),
         (
             lambda table: setattr(_first_place(table), "offset", 2**70),
             "tensors larger than its files, or places in no file",

@@ -81,11 +81,7 @@ def test_ranks_equal_one_attention(device, size, packed, method):
     assert relative_error(threads.attend(plan, inputs), want) <= BOUNDS[device]
 
 
-STEPS = [
-    "two layers",
-    *(f"linear attention, {name}" for name in ("auto", "chunked")),
-    *METHODS,
-]
+STEPS = ["two layers", *(f"linear attention, {name}" for name in ("auto", "chunked")), *METHODS]
 
 
 @pytest.mark.parametrize("device", DEVICES)

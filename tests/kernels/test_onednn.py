@@ -128,10 +128,7 @@ def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
     assert min(heads) == (2 if apart else 4)
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["another processor", "threads", "float64", "narrow", "little work", "odd"],
-)
+@pytest.mark.parametrize("change", ["another processor", "threads", "float64", "narrow", "little work", "odd"])
 def test_leaves_the_rest_to_torchs_kernel(change, monkeypatch):
     monkeypatch.setattr(products, "ONEDNN", change != "another processor")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if change == "threads" else 1)

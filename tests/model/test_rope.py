@@ -94,10 +94,7 @@ def test_an_architecture_has_the_scaling_only_where_it_is_set():
     assert not [name for name in architecture_of(plain) if name.startswith("rope_scaling")]
     assert architecture_of(plain) == architecture_of(ModelConfig(vocab_size=40))
     yarn = dataclasses.replace(
-        plain,
-        rope_scaling_type="yarn",
-        rope_scaling_factor=4.0,
-        rope_scaling_original_max_position_embeddings=64,
+        plain, rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_scaling_original_max_position_embeddings=64
     )
     found = architecture_of(yarn)
     assert (found["rope_scaling_type"], found["rope_scaling_beta_fast"]) == ("yarn", 32.0)

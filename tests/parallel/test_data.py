@@ -18,14 +18,7 @@ from planner.rehearsal import fake_process_group
 from runtime import tensors
 from runtime.ranks import run_ranks
 from tests.parallel import split
-from tests.parallel.unequal import (
-    SEED,
-    VALID,
-    difference,
-    loss_sum,
-    sharded,
-    whole_model,
-)
+from tests.parallel.unequal import SEED, VALID, difference, loss_sum, sharded, whole_model
 from tests.parallel.whole import full, gradients_of, weights_of
 from tests.parity.bugs import alike_shards
 from train.config.language import parse_args

@@ -26,16 +26,7 @@ from parallel.recompute import RecomputeConfig
 from parallel.tensor import split as tensor
 from parallel.tensor import styles as tensor_styles
 from runtime.ranks import run_ranks
-from tests.parallel.split import (
-    GRADIENT,
-    check_step,
-    config,
-    difference,
-    mesh_config,
-    plain,
-    split_step,
-    whole_step,
-)
+from tests.parallel.split import GRADIENT, check_step, config, difference, mesh_config, plain, split_step, whole_step
 
 LINEAR = ("transnormer", "linear_transformer")
 WINDOWED = ("windowed", "off-by-one")

@@ -227,10 +227,7 @@ BROKEN = {
         lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
         "/theirs/config.json: num_hidden_layers is missing",
     ),
-    "file": (
-        lambda folder: (shutil.rmtree(folder), folder.touch()),
-        "/theirs is a file; give the folder of a model",
-    ),
+    "file": (lambda folder: (shutil.rmtree(folder), folder.touch()), "/theirs is a file; give the folder of a model"),
     "tokenizer too large": (lambda folder: write_tokenizer(folder, 70), "vocab_size is 61 and the tokenizer has 70"),
 }
 

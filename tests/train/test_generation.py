@@ -40,10 +40,7 @@ MODELS = {
     ),
     "adapters": dataclasses.replace(LLAMA, lora_rank=4, lora_alpha=2.0),
     "dynamic rope": dataclasses.replace(
-        LLAMA,
-        rope_scaling_type="dynamic",
-        rope_scaling_factor=8.0,
-        rope_scaling_original_max_position_embeddings=16,
+        LLAMA, rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16
     ),
 }
 NEW = 9

@@ -191,11 +191,7 @@ OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
         (LABELS, np.zeros(3, int), r" holds labels int64 \[3\]"),
         (LABELS, np.array([0, 1, 3, 0]), ": row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
         (LABELS, np.array([3, -1, 0, 0]), ": row 1 has label -1, and .* allows 0 to 2; number the classes from 0"),
-        (
-            LABELS,
-            np.array([0, 0, 2**63 + 5, 3], np.uint64),
-            ": row 2 has label 9223372036854775813, which is no int64",
-        ),
+        (LABELS, np.array([0, 0, 2**63 + 5, 3], np.uint64), ": row 2 has label 9223372036854775813, which is no int64"),
     ],
 )
 def test_broken_folders_are_named(tmp_path, name, content, message):

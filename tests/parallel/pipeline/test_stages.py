@@ -47,16 +47,8 @@ def test_what_fits_passes():
     ("config", "changes", "words"),
     [
         (None, {"layers": 1}, ("num_layers is 1", "2 pipeline stages", "at most 1 processes", "num_layers 2")),
-        (
-            INTERLEAVED,
-            {"layers": 3},
-            ("num_layers is 3", "4 pipeline stages", "virtual_stages_per_pipeline_rank 1"),
-        ),
-        (
-            None,
-            {"micro_batches": 1, "batch": 3},
-            ("at least 2 micro-batches", "size 3 gives 1", "size 6, or"),
-        ),
+        (INTERLEAVED, {"layers": 3}, ("num_layers is 3", "4 pipeline stages", "virtual_stages_per_pipeline_rank 1")),
+        (None, {"micro_batches": 1, "batch": 3}, ("at least 2 micro-batches", "size 3 gives 1", "size 6, or")),
         (INTERLEAVED, {"micro_batches": 5}, ("Interleaved1F1B", "equal rounds", "gives 5", "size 4 or 6")),
         (INTERLEAVED, {"ranks": 4, "layers": 8, "micro_batches": 9}, ("gives 9", "global_batch_size 8 or 10")),
         (ZERO_BUBBLE, {"strategy": "zero3"}, ("InterleavedZeroBubble", "zero3", "zero1")),

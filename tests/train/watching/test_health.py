@@ -75,11 +75,7 @@ def test_rolled_back_it_goes_on_with_other_samples(tmp_path):
     assert [r["consumed_samples"] for r in records] == [4, 8, 20, 24, 28, 32]
     assert checkpoints(tmp_path / "run") == [2, 4, 6]
     (failure,) = map(json.loads, (tmp_path / "run" / FAILURES).read_text().splitlines())
-    assert failure == {
-        "iteration": 4,
-        "checkpoint": 2,
-        "why": "a step was bad, iteration 4: the loss was not finite",
-    }
+    assert failure == {"iteration": 4, "checkpoint": 2, "why": "a step was bad, iteration 4: the loss was not finite"}
 
 
 def test_rolled_back_three_times_it_ends(tmp_path):

@@ -10,15 +10,7 @@ import torch
 from tests import starts
 from train.config.flags import ConfigError
 from train.loop import memory_gb
-from train.watching.metrics import (
-    METRICS,
-    LoggingConfig,
-    RunLog,
-    check_services,
-    cut_back,
-    plot_loss,
-    read_metrics,
-)
+from train.watching.metrics import METRICS, LoggingConfig, RunLog, check_services, cut_back, plot_loss, read_metrics
 
 
 def record(iteration, **more):

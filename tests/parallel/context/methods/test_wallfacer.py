@@ -45,12 +45,7 @@ def test_placement_makes_neighbours_of_a_team_or_of_a_ring(size, team_size, degr
     ring = size // degree // team_size**2
     for placement, together in (("collect_intra", team_size), ("p2p_intra", ring)):
         plan = make_plan(
-            "wallfacer",
-            seq_len=2 * size,
-            size=size,
-            team_size=team_size,
-            ulysses_degree=degree,
-            placement=placement,
+            "wallfacer", seq_len=2 * size, size=size, team_size=team_size, ulysses_degree=degree, placement=placement
         )
         for rank in range(size):
             node = range(rank - rank % (together * degree), rank - rank % (together * degree) + together * degree)

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from train.run import FILES, claim_folder, exit_status
 from train.watching.health import FAILURES, Health, HealthConfig, Progress
 from train.watching.metrics import METRICS, cut_back
 
-Mutation = Callable[[Path], None]
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}
 
 
@@ -42,15 +40,12 @@ def flip(place):
     return mutate
 
 
-def cut(share):
-    return lambda path: os.truncate(path, int(share * path.stat().st_size))
+def cut(share, less=0):
+    return lambda path: os.truncate(path, int(share * path.stat().st_size) - less)
 
 
 def put(content):
-    def mutate(path):
-        path.write_bytes(content)
-
-    return mutate
+    return lambda path: path.write_bytes(content)
 
 
 def fifo_instead(path):
@@ -75,17 +70,9 @@ def folder_instead(path):
     path.mkdir()
 
 
-def add_a_byte(path):
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
 def link(path, target):
     path.unlink()
     path.symlink_to(target)
-
-
-def zeros(path):
-    path.write_bytes(bytes(path.stat().st_size))
 
 
 def of_the_other_iteration(path):
@@ -106,10 +93,10 @@ ANY_FILE = {
     "delete": Path.unlink,
     "empty": cut(0),
     "cut to a half": cut(0.5),
-    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "one byte more": add_a_byte,
+    "cut by a byte": cut(1, less=1),
+    "one byte more": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     **{f"flip a bit at {place}": flip(place) for place in (0, 0.1, 0.3, 0.5, 0.7, 0.9, 1)},
-    "zeros": zeros,
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "folder": folder_instead,
     "fifo": fifo_instead,
     "socket": socket_instead,

@@ -110,9 +110,17 @@ def measure(
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    others, began = OtherLoad(usable_cores()), time.process_time()
+    others, began, rows = OtherLoad(usable_cores()), time.process_time(), list[dict[str, Any]]()
     try:
-        rows = [row for length in lengths for row in _at(replace(shape, seq_length=length), repeats, max_seconds)]
+        for length in lengths:
+            work = replace(shape, seq_length=length)
+            steps = {name: step_of(name, work) for name in CONTESTANTS if name != "naive" or fits(work)}
+            prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
+            if "naive" in prints:
+                check_same("chunked", prints["chunked"], prints["naive"], work.dtype, "the naive form")
+            clocks = {name: clocked(step) for name, step in steps.items()}
+            seconds = measured(clocks, repeats, max_seconds, MINIMUM_SECONDS)
+            rows += [row(name, work, taken) for name, taken in seconds.items()]
     finally:
         torch.set_num_threads(threads)
     taken = others.cores_taken(time.process_time() - began)
@@ -123,16 +131,6 @@ def measure(
         "shape": {name: value for name, value in asdict(shape).items() if name != "seq_length"},
         "rows": rows,
     }
-
-
-def _at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
-    """Return a row for each contestant that can take this length."""
-    steps = {name: step_of(name, work) for name in CONTESTANTS if name != "naive" or fits(work)}
-    prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
-    if "naive" in prints:
-        check_same("chunked", prints["chunked"], prints["naive"], work.dtype, "the naive form")
-    seconds = measured({name: clocked(step) for name, step in steps.items()}, repeats, max_seconds, MINIMUM_SECONDS)
-    return [row(name, work, taken) for name, taken in seconds.items()]
 
 
 def row(name: str, work: AttentionShape, seconds: list[float]) -> dict[str, Any]:

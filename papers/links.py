@@ -11,11 +11,10 @@ from statistics import median
 from typing import Any
 
 from bench.harness import interleaved
-from bench.link.cases import CORPUS, cases_of, command_line, data_of
+from bench.link.cases import cases_of, command_line, corpus, data_of
 from bench.link.choices import CLUSTERS, cluster_of, predictions
 from bench.link.network import LINKS, Network, prepare_machine
 from bench.link.ranks import train
-from data.text.prepare import prepare
 from papers.rows import Row
 from planner.cluster import Cluster, load_cluster
 from runtime.machine import device_name
@@ -48,9 +47,7 @@ def measured_gains() -> list[Row]:
     """
     prepare_machine()
     found = []
-    with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
-        text = Path(folder) / "stdlib"
-        prepare(CORPUS, text, progress=False)
+    with corpus() as text:
         for link in LINKS:
             with Network(rails=link == "rails") as network:
                 network.limit(RATE)

@@ -32,26 +32,24 @@ NAMESPACE = "longmesh"
 ORIGIN = "ORIGIN.json"
 
 
-def package(root: Path = ROOT, namespace: str = PACKAGE) -> dict[str, bytes]:
+def package(namespace: str = PACKAGE) -> dict[str, bytes]:
     """Return the package's files by relative path; the same checkout gives the same bytes.
 
-    Args:
-        root: the checkout to take it from.
-        namespace: of the package's custom operators.
+    ``namespace`` is that of the package's custom operators.
 
     Raises UserError: a file imports something of ours that is not in the package, or cannot be renamed.
     """
     folders = [module.replace(".", "/") for module in PARTS]
-    commit = commit_of(root, *folders, "LICENSE")
+    commit = commit_of(ROOT, *folders, "LICENSE")
     files: dict[str, bytes] = {}
     for module, part in PARTS.items():
-        folder = root.joinpath(*module.split("."))
+        folder = ROOT.joinpath(*module.split("."))
         for path in sorted(folder.rglob("*.py")):
             name = (Path(part) / path.relative_to(folder)).as_posix()
-            files[name] = renamed(path.read_bytes(), path.relative_to(root), namespace)
-    files["__init__.py"] = _face(root, commit).encode()
-    files["LICENSE"] = (root / "LICENSE").read_bytes()
-    ours = {path.parent.name for path in root.glob("*/*.py")} | {path.stem for path in root.glob("*.py")}
+            files[name] = renamed(path.read_bytes(), path.relative_to(ROOT), namespace)
+    files["__init__.py"] = _face(commit).encode()
+    files["LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
     _check_imports(files, ours)
     digests = {name: sha256(files[name]) for name in sorted(files)}
     origin = {"project": "longmesh", "version": __version__, "commit": commit, "files": digests}
@@ -63,7 +61,6 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
 
     Raises UserError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
     """
-
     lines = source.splitlines(keepends=True)
     edits: set[tuple[int, int, str, str]] = set()  # row, column in bytes, old text and new text
     for node in ast.walk(ast.parse(source)):
@@ -97,9 +94,9 @@ def _moved(module: str) -> str:
     return f"{PACKAGE}.{PARTS[ours[0]]}{module[ours.end() :]}" if ours else module
 
 
-def _face(root: Path, commit: str) -> str:
+def _face(commit: str) -> str:
     """Return the package's ``__init__.py``: the public names of parallel.context, and process_group."""
-    tree = ast.parse((root / "parallel/context/__init__.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "parallel/context/__init__.py").read_text(encoding="utf-8"))
     listed = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
     names = sorted(ast.literal_eval(listed.value))
     imported = "".join(f"    {name},\n" for name in names)

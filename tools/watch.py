@@ -76,6 +76,7 @@ def describe(run: Path, now: float, width: int) -> list[str]:
     from checkpoint.local import STARTS
     from train.watching.health import FAILURES, read_failures
     from train.watching.metrics import METRICS, loss_name
+    from train.watching.progress import flops_rate
 
     if not run.is_dir():
         return [f"{run}   is not there yet, or is not a folder"]
@@ -91,8 +92,10 @@ def describe(run: Path, now: float, width: int) -> list[str]:
     shown = f"  loss {losses[-1]:.4f} " if losses else "  loss not finite "
     if checks:
         shown += f"(validation {checks[-1]['validation_loss']:.4f} at {checks[-1]['iteration']}) "
-    lines += [_progress(run, records, holder is not None)]
-    lines += [shown + sparkline(losses, max(0, width - len(shown))), _rates(records)]
+    lines += [_progress(run, records, holder is not None), shown + sparkline(losses, max(0, width - len(shown)))]
+    tokens, tflops, mfu = (_mean(records, name) for name in ("tokens_per_second", "tflops_per_gpu", "mfu"))
+    each = f"{flops_rate(tflops)} and {mfu:.1%} MFU each"
+    lines.append(f"  {tokens:,.0f} tokens/s, {each}, {last.get('memory_gb', 0.0):.3g} GB")
     if last.get("skipped_iterations"):
         lines.append(f"  {last['skipped_iterations']} iterations skipped, their gradients not finite")
     if slow := [record for record in records[-TAIL:] if "slowest_rank" in record]:
@@ -125,14 +128,6 @@ def _progress(run: Path, records: Sequence[dict[str, Any]], trains: bool) -> str
     left = left if done < goal else "done"
     share = min(1.0, done / goal)
     return f"  {'█' * int(30 * share):░<30} {share:4.0%}  iteration {done}/{goal}, {left}"
-
-
-def _rates(records: Sequence[dict[str, Any]]) -> str:
-    from train.watching.progress import flops_rate
-
-    tokens, tflops, mfu = (_mean(records, name) for name in ("tokens_per_second", "tflops_per_gpu", "mfu"))
-    rate, memory = flops_rate(tflops), records[-1].get("memory_gb", 0.0)
-    return f"  {tokens:,.0f} tokens/s, {rate} and {mfu:.1%} MFU each, {memory:.3g} GB"
 
 
 def _mean(records: Sequence[dict[str, Any]], name: str) -> float:

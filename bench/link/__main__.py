@@ -12,22 +12,22 @@ nothing is left behind, however it ends. How the planner's choices do is asked b
 
 import argparse
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench.harness import add_results, heading
-from bench.link.cases import CASES, CORPUS, LINEAR_CASES, MODELS, cases_of, command_line, reference_of
+from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of, command_line, corpus, reference_of
 from bench.link.network import LINKS, Network, prepare_machine
 from bench.link.ranks import attention_crossing, began, medians, train
-from data.text.prepare import prepare
 from runtime.errors import UserError
-from runtime.machine import device_name, results_file, usable_cores
+from runtime.machine import describe, results_file
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import Column, Table, read_records, write_tables
 from train.config.language import parse_args
 
 WARM_UP, FREE = 2, 3  # steps without the limit: connections are made; counted
+NAME = "link"
+"""Of the files of results."""
 KEY = ("model", "link", "seq_length", "batch")
 """Fields that identify a setting."""
 SHARED = {"shared": "one link for all ranks", "rails": "a link for each rank"}
@@ -81,7 +81,7 @@ def check(args: argparse.Namespace) -> None:
                 "tokens a multiple of it, or give --batch-size"
             )
     if args.results:
-        earlier(path_of(args.results), rate=args.rate, repeats=args.repeats)
+        earlier(results_file(args.results, NAME, describe("cpu")), rate=args.rate, repeats=args.repeats)
 
 
 def measure(args: argparse.Namespace, data: Path) -> Row:
@@ -154,11 +154,6 @@ def markdown(result: Row) -> str:
     return "\n".join(lines) + "\n"
 
 
-def path_of(folder: Path, machine: Row | None = None) -> Path:
-    """Return the path of a machine's figures as JSON lines; by default this machine's."""
-    return results_file(folder, "link", machine or {"device": device_name("cpu"), "cores": len(usable_cores())})
-
-
 def earlier(path: Path, **asked: Any) -> Row:
     """Read an earlier run's results, each setting and case with its date; nothing if there are none.
 
@@ -185,7 +180,7 @@ def write(result: Row, folder: Path) -> Path:
     Settings and cases that an earlier run on the same machine measured, and this one did not, stay with their date.
     Raises UserError: as ``earlier``.
     """
-    path = path_of(folder, result["machine"])
+    path = results_file(folder, NAME, result["machine"])
     before, date = earlier(path, rate=result["rate"], repeats=result["repeats"]), result["machine"]["date"]
     for table in ("settings", "cases"):
         rows = [*before[table], *({"date": date, **row} for row in result[table])]
@@ -204,9 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     check(args)
     prepare_machine()
-    with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
-        data = Path(folder) / "stdlib"
-        prepare(CORPUS, data, progress=False)
+    with corpus() as data:
         result = measure(args, data)
     print("\n" + markdown(result))
     if args.results:

@@ -1,19 +1,20 @@
 """The models and context-parallel configurations to compare, and the command line that trains them."""
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from data.latents.folder import write_latents
-from data.text.prepare import Request
+from data.text.prepare import Request, prepare
 from parallel.context import ContextConfig
 from runtime.machine import ROOT
 from tools.common.cases import Case, case_of
 
 VOCAB_SIZE = 512  # small, since the embedding's gradient crosses the link too
-CORPUS = Request(vocab_size=VOCAB_SIZE, max_bytes=4 << 20)
 RANKS = 8
 # Small layers and many tokens, so that keys and values outweigh all else that crosses. Eight heads, for Ulysses on
 # 8 ranks.
@@ -88,6 +89,15 @@ def command_line(
         *("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--train-iters", str(iterations)),
         *("--lr-warmup-iters", "1", "--eval-iters", "0", "--save", "none", "--save-interval", "none"),
     ]
+
+
+@contextmanager
+def corpus() -> Iterator[Path]:
+    """Yield the prefix of the text that all runs read, in a folder that goes with the context."""
+    with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
+        text = Path(folder) / "stdlib"
+        prepare(Request(vocab_size=VOCAB_SIZE, max_bytes=4 << 20), text, progress=False)
+        yield text
 
 
 def latent_shape(patches: int) -> tuple[int, ...]:

@@ -19,11 +19,10 @@ from typing import Any
 
 import pretrain_dit
 from bench.harness import add_results, heading, interleaved
-from bench.link.cases import CORPUS, RANKS, VOCAB_SIZE, Case, case_for, command_line
+from bench.link.cases import RANKS, VOCAB_SIZE, Case, case_for, command_line, corpus
 from bench.link.network import Network, prepare_machine
 from bench.link.ranks import calibrated, profile
 from bench.shapes import AttentionShape
-from data.text.prepare import prepare
 from planner.cluster import Cluster
 from planner.ranking import combine_prediction_and_profile
 from planner.search import rank
@@ -193,9 +192,7 @@ def markdown(result: dict[str, Any]) -> str:
 def measure_all(result: dict[str, Any], path: Path, links: list[str], models: list[str]) -> None:
     """Measure the settings that ``result`` lacks, and write it to ``path`` and as Markdown after each."""
     done = {(row["link"], row["model"], row["length"]) for row in result["settings"]}
-    with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
-        data = Path(folder) / "stdlib"
-        prepare(CORPUS, data, progress=False)
+    with corpus() as data:
         for link, model, length in settings(links, models):
             if (link, model, length) in done:
                 continue

@@ -22,6 +22,7 @@ from bench.link.ranks import attention_crossing
 from model.registry import num_parameters
 from planner.cluster import load_cluster
 from planner.search import rank
+from runtime.machine import describe, results_file
 from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
 from tools.common.report import write_records
 from train.config.derive import with_vocabulary
@@ -309,7 +310,7 @@ def test_the_report_has_the_fastest_first(tmp_path):
 
 
 def test_results_that_cannot_be_added_to_are_refused_before_measuring(tmp_path):
-    path = entry.path_of(tmp_path)
+    path = results_file(tmp_path, entry.NAME, describe("cpu"))
     row = {"model": "gpt", "link": "rails", "seq_length": 1024, "batch": 8}
     about = {"machine": {"date": "today"}, "rate": "100mbit", "repeats": 5}
     write_records(path, {**about, "settings": [row], "cases": [{**row, "name": "ring"}]})

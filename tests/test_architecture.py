@@ -55,7 +55,7 @@ BUDGET = {
     "slurm": 350,
     "tools": 4280,
     "parity": 1020,
-    "papers": 1800,
+    "papers": 1790,
     "bench": 2850,
     "tests": 39510,
 }

@@ -27,7 +27,7 @@ from train.config.language import parse_args
 
 WARM_UP, FREE = 2, 3  # steps without the limit: connections are made; counted
 NAME = "link"
-"""Of the files of results."""
+"""Name of the files of results."""
 KEY = ("model", "link", "seq_length", "batch")
 """Fields that identify a setting."""
 SHARED = {"shared": "one link for all ranks", "rails": "a link for each rank"}

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.hf.family import Read
-from model.hf.folder import check_described, check_finite, check_value, described, entry, read_json, shown
+from model.hf.folder import Read, check_described, check_value, described, entry, finite, read_json, shown
 from model.hf.llama import LLAMA
 from model.hf.shards import Weights, inside, write_weights
 from model.lora import THEIRS, is_adapter
@@ -75,13 +74,8 @@ def write_adapter(
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
-
-    def read_theirs(name: str) -> Tensor:
-        weight = read(stored[name])
-        check_finite(stored[name], weight)
-        return weight
-
-    write_weights(folder / WEIGHTS, {theirs: ours[name] for theirs, name in stored.items()}, read_theirs)
+    metas, whole = {theirs: ours[name] for theirs, name in stored.items()}, finite(read)
+    write_weights(folder / WEIGHTS, metas, lambda theirs: whole(stored[theirs]))
     return len(stored) // 2
 
 
@@ -133,13 +127,8 @@ def read_adapter(
         raise UserError(f"{path}: {error}") from None
     if dropout:
         tell(f"note: {path}: lora_dropout = {dropout} is passed over; adapters have no dropout here")
-
-    def read(name: str) -> Tensor:
-        weight = theirs[names[name]]
-        check_finite(names[name], weight)
-        return weight
-
-    return config, {name: found[theirs] for name, theirs in names.items()}, read
+    whole = finite(theirs.__getitem__)
+    return config, {name: found[theirs] for name, theirs in names.items()}, lambda name: whole(names[name])
 
 
 def _targets(said: Any, theirs: Iterable[str]) -> tuple[str, ...]:

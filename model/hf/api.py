@@ -15,8 +15,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.hf.adapter import CONFIG as ADAPTER
 from model.hf.configs import config_from_hf, config_to_hf, families, family_of
-from model.hf.family import Read
-from model.hf.folder import CONFIG, check_described, check_finite, check_sizes, check_state, described, read_json
+from model.hf.folder import CONFIG, Read, check_described, check_sizes, check_state, described, finite, read_json
 from model.hf.shards import Weights, inside, new_folder, write_model
 from model.registry import shapes_of
 from runtime.errors import UserError
@@ -57,16 +56,9 @@ def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     metas = {whole: found[name] for whole, name in names.items()}
     check_described(metas, {name: weight.shape for name, weight in family.names.to_theirs(empty, config).items()})
-
-    def checked(whole: str) -> Tensor:
-        weight = state[names[whole]]
-        check_finite(whole, weight)
-        return weight
-
-    def read(name: str) -> Tensor:
-        return family.names.to_ours(checked, [name], config)[name]
-
-    return family.names.to_ours(metas.__getitem__, shapes, config), read
+    whole = finite(lambda name: state[names[name]])
+    ours = {name: family.names.ours(metas.__getitem__, name, config) for name in shapes}
+    return ours, lambda name: family.names.ours(whole, name, config)
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -85,8 +77,6 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
 def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -> tuple[dict[str, Tensor], Read]:
     """Return meta tensors of their parameters, without tied copies, and what reads one of ours as theirs.
 
-    A module's parameters are read together, since theirs may hold several of ours.
-
     Args:
         ours: meta tensors of all of our parameters.
         read: reads one of them.
@@ -94,29 +84,10 @@ def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -
     Raises:
         UserError: as ``to_hf``; for non-finite values when they are read.
     """
-    family = family_of(config)
+    names = family_of(config).names
     check_described(ours, shapes_of(config))
-    modules: dict[str, list[str]] = {}
-    for name in ours:
-        modules.setdefault(name.rsplit(".", 2)[0], []).append(name)
-    theirs: dict[str, Tensor] = {}
-    inside: dict[str, str] = {}
-    for module, names in modules.items():
-        found = family.names.to_theirs({name: ours[name] for name in names}, config)
-        theirs |= found
-        inside |= dict.fromkeys(found, module)
-    last: dict[str, dict[str, Tensor]] = {}
-
-    def read_theirs(name: str) -> Tensor:
-        if (module := inside[name]) not in last:
-            last.clear()
-            weights = {one: read(one) for one in modules[module]}
-            for one, weight in weights.items():
-                check_finite(one, weight)
-            last[module] = family.names.to_theirs(weights, config)
-        return last[module][name]
-
-    return theirs, read_theirs
+    inside, whole = names.inside(ours), finite(read)
+    return names.to_theirs(ours, config), lambda name: names.theirs(whole, inside[name], config)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
     check_state(state, known)
     if positions is not None:
         _check_positions(positions, config)
-    return NAMES.to_ours(state.__getitem__, shapes, config)
+    return {name: NAMES.ours(state.__getitem__, name, config) for name in shapes}
 
 
 def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """A family of Hugging Face's models as one table: keys of config.json, names of weights, refusals."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from model.config import RESOLVED, ModelConfig
-from model.hf.folder import CONFIG, check_value, entry, shown
+from model.hf.folder import CONFIG, Read, check_value, entry, shown
 from runtime.errors import UserError
 
 Contents = Mapping[str, Any]
-Read = Callable[[str], Tensor]
-"""A parameter's name -> its tensor; each call may read a file."""
 Change = Callable[[Any, str, Tensor], Tensor]
 """A configuration, our name and a weight in one layout -> in the other."""
 REQUIRED: Any = object()
@@ -107,26 +105,29 @@ class Names:
         inside = self.layer.get(module, module) if part is None else self.fused
         return f"{self.layers}.{layer}.{inside}.{kind}", part
 
-    def to_ours(self, theirs: Read, names: Iterable[str], config: Any) -> dict[str, Tensor]:
-        """Return our state dict of ``names``: the same tensors or views of them, but for what ``ours_of`` copies."""
-        ours = {}
-        for name in names:
-            their_name, part = self.of(name)
-            weight = theirs(their_name)
-            weight = weight if part is None else weight.chunk(len(self.parts), self.dim)[part]
-            ours[name] = self.ours_of(config, name, weight)
-        return ours
+    def ours(self, theirs: Read, name: str, config: Any) -> Tensor:
+        """Return one of our parameters: the same tensor as theirs or a view of it, unless ``ours_of`` copies it."""
+        their_name, part = self.of(name)
+        weight = theirs(their_name)
+        return self.ours_of(config, name, weight if part is None else weight.chunk(len(self.parts), self.dim)[part])
+
+    def inside(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return which of our parameters each of theirs holds, in its order."""
+        return {
+            theirs: [name] if part is None else [name.replace(self.parts[0], one) for one in self.parts]
+            for name in names
+            for theirs, part in [self.of(name)]
+            if not part
+        }
+
+    def theirs(self, ours: Read, inside: Sequence[str], config: Any) -> Tensor:
+        """Return one of their parameters: the same tensor as ours, unless it is fused or ``theirs_of`` copies it."""
+        weights = [ours(name) for name in inside]
+        return self.theirs_of(config, inside[0], weights[0] if len(weights) == 1 else torch.cat(weights))
 
     def to_theirs(self, ours: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Return their state dict: the same tensors, but for those that are fused, and what ``theirs_of`` copies."""
-        theirs = {}
-        for name, weight in ours.items():
-            their_name, part = self.of(name)
-            if part == 0:
-                weight = torch.cat([ours[name.replace(self.parts[0], one)] for one in self.parts])
-            if not part:
-                theirs[their_name] = self.theirs_of(config, name, weight)
-        return theirs
+        """Return their state dict, as ``theirs``."""
+        return {name: self.theirs(ours.__getitem__, own, config) for name, own in self.inside(ours).items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from runtime.errors import UserError
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Read = Callable[[str], Tensor]
+"""A parameter's name -> its tensor; each call may read a file."""
 _MOST = 2**31 - 1
 _KINDS = {
     int: f"a whole number of at most {_MOST}",
@@ -123,6 +125,17 @@ def check_finite(name: str, weight: Tensor) -> None:
         raise UserError(
             f"{name} holds {broken} of {weight.numel()} values that are not finite; take another checkpoint"
         )
+
+
+def finite(read: Read) -> Read:
+    """Return what reads as ``read`` does, and raises as ``check_finite``."""
+
+    def checked(name: str) -> Tensor:
+        weight = read(name)
+        check_finite(name, weight)
+        return weight
+
+    return checked
 
 
 def described(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -223,6 +223,7 @@ def _backward_op(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dstate = backward(scan_of(backend), dout, dfinal, q, k, v, log_decay, state, documents)
+    dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dstate.contiguous()
 
 
@@ -243,16 +244,17 @@ def backward(
     log_decay: Sequence[float],
     state: Tensor | None = None,
     documents: Sequence[int] | None = None,
+    *,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtypes of q, k, v, and dstate; ``dfinal`` is the final state's gradient, None for 0."""
+    """Return dq, dk, dv and dstate; ``dfinal`` is the final state's gradient, None for 0.
 
-    def turned(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.transpose(-1, -2)
-
-    dq, _ = run(dout, v, k, log_decay, turned(state), documents)
-    dk, _ = run(v, dout, q, log_decay, turned(dfinal), documents, reverse=True)
-    dv, dstate = run(k, q, dout, log_decay, dfinal, documents, reverse=True)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dstate
+    dtypes are as ``Scan`` has them, ``wide`` that of dk and dv, to which a later state's part can then be added.
+    """
+    dq, _ = run(dout, v, k, log_decay, None if state is None else state.mT, documents)
+    dk, _ = run(v, dout, q, log_decay, None if dfinal is None else dfinal.mT, documents, reverse=True, wide=wide)
+    dv, dstate = run(k, q, dout, log_decay, dfinal, documents, reverse=True, wide=wide)
+    return dq, dk, dv, dstate
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -51,13 +51,6 @@ def _row_chunks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
-def _softmax_rows(logits: Tensor, lse: Tensor, rows: slice, into: Tensor) -> Tensor:
-    """Return the softmax of some rows of logits [N, V] in the dtype of lse [N]; in ``into`` if it has that dtype."""
-    if into.dtype == logits.dtype == lse.dtype:
-        return torch.sub(logits[rows], lse[rows, None], out=into[rows]).exp_()
-    return logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None]).exp_()
-
-
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, split: Split | None) -> Tensor:
@@ -85,8 +78,11 @@ class _CrossEntropySum(torch.autograd.Function):
         logits, column, here, valid, lse = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for rows in _row_chunks(logits):
-            chunk = _softmax_rows(logits, lse, rows, grad)
-            chunk.scatter_add_(-1, column[rows, None], -here[rows, None].to(chunk.dtype))
+            if grad.dtype == lse.dtype:  # in place
+                chunk = torch.sub(logits[rows], lse[rows, None], out=grad[rows])
+            else:
+                chunk = logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None])
+            chunk.exp_().scatter_add_(-1, column[rows, None], -here[rows, None].to(chunk.dtype))
             chunk.mul_(grad_loss).masked_fill_(~valid[rows, None], 0)
             if chunk.dtype != grad.dtype:
                 grad[rows] = chunk

@@ -24,22 +24,20 @@ def features(x: Tensor) -> Tensor:
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
-def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """Return [..., C] of integer positions [...], float64: sines, then cosines, of position * 10000^(-2 i / C)."""
-    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width  # [C/2]
-    angles = positions.to(torch.float64)[..., None] * 10000.0**-exponents
-    return torch.cat((angles.sin(), angles.cos()), dim=-1)
-
-
 class Sinusoids(nn.Module):
-    """``sinusoids`` as a module, so that tensor parallelism can split its tokens."""
+    """Sines, then cosines, of position * 10000^(-2 i / C) in float64: [...] -> [..., C].
+
+    A module, so that tensor parallelism can split its tokens.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
 
     def forward(self, positions: Tensor) -> Tensor:
-        return sinusoids(positions, self.width)
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device) / self.width  # [C/2]
+        angles = positions.to(torch.float64)[..., None] * 10000.0**-exponents
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 class LinearAttention(LinearCore):

@@ -104,11 +104,23 @@ def _again(
     With ``begin`` they are kept in host memory.
     """
     pack, unpack = (begin().pack, take) if begin else (as_it_is, as_it_is)
+    kept: deque[Any] = deque()
+
+    def keep(call: Callable[[], Any]) -> Any:
+        out = call()
+        # Detached: autograd ties the tensors themselves to the graph that is to be freed.
+        kept.append(tree_map_only(Tensor, lambda x: pack(x.detach()), out))
+        return out
+
+    def reuse(call: Callable[[], Any]) -> Any:
+        if not kept:
+            raise RuntimeError("attention_boundary keeps each attention for one backward, and this is another one")
+        return tree_map_only((Tensor, OnHost), unpack, kept.popleft())
+
     with saved_tensors_hooks(pack, unpack) if begin else nullcontext():  # packs the checkpoint's inputs
         if not keep_attention:
             return checkpoint(forward, *inputs, use_reentrant=False)
-        kept: deque[Any] = deque()
-        contexts = (_Keep(kept, pack), _Reuse(kept, unpack))
+        contexts = _AtAttentions(keep), _AtAttentions(reuse)
         out = checkpoint(forward, *inputs, use_reentrant=False, context_fn=lambda: contexts)
     if torch.is_grad_enabled() and not kept:
         raise RecomputeError(
@@ -119,34 +131,16 @@ def _again(
     return out
 
 
-class _Keep(TorchDispatchMode):
-    """Keep what every attention returns in the forward.
+class _AtAttentions(TorchDispatchMode):
+    """Hand every call of an attention operator to ``take``, and let the others be.
 
-    torch's create_selective_checkpoint_contexts does the same, but cannot keep it in host memory.
+    torch's create_selective_checkpoint_contexts does the same, but cannot keep what they return in host memory.
     """
 
-    def __init__(self, kept: deque[Any], pack: Callable[[Tensor], Any]) -> None:
+    def __init__(self, take: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
-        self._kept, self._pack = kept, pack
+        self._take = take
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.name() in ATTENTION:
-            # Detached: autograd ties the tensors themselves to the graph that is to be freed.
-            self._kept.append(tree_map_only(Tensor, lambda x: self._pack(x.detach()), out))
-        return out
-
-
-class _Reuse(TorchDispatchMode):
-    """Return what was kept, once and in forward order, in the backward's recomputation."""
-
-    def __init__(self, kept: deque[Any], unpack: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self._kept, self._unpack = kept, unpack
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() not in ATTENTION:
-            return func(*args, **(kwargs or {}))
-        if not self._kept:
-            raise RuntimeError("attention_boundary keeps each attention for one backward, and this is another one")
-        return tree_map_only((Tensor, OnHost), self._unpack, self._kept.popleft())
+        call = partial(func, *args, **(kwargs or {}))
+        return self._take(call) if func.name() in ATTENTION else call()

@@ -26,6 +26,29 @@ SIZE = 512
 """Numbers of a state that one program of ``carry_kernel`` holds."""
 
 
+@triton.jit
+def segment_of(bounds, row, segments, carried, REVERSE: tl.constexpr, EACH: tl.constexpr):
+    """Find this program's segment: its first token, its length, its state's place, if one enters and if one leaves."""
+    segment = tl.program_id(0) % segments
+    if EACH:
+        slot = tl.load(bounds + segments + 1 + segment)
+        place = row * carried + slot
+        enters = slot >= 0
+        leaves = enters
+    else:
+        place = row
+        enters = segment == (segments - 1 if REVERSE else 0)
+        leaves = segment == (0 if REVERSE else segments - 1)
+    first = tl.load(bounds + segment)
+    return first, tl.load(bounds + segment + 1) - first, place, enters, leaves
+
+
+@triton.jit
+def rows_of(at, stride, token, channel, filled, width):
+    """Load these channels of these tokens of one head, zero where there are none."""
+    return tl.load(at + token[:, None] * stride + channel[None, :], filled[:, None] & (channel < width)[None, :], 0.0)
+
+
 @triton.jit(do_not_specialize=["segments", "carried"])  # they differ from batch to batch
 def scan_kernel(
     q,
@@ -58,25 +81,11 @@ def scan_kernel(
     With ``EACH`` segments have states (``kernels.linear_scan``): without outputs the one that each adds, with
     outputs the one that it starts with. Otherwise segments are documents, of which one takes and one leaves a state.
     """
-    segment = tl.program_id(0) % segments
     row = (tl.program_id(0) // segments).to(tl.int64)  # of B * H
     batch, head = row // H, row % H
-    if EACH:
-        slot = tl.load(bounds + segments + 1 + segment)
-        place = row * carried + slot  # of its state
-        enters = slot >= 0
-        leaves = enters
-    else:
-        place = row
-        enters = segment == (segments - 1 if REVERSE else 0)
-        leaves = segment == (0 if REVERSE else segments - 1)
-    first = tl.load(bounds + segment)
-    length = tl.load(bounds + segment + 1) - first
+    first, length, place, enters, leaves = segment_of(bounds, row, segments, carried, REVERSE, EACH)
     rate = tl.load(rates + head)
-
-    d = tl.arange(0, BLOCK_D)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    c = tl.arange(0, C)
+    d, e, c = tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, C)
     held = (d < D)[:, None] & (e < E)[None, :]
     running = tl.zeros((BLOCK_D, BLOCK_E), dtype=tl.float32)
     if HAS_STATE:
@@ -96,20 +105,19 @@ def scan_kernel(
         count = tl.minimum(C, length - start)
         token = (first + start + c).to(tl.int64)
         filled = c < count
-        wanted_d = filled[:, None] & (d < D)[None, :]
-        wanted_e = filled[:, None] & (e < E)[None, :]
         before = (c + 1).to(tl.float32)
         after = tl.maximum(count - 1 - c, 0).to(tl.float32)
-        keys = tl.load(keys_at + token[:, None] * strides[4] + d[None, :], wanted_d, 0.0)
-        values = tl.load(values_at + token[:, None] * strides[7] + e[None, :], wanted_e, 0.0)
+        keys = rows_of(keys_at, strides[4], token, d, filled, D)
+        values = rows_of(values_at, strides[7], token, e, filled, E)
         if OUTPUT:
-            queries = tl.load(queries_at + token[:, None] * strides[1] + d[None, :], wanted_d, 0.0)
+            queries = rows_of(queries_at, strides[1], token, d, filled, D)
             scores = dot(queries, tl.trans(keys), PRECISION, WIDEN) * decay
             result = dot(queries, rounded(running, queries.dtype, WIDEN), PRECISION, WIDEN)
             result *= tl.exp(rate * (after if REVERSE else before))[:, None]
             result += dot(rounded(scores, values.dtype, WIDEN), values, PRECISION, WIDEN)
             outputs = out + ((batch * tl.load(bounds + segments) + token[:, None]) * H + head) * E + e[None, :]
-            tl.store(outputs, rounded(result, out.dtype.element_ty, WIDEN), mask=wanted_e)
+            wanted = filled[:, None] & (e < E)[None, :]
+            tl.store(outputs, rounded(result, out.dtype.element_ty, WIDEN), mask=wanted)
         weights = tl.exp(rate * (before if REVERSE else after))
         weighted = rounded(keys * weights[:, None], keys.dtype, WIDEN)
         running *= tl.exp(rate * count.to(tl.float32))

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from parallel.context.arcs import ArcLayout
 from parallel.context.errors import ContextError
-from parallel.context.geometry import Geometry
+from parallel.context.geometry import Geometry, PlanOptions
 from parallel.context.layout import BALANCED, Layout
 from parallel.context.mask import Mask, Reach, Window, mask_of
 from parallel.context.methods.base import Ranks, Round
 from parallel.context.methods.registry import method_of
-from parallel.context.options import PlanOptions
 from parallel.context.sparse.flow import Flow
 from parallel.context.sparse.schedule import PiecesOf, RankSchedule, flow_of, rank_schedule
 from parallel.context.tiles import Piece, pieces, tiles

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from model.linear_transformer import features, sinusoids
+from model.linear_transformer import Sinusoids, features
 from tests.model.models import LINEAR, tied, tokens, used
 from tests.model.test_gpt import by_hand
 
@@ -63,6 +63,6 @@ def test_features_are_never_zero():
 
 
 def test_sinusoids_of_far_positions_are_exact():
-    assert sinusoids(torch.tensor([[10**6]]), 4).flatten().tolist() == pytest.approx(
+    assert Sinusoids(4)(torch.tensor([[10**6]])).flatten().tolist() == pytest.approx(
         [-0.34999350217, -0.30561438888, 0.93675212753, -0.95215536825], abs=1e-9
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.linear_attention import Scan, from_state, passed_on, scan_of, select_linear_backend
+from kernels.linear_attention import Scan, backward, from_state, passed_on, scan_of, select_linear_backend
 from parallel.context.geometry import Geometry
 from parallel.context.linear.passages import Passage, passages
 from parallel.context.plan import PLANS, Plan
@@ -64,13 +64,11 @@ class StateExecutor:
         run, ways = self._scan(q), self._ways(plan, reverse=True)
         here = ways[self.rank]
         documents = here.documents
-        entered = None if self._ways(plan, reverse=False)[self.rank].source is None else state.transpose(-1, -2)
+        entered = None if self._ways(plan, reverse=False)[self.rank].source is None else state
 
         def intra() -> tuple[Tensors, Tensor]:
-            dq, _ = run(dout, v, k, log_decay, entered, documents)
-            dk, _ = run(v, dout, q, log_decay, None, documents, reverse=True, wide=True)
-            dv, local = run(k, q, dout, log_decay, None, documents, reverse=True, wide=True)
-            return (dq, dk, dv), local
+            *gradients, local = backward(run, dout, None, q, k, v, log_decay, entered, documents, wide=True)
+            return tuple(gradients), local
 
         def alone() -> Tensor:
             return run(None, q, dout, log_decay, None, documents, reverse=True)[1]

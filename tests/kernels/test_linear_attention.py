@@ -88,7 +88,7 @@ def test_the_bounds_see_a_fault(fault, monkeypatch):
         monkeypatch.setattr(linear_scan, "chunks_of", lambda length, _, device: chunks_of(length, None, device))
     else:
         run = linear_scan.scan
-        monkeypatch.setattr(linear_scan, "scan", lambda *a, reverse=False: run(*a[:4], None, a[5], reverse=reverse))
+        monkeypatch.setattr(linear_scan, "scan", lambda *a, **named: run(*a[:4], None, a[5], **named))
     assert max(errors(case, "chunked").values()) > 100 * BOUND
 
 

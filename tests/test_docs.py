@@ -154,6 +154,15 @@ def long_readme(root):
         yield f"README.md: {length} lines"
 
 
+def wrong_defaults(root):
+    """Defaults in the table of a first run's flags that are not those of the page of all flags."""
+    table, flags = root / "docs" / "start" / "first_flags.md", root / "docs" / "reference" / "flags.md"
+    rows = re.findall(r"^\|[^|]*\| `(--[\w-]+)` \| *(.*?) *\|", table.read_text() if table.exists() else "", flags=re.M)
+    known = re.findall(r"^\| `(--[\w-]+)` \|[^|]*\| *(.*?) *\|", flags.read_text() if rows else "", flags=re.M)
+    first = dict(reversed(known)) | {"--config": ""}
+    yield from (f"{flag}: {default}" for flag, default in rows if first.get(flag) != default)
+
+
 def unlisted(root):
     """Pages that the index does not name."""
     index = root / "docs" / "README.md"
@@ -181,6 +190,7 @@ CHECKS = [
     unknown_imports,
     wide_lines,
     long_readme,
+    wrong_defaults,
     unlisted,
     unlisted_commands,
 ]
@@ -217,6 +227,7 @@ def test_the_pages(check):
         (unknown_imports, "```python\nfrom kernels.nothing import attention\n```"),
         (wide_lines, "word " * 25),
         (long_readme, "word\n\n" * 76),
+        (wrong_defaults, ""),
         (unlisted, ""),
         (unlisted_commands, ""),
     ],
@@ -235,6 +246,10 @@ def test_what_is_wrong_is_seen(tmp_path, check, text):
         (tmp_path / name).write_text(content)
     assert list(check(tmp_path)) == []
     (tmp_path / "README.md").write_text(text)
+    if check is wrong_defaults:
+        (tmp_path / "docs" / "start").mkdir()
+        (tmp_path / "docs" / "start" / "first_flags.md").write_text("| a | `--some` | `2` | |\n| | `--other` | | |\n")
+        (tmp_path / "docs" / "reference" / "flags.md").write_text("| `--some` | N | `1` | |\n| `--other` | N |  | |\n")
     if check is unlisted:
         (tmp_path / "docs" / "lost.md").touch()
     if check is unlisted_commands:

@@ -53,11 +53,11 @@ BUDGET = {
     "planner": 2820,
     "runtime": 2370,
     "slurm": 350,
-    "tools": 4280,
+    "tools": 4270,
     "parity": 1020,
     "papers": 1790,
     "bench": 2850,
-    "tests": 39510,
+    "tests": 39800,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

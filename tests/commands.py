@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,8 +94,9 @@ def scratch_copy(root: Path, to: Path) -> None:
     subprocess.run(["tar", "-x"], cwd=to, input=pack.stdout, check=True)
     (to / "books").mkdir()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))[:1500]:
-        (to / "books" / f"{path.parent.name}_{path.stem}.txt").write_bytes(path.read_bytes())
-    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted((to / "books").iterdir())[:200]]
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        (to / "books" / f"{path.parent.name}_{path.stem}.txt").write_text(text, encoding="utf-8")
+    texts = [path.read_text(encoding="utf-8") for path in sorted((to / "books").iterdir())[:200]]
     for name in ("a.jsonl", "b.jsonl"):
         (to / name).write_text("".join(json.dumps({"text": text, "content": text}) + "\n" for text in texts))
     from PIL import Image  # of training's requirements, which a listing of commands does without
@@ -135,14 +137,17 @@ def read_table(path: Path) -> dict[Command, list[str]]:
     return {Command(page, text): [result, date] for page, text, result, date in rows}
 
 
-def write_table(path: Path, results: dict[Command, list[str]]) -> None:
+def write_table(path: Path, results: dict[Command, list[str]], left_out: Counter[str]) -> None:
+    """Write a row for each command that can run here, and how many are left out for which reason."""
     ran = sum(result.startswith("ran") for result, _ in results.values())
     head = (
-        f"Commands of README and docs, written by `python -m tests.commands`: {ran} of {len(results)} ran to status 0\n"
-        "in a scratch copy of the checkout, on a busy machine of 2 cores; the others have the reason why not.\n"
+        f"Commands of README and docs, written by `python -m tests.commands`: of {len(results)} that can run on a\n"
+        f"CPU {ran} ran to status 0 in a scratch copy of the checkout, on a busy machine of 2 cores.\n"
     )
     rows = ([key.page, f"`{key.text}`", *result] for key, result in results.items())
-    path.write_text("\n".join([head, *markdown(["page", "command", "result", "on"], rows)]) + "\n", encoding="utf-8")
+    reasons = ([reason, str(count)] for reason, count in left_out.most_common())
+    tables = [*markdown(["page", "command", "result", "on"], rows), "", *markdown(["left out", "commands"], reasons)]
+    path.write_text("\n".join([head, *tables]) + "\n", encoding="utf-8")
 
 
 def row_key(command: Command) -> Command:
@@ -161,10 +166,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep there what each command printed")
     args = parser.parse_args(argv)
     chosen = {(ROOT / page).resolve() for page in args.pages} if args.pages else {*pages()}
-    rows = {row_key(command): command for page in pages() for command in commands(page)}
+    found = {row_key(command): command for page in pages() for command in commands(page)}
+    left_out = Counter(command.reason for command in found.values() if command.reason)
+    rows = {key: command for key, command in found.items() if not command.reason}
     earlier = read_table(ROOT / TABLE)
-    results = {key: earlier.get(key, ["not run yet", ""]) for key in rows}
-    results |= {key: [f"not run: {command.reason}", ""] for key, command in rows.items() if command.reason}
+    by_text = {key.text: result for key, result in earlier.items()}  # a page's command may stand on another one since
+    results = {key: earlier.get(key) or by_text.get(key.text, ["not run yet", ""]) for key in rows}
     done: dict[str, str] = {}
     if args.logs:
         args.logs.mkdir(parents=True, exist_ok=True)
@@ -174,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         if not any(scratch.iterdir()):
             scratch_copy(ROOT, scratch)
         for key, command in rows.items():
-            if command.reason or (ROOT / command.page) not in chosen or (args.only or "") not in command.text:
+            if (ROOT / command.page) not in chosen or (args.only or "") not in command.text:
                 continue
             if command.text not in done:
                 print(f"{len(done) + 1}. {command.page}: {key.text}", flush=True)
@@ -182,8 +189,8 @@ def main(argv: list[str] | None = None) -> int:
                 done[command.text] = run(command.text, scratch, args.limit, log)
                 print(f"   {done[command.text]}", flush=True)
             results[key] = [done[command.text].replace("|", "\\|"), f"{datetime.now(UTC):%Y-%m-%d}"]
-            write_table(ROOT / TABLE, results)
-    write_table(ROOT / TABLE, results)
+            write_table(ROOT / TABLE, results, left_out)
+    write_table(ROOT / TABLE, results, left_out)
     return int(any(result.startswith("**failed**") for result, _ in results.values()))
 
 

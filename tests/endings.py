@@ -4,6 +4,9 @@ import io
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
+from runtime import together
 from train.run import SECONDS_TO_SPEAK, exit_status
 
 
@@ -44,3 +47,19 @@ def end(command, arguments, seconds_to_speak=SECONDS_TO_SPEAK):
             status = 1
             print(f"Traceback: {type(error).__name__}: {error}"[:300], file=errors)
     return Ending(status, errors.getvalue())
+
+
+def apart(cases):
+    """Yield each case on ranks that have joined, which spares the imports of each, as if it were another run."""
+    store = dist.distributed_c10d._get_default_store()
+    for case in cases:
+        together._store = lambda _, case=case: dist.PrefixStore(case, store)
+        yield case
+
+
+def refusal(endings):
+    """Return the one line by which all ranks end."""
+    assert [ending.status for ending in endings] == [1] * len(endings)
+    (line,) = "".join(ending.stderr for ending in endings).splitlines()
+    assert line.startswith("error: ")
+    return line

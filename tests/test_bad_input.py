@@ -2,22 +2,22 @@
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-import torch.distributed as dist
 
 from data.text import indexed
 from data.text.prepare import Request, prepare
 from pretrain_gpt import main
-from runtime import bounds, together
+from runtime import bounds
 from runtime.ranks import run_ranks
 from tests import starts
 from tests.bad_files import make_bad, write
 from tests.data.chat.templates import TURNS, write_tokenizer
-from tests.endings import end
+from tests.endings import apart, end, refusal
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE, ROOT
 from tools.prepare_data import main as prepare_data
@@ -193,17 +193,11 @@ CASES = {
 
 
 def end_cases(rank, world_size, root):
-    """All cases one after the other on ranks that have joined, which spares the imports of each.
-
-    A rank that waited for the others in vain would wait for longer than ``run_ranks`` does.
-    """
-    store, endings = dist.distributed_c10d._get_default_store(), {}
-    defaults = indexed.check_indexed.__defaults__
-    wandb = sys.modules.get("wandb")
-    for name, case in CASES.items():
-        together._store = lambda _, name=name: dist.PrefixStore(name, store)  # as if every case were another run
+    """A rank that waited for the others in vain would wait for longer than ``run_ranks`` does."""
+    endings, defaults, wandb = {}, indexed.check_indexed.__defaults__, sys.modules.get("wandb")
+    for name in apart(CASES):
         indexed.check_indexed.__defaults__ = defaults
-        case.before()
+        (case := CASES[name]).before()
         flags = flags_of(root, f"{case.flags} {case.flags_of_rank_1 * (rank == 1)}")
         endings[name] = end(main, flags, 2 * PATIENCE)
         if wandb is not None:
@@ -223,10 +217,7 @@ def endings(place):
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_message_names_what_and_the_remedy(name, endings):
-    ranks = [rank[name] for rank in endings]
-    assert [rank.status for rank in ranks] == [1, 1]
-    (line,) = "".join(rank.stderr for rank in ranks).splitlines()
-    assert line.startswith("error: ")
+    line = refusal([rank[name] for rank in endings])
     for word in CASES[name].words:
         assert word in line
 
@@ -243,25 +234,27 @@ def test_a_rank_that_fails_alone_speaks_for_itself(place):
 
 
 def torchrun(script, arguments):
-    """Start two processes as a user does, which must fail in time; their lines that begin with error:, and all."""
+    """Start two processes as a user does, which must fail in time; return the one line that begins with error:."""
     process = starts.ended([*starts.torchrun(2), str(script), *arguments])
     assert process.returncode != 0
-    return [line for line in process.stderr.splitlines() if line.startswith("error:")], process.stderr
+    assert 'pretrain_gpt.py", line' not in process.stderr, "no traceback of ours"
+    (line,) = (line for line in process.stderr.splitlines() if line.startswith("error:"))
+    return line
 
 
-@pytest.mark.slow
-def test_torchrun_before_the_processes_join(place):
-    lines, everything = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, "--context-parallel-size 3"))
-    assert len(lines) == 1
-    assert "context_parallel_size is 3" in lines[0]
-    assert 'pretrain_gpt.py", line' not in everything, "no traceback of ours"
-
-
-def test_torchrun_after_the_processes_joined(place, endings):
-    lines, everything = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, "--data-path @cut_bin"))
-    assert len(lines) == 1
-    assert "cut_bin.bin has 1000 bytes" in lines[0]
-    assert 'pretrain_gpt.py", line' not in everything, "no traceback of ours"
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        pytest.param("--context-parallel-size 3", "context_parallel_size is 3", marks=pytest.mark.slow, id="before"),
+        pytest.param("--data-path @cut_bin", "cut_bin.bin has 1000 bytes", id="after"),
+        pytest.param(f"{LASP} {DIVERGING}", r"not finite.*lower lr", marks=pytest.mark.slow, id="diverged"),
+    ],
+)
+def test_torchrun_ends_all_ranks_before_and_after_they_joined_and_where_one_has_a_state_that_is_not_finite(
+    flags, words, place, endings
+):
+    """The rank after that one waits for the state, so the launcher alone can end it; it speaks of no lost peer."""
+    assert re.search(words, torchrun("pretrain_gpt.py", flags_of(place, flags)))
 
 
 @pytest.mark.slow
@@ -276,19 +269,7 @@ def test_torchrun_where_one_rank_alone_cannot_read_its_file(place, tmp_path):
         "mine = ['--config', 'none.toml'] if os.environ['RANK'] == '1' else []\n"
         "sys.exit(exit_status(main, sys.argv[1:] + mine))\n"
     )
-    lines, _ = torchrun(script, flags_of(place))
-    assert len(lines) == 1
-    assert lines[0].startswith("error: none.toml")
-
-
-@pytest.mark.slow
-def test_torchrun_ends_all_ranks_where_one_has_a_state_that_is_not_finite(place):
-    """The rank after it waits for that state, so only the launcher can end it; a rank that lost its peer is brief."""
-    lines, everything = torchrun(ROOT / "pretrain_gpt.py", flags_of(place, f"{LASP} {DIVERGING}"))
-    assert len(lines) == 1
-    assert "not finite" in lines[0]
-    assert "lower lr" in lines[0]
-    assert 'pretrain_gpt.py", line' not in everything, "no traceback of ours"
+    assert torchrun(script, flags_of(place)).startswith("error: none.toml")
 
 
 @pytest.mark.parametrize("files", [[], ["a.txt"], ["a.jsonl"]])

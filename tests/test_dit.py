@@ -11,7 +11,6 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import pretrain_dit
 from checkpoint.api import load_model
@@ -20,14 +19,13 @@ from model.dit import DiT
 from model.dit_config import architecture_of
 from parity.cases import DIFFUSION, REFERENCE, chosen_cases
 from parity.run import GRADIENTS, compare, equal, trained
-from runtime import together
 from runtime.ranks import run_ranks
+from tests.endings import apart, end, refusal
 from tests.pretraining import DIT, pretrain_digits
 from tools.common.cases import Case
 from train.config.diffusion import load_config, parse_args
 from train.config.entries import DiTRunConfig
 from train.config.flags import attribute_docs, config_fields
-from train.run import exit_status
 from train.watching.metrics import METRICS, read_metrics
 
 NOWHERE = Path("digits")
@@ -196,15 +194,7 @@ BROKEN = {
 
 
 def end_cases(rank, world_size, save, cases):
-    """All cases one after the other on ranks that have joined."""
-    store, endings = dist.distributed_c10d._get_default_store(), {}
-    for flags in cases:
-        together._store = lambda _, name=flags: dist.PrefixStore(name, store)  # as if every case were another run
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors):
-            status = exit_status(pretrain_dit.main, [*DIT, "--save", str(save), *flags.split()])
-        endings[flags] = status, errors.getvalue()
-    return endings
+    return {flags: end(pretrain_dit.main, [*DIT, "--save", str(save), *flags.split()]) for flags in apart(cases)}
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +216,7 @@ def test_broken_folders_are_named_and_left_as_they_are(tmp_path):
         before[name] = {path.name: path.read_bytes() for path in folder.iterdir()}
     found = run_ranks(end_cases, 2, save, list(cases))
     for flags, name in cases.items():
-        assert [rank[flags][0] for rank in found] == [1, 1]
-        (line,) = "".join(rank[flags][1] for rank in found).splitlines()
+        line = refusal([rank[flags] for rank in found])
         assert line.startswith(f"error: {tmp_path / name}")
         for word in BROKEN[name][1]:
             assert word in line
@@ -237,9 +226,7 @@ def test_broken_folders_are_named_and_left_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("flags", BAD)
 def test_one_message_names_what_and_the_remedy(flags, endings):
-    assert [rank[flags][0] for rank in endings] == [1] * 4
-    (line,) = "".join(rank[flags][1] for rank in endings).splitlines()
-    assert line.startswith("error: ")
+    line = refusal([rank[flags] for rank in endings])
     for word in BAD[flags]:
         assert word in line
 

@@ -6,13 +6,12 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
 from runtime.ranks import run_ranks
 from tests.pretraining import flags_of, on_rank
-from tests.starts import ROOT, free_port, wait_until
+from tests.starts import ROOT, children, free_port, wait_until
 from tests.test_resize import BOUND, SIZES, apart
 from train.watching.metrics import METRICS, read_metrics
 
@@ -52,17 +51,6 @@ def end(agent):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     agent.wait()
-
-
-def children(pid):
-    """The ranks of an agent."""
-    with suppress(OSError):
-        return [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    return []
 
 
 def listens(port):

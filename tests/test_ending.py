@@ -1,7 +1,8 @@
-"""A run that signals end, wherever they come, goes on as if it had never been ended."""
+"""A run that signals end goes on as if it had never been ended; one of which a rank is stopped ends, and says so."""
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,10 +13,11 @@ from checkpoint import saving
 from checkpoint.search import POINTER, find_checkpoint
 from parallel.pipeline.runner import Runner
 from runtime.ranks import run_ranks
+from runtime.watchdog import EXCLUDE, FOLDER
 from tests import starts
 from tests.pretraining import flags_of, on_rank
 from tests.runtime.test_signals import runs
-from tests.starts import PATIENCE, ROOT, wait_until
+from tests.starts import PATIENCE, ROOT, children, wait_until
 from train.loop import Trainer
 from train.watching.metrics import METRICS, read_metrics
 from train.watching.validation import Validation
@@ -111,8 +113,7 @@ def torchrun(*arguments, ranks=2):
 
 
 def ranks_of(launcher):
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(child) for child in children if b"pretrain_gpt" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [pid for pid in children(launcher) if b"pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 LONG = ("--train-iters", "100000", "--eval-iters", "0", "--num-workers", "1")
@@ -147,7 +148,7 @@ def test_a_signal_to_a_rank_or_to_torchrun(whom, number, default_data, tmp_path)
 @pytest.mark.slow
 def test_ranks_and_their_loaders_end_with_a_killed_torchrun(default_data, tmp_path):
     process, ranks = started(default_data, tmp_path / "run")
-    theirs = [int(pid) for rank in ranks for pid in Path(f"/proc/{rank}/task/{rank}/children").read_text().split()]
+    theirs = [pid for rank in ranks for pid in children(rank)]
     assert len(ranks) == 2
     assert theirs
     process.kill()
@@ -155,3 +156,30 @@ def test_ranks_and_their_loaders_end_with_a_killed_torchrun(default_data, tmp_pa
     wait_until(lambda: not any(runs(pid) for pid in [*ranks, *theirs]))
     assert time.monotonic() - killed < 5
     process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_and_all_stacks_are_written_and_nothing_is_left(stopped, default_data, tmp_path):
+    save = tmp_path / "run"
+    limits = ["--watchdog-factor", "20", "--watchdog-min-seconds", "10"]
+    process = torchrun(*flags(default_data, save), *LONG, *limits)
+    wait_until(lambda: (save / METRICS).exists() and len((save / METRICS).read_text().splitlines()) > 4)
+    ranks = ranks_of(process.pid)
+    theirs = [pid for rank in ranks for pid in children(rank)]
+    os.kill(ranks[stopped], signal.SIGSTOP)
+    said = process.communicate(timeout=PATIENCE)[0]
+    host = socket.gethostname()
+    (line,) = (line for line in said.splitlines() if line.startswith("hung: "))
+    assert (
+        f"s; rank {stopped} on {host} did not answer: stopped, hanging or lost; rank {1 - stopped} on {host} " in line
+    )
+    assert line == (save / FOLDER / "report.txt").read_text().strip()
+    assert (save / EXCLUDE).read_text() == f"{host}\n"
+    for rank in (0, 1):
+        stacks = (save / FOLDER / f"rank-{rank}.txt").read_text()
+        assert "/train/loop.py" in stacks
+        assert "Native, per thread: " in stacks
+    wait_until(lambda: not any(runs(pid) for pid in [*ranks, *theirs]))
+    assert process.returncode == 1  # torchrun's own; each rank's is in its words
+    assert "exitcode  : 75" in said

@@ -1,17 +1,46 @@
-"""Training over context-parallel ranks equals training in one process with plain SDPA, on the default data."""
+"""Training of every kind of model on any mesh equals training in one process, and goes on from its checkpoints."""
+
+import math
+from functools import cache
 
 import pytest
 
 from kernels.attention import CAUSAL, FULL
+from model.gpt import GPT
 from parallel.context import tiles
+from parallel.mesh import distributed_mesh
+from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
-from tests.pretraining import differences, on_rank, pretrain
-from tools.common.cases import cases_of
+from tests.pretraining import differences, flags_of, on_rank, pretrain
+from tests.starts import ROOT
+from tools.common.cases import case_of, cases_of
+from tools.common.training import PEAK
+from train import loop
+from train.config.language import parse_args
 
 BOUND = 1e-5
+CP1 = ("--context-parallel-size", "1")
 ALONE = ("--context-parallel-method", "none")
-METHODS = ("ring", "striped", "zigzag", "allgather")
-CASES = """
+SCORES = ("--attention-backend", "reference")
+
+
+def config(kind, *more):
+    return ("--config", str(ROOT / "configs" / f"{kind}_tiny.toml"), *more)
+
+
+LINEAR = ("transnormer", "linear_transformer")
+KINDS = {
+    "llama": ((), ALONE),
+    "gpt": (config("gpt"), (*CP1, *ALONE)),
+    "gpt with a table of 251": (config("gpt", "--max-position-embeddings", "251"), (*CP1, *ALONE)),
+    "gpt without a table": (
+        config("gpt", "--max-position-embeddings", "none", "--position-embedding-type", "rope"),
+        (*CP1, *ALONE),
+    ),
+    **{kind: (config(kind, "--num-query-groups", "none"), SCORES) for kind in LINEAR},
+}
+"""Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear attention at once."""
+LLAMA = """
     cp=1|2|4 striped|zigzag
     cp=2 ring|allgather
     cp=4 wallfacer team=2 p2p_intra
@@ -26,50 +55,79 @@ CASES = """
     dp=2 cp=2 zero1|zero2 --eval-interval 3
     dp=2 cp=2 fsdp copies=2 --eval-interval 3
 """
-SLOW = """
+SLOW_LLAMA = """
     cp=1|4 ring|allgather
     cp=4 ulysses
     tp=4
     tp=2 cp=2 attention_boundary
 """
-PADDED = [pytest.param(method, marks=pytest.mark.slow if method in ("ring", "allgather") else ()) for method in METHODS]
-ODD = ("--train-iters", "3", "--seq-length", "251")
+LINEAR_CASES = """
+    lasp
+    dp=2 ddp none
+    dp=4 zero1 none
+    cp=2 lasp
+    dp=2 cp=2 lasp2 zero2
+"""
 
 
-@pytest.fixture(scope="module", params=["4", pytest.param("20", marks=pytest.mark.slow)])
-def iterations(request):
-    """Four of them see what twenty do, whose rounding has longer to grow."""
-    return ("--train-iters", request.param)
+def rows():
+    """Yield kinds, meshes and iterations: four see what twenty do, whose rounding has longer to grow."""
+    for lines, slow in ((LLAMA, False), (SLOW_LLAMA, True)):
+        for case in cases_of(lines):
+            yield from (("llama", case, 4, slow), ("llama", case, 20, True))
+    yield from (("gpt", case_of(line), 5, "zigzag" in line) for line in ("dp=2 allgather", "dp=2 cp=2 zigzag"))
+    yield from ((kind, case, 5, False) for kind in LINEAR for case in cases_of(LINEAR_CASES))
+
+
+def named(kind, case, iterations):
+    return " ".join([kind, str(iterations), case.title.replace(" ", ""), *case.recompute.split(), *case.more])
 
 
 @pytest.fixture(scope="module")
-def one_process(iterations, default_data, tmp_path_factory):
-    """The reference: one process, no context parallelism, plain SDPA."""
-    return pretrain(1, default_data, tmp_path_factory.mktemp("one") / "run", *iterations, *ALONE)
+def one_process(default_data, tmp_path_factory):
+    """The reference of a kind, once for the same flags."""
 
+    @cache
+    def trained(kind, *flags):
+        own, reference = KINDS[kind]
+        return pretrain(1, default_data, tmp_path_factory.mktemp("one") / "run", *own, *flags, *reference)
 
-@pytest.fixture(scope="module")
-def odd_length(default_data, tmp_path_factory):
-    return pretrain(1, default_data, tmp_path_factory.mktemp("odd") / "run", *ODD, *ALONE)
+    return trained
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*cases_of(CASES), *(pytest.param(case, marks=pytest.mark.slow) for case in cases_of(SLOW))],
-    ids=lambda case: " ".join([case.title.replace(" ", ""), *case.recompute.split(), *case.more]),
+    ("kind", "case", "iterations"),
+    [pytest.param(*row, marks=pytest.mark.slow if slow else (), id=named(*row)) for *row, slow in rows()],
 )
-def test_every_iteration_and_the_validation_equal_one_process(case, iterations, default_data, one_process, tmp_path):
+def test_every_iteration_and_the_validation_equal_one_process(
+    kind, case, iterations, default_data, one_process, tmp_path
+):
     """Gradients are clipped, since their norm is above 1; two key-value heads: on tp 4 each is shared by two ranks."""
-    got = pretrain(case.ranks, default_data, tmp_path / "run", *iterations, *case.flags)
-    assert differences(got, one_process) <= BOUND
-    assert got[-1]["validation_loss"] == pytest.approx(one_process[-1]["validation_loss"], rel=BOUND)
+    flags = ("--train-iters", str(iterations))
+    got, want = (
+        pretrain(case.ranks, default_data, tmp_path / "run", *KINDS[kind][0], *flags, *case.flags),
+        one_process(kind, *flags),
+    )
+    assert differences(got, want) <= BOUND
+    assert got[-1]["validation_loss"] == pytest.approx(want[-1]["validation_loss"], rel=BOUND)
+    assert want[0]["lm_loss"] > want[-1]["lm_loss"]
 
 
-@pytest.mark.parametrize("method", PADDED)
-def test_a_length_that_does_not_divide_is_padded_never_cut(method, default_data, odd_length, tmp_path):
-    flags = (*ODD, "--context-parallel-method", method, "--context-parallel-size", "4")
-    got = pretrain(4, default_data, tmp_path / "run", *flags)
-    assert differences(got, odd_length) <= BOUND
+@pytest.mark.parametrize(
+    ("kind", "method", "cp"),
+    [
+        *(("llama", method, 4) for method in ("striped", "zigzag")),
+        *(pytest.param("llama", method, 4, marks=pytest.mark.slow) for method in ("ring", "allgather")),
+        *(("gpt with a table of 251", method, cp) for method, cp in (("striped", 2), ("zigzag", 4))),
+        pytest.param("gpt without a table", "zigzag", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_length_that_does_not_divide_is_padded_never_cut(kind, method, cp, default_data, one_process, tmp_path):
+    """Padding of a GPT reaches up to position 255, and its table ends at 250."""
+    odd = ("--train-iters", "3", "--seq-length", "251")
+    flags = (*KINDS[kind][0], *odd, "--context-parallel-method", method, "--context-parallel-size", str(cp))
+    got = pretrain(cp, default_data, tmp_path / "run", *flags)
+    assert differences(got, one_process(kind, *odd)) <= BOUND
     assert got[-1]["consumed_tokens"] == 3 * 4 * 251
 
 
@@ -81,11 +139,101 @@ def without_the_shift(rank, world_size, arguments):
     on_rank(rank, world_size, arguments)
 
 
-def test_dropping_the_shift_of_the_striped_mask_makes_parity_fail(
-    iterations, default_data, one_process, tmp_path, monkeypatch
+def positions_from_zero(rank, world_size, arguments):
+    """Train with every rank's tokens numbered from 0 instead of by their places in the whole sequence."""
+    hidden = GPT.hidden
+    GPT.hidden = lambda self, tokens, *_: hidden(self, tokens)
+    on_rank(rank, world_size, arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "iterations", "wrong"), [("llama", 4, without_the_shift), ("gpt", 5, positions_from_zero)]
+)
+def test_a_wrong_mask_or_position_makes_parity_fail(
+    kind, iterations, wrong, default_data, one_process, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(
-        "tests.pretraining.run_ranks", lambda _, world_size, flags: run_ranks(without_the_shift, world_size, flags)
-    )
-    flags = (*iterations, "--context-parallel-method", "striped", "--context-parallel-size", "2")
-    assert differences(pretrain(2, default_data, tmp_path / "run", *flags), one_process) > 10 * BOUND
+    monkeypatch.setattr("tests.pretraining.run_ranks", lambda _, *given: run_ranks(wrong, *given))
+    flags = ("--train-iters", str(iterations))
+    got = pretrain(2, default_data, tmp_path / "run", *KINDS[kind][0], *flags, *case_of("cp=2 striped").flags)
+    monkeypatch.undo()
+    assert differences(got, one_process(kind, *flags)) > 10 * BOUND
+
+
+CHUNKS = "attention_boundary loss_chunk=100 ffn_chunk=100"
+"""Recomputation that keeps the attention, losses and feed-forward layers in chunks."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "others"),
+    [
+        ("gpt", "cp=2", ("cp=1",)),
+        pytest.param(
+            "gpt",
+            "cp=2 tp=2 attention_boundary loss_chunk=50 ffn_chunk=70",  # the biases of all projections are split
+            ("cp=2", "dp=2 tp=2"),
+            marks=pytest.mark.slow,
+        ),
+        *((kind, f"dp=2 lasp {CHUNKS}", ()) for kind in LINEAR),
+    ],
+)
+def test_a_run_that_stops_changes_no_bit_and_goes_on_elsewhere(kind, mesh, others, default_data, one_process, tmp_path):
+    five = ("--train-iters", "5")
+
+    def train(words, folder, *more):
+        case = case_of(words)
+        return pretrain(case.ranks, default_data, tmp_path / folder, *KINDS[kind][0], *five, *case.flags, *more)
+
+    want, load = one_process(kind, *five), ("--load", str(tmp_path / "run"))
+    whole, stopped = train(mesh, "whole"), train(mesh, "run", "--exit-interval", "3")
+    assert differences(whole, want) <= BOUND
+    assert len(stopped) == 3
+    for other in others:
+        assert differences(train(other, other, *load), want[3:]) <= BOUND
+    exact = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples")
+    got, bits = train(mesh, "run", *load), [[record[name] for name in exact] for record in whole]
+    assert [[record[name] for name in exact] for record in got] == bits
+
+
+def train_with_an_overflow(rank, world_size, arguments):
+    """Train, keys and values 1e25 times too large in iteration 3; the iterations skipped and all norms."""
+    config = parse_args(arguments)
+    with distributed_mesh(config.mesh) as mesh:
+        trainer = build_trainer(config, mesh, PEAK)
+        plain, reduce, norms = trainer.runner.forward_backward, loop.reduce_and_clip, []
+        weights = [p for name, p in trainer.runner.parameters().items() if name.endswith(("wk.weight", "wv.weight"))]
+
+        def forward_backward(micro_batches, valid):
+            before = [weight.detach().clone() for weight in weights]
+            if trainer.progress.iteration == 3:
+                for weight in weights:
+                    weight.detach().mul_(1e25)
+            loss = plain(micro_batches, valid)
+            for weight, good in zip(weights, before, strict=True):
+                weight.detach().copy_(good)
+            return loss
+
+        def reduced(*of):
+            loss, norm = reduce(*of)
+            norms.append(norm)
+            return loss, norm
+
+        trainer.runner.forward_backward = forward_backward
+        loop.reduce_and_clip = reduced
+        trainer.train()
+    return trainer.progress.skipped_iterations, norms
+
+
+@pytest.mark.parametrize("method", ["lasp", "lasp2"])
+def test_an_overflow_is_a_skipped_step_on_all_ranks(method, default_data):
+    def train(world_size, *more):
+        arguments = flags_of(
+            default_data, "--model-type", "transnormer", "--num-query-groups", "none", "--train-iters", "5", *more
+        )
+        return run_ranks(train_with_an_overflow, world_size, arguments)
+
+    ((skipped, want),) = train(1)
+    assert skipped == 1
+    assert [math.isfinite(norm) for norm in want] == [True, True, False, True, True]
+    for skipped, norms in train(2, "--context-parallel-size", "2", "--context-parallel-method", method):
+        assert skipped == 1
+        assert norms == pytest.approx(want, rel=BOUND, nan_ok=True)

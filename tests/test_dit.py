@@ -22,7 +22,7 @@ from parity.run import GRADIENTS, compare, equal, trained
 from runtime.ranks import run_ranks
 from tests.endings import apart, end, refusal
 from tests.pretraining import DIT, pretrain_digits
-from tools.common.cases import Case
+from tools.common.cases import Case, case_of
 from train.config.diffusion import load_config, parse_args
 from train.config.entries import DiTRunConfig
 from train.config.flags import attribute_docs, config_fields
@@ -96,28 +96,14 @@ def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(uninterrupted, s
     assert all(not torch.equal(weights[name], averages[name]) for name in weights), "averages lie behind"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        pytest.param(
-            4, "--context-parallel-size 4 --context-parallel-method wallfacer --context-parallel-team-size 2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4, "--tensor-model-parallel-size 2 --context-parallel-size 1 --data-parallel-sharding-strategy zero1",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            2, "--pipeline-model-parallel-size 2 --context-parallel-size 1 --pipeline-schedule Interleaved1F1B "
-            "--num-virtual-stages-per-pipeline-rank 2", marks=pytest.mark.slow,
-        ),
-        (1, "--context-parallel-size 1 --context-parallel-method none"),
-    ],
-)  # fmt: skip
-def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(ranks, flags, uninterrupted, stopped, tmp_path):
+ELSEWHERE = "cp=4 wallfacer team=2", "dp=2 tp=2 zero1", "pp=2 virtual=2 Interleaved1F1B"
+
+
+@pytest.mark.parametrize("mesh", ["none", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ELSEWHERE)])
+def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(mesh, uninterrupted, stopped, tmp_path):
     """The validation, at the end, is one of the averages."""
-    save = tmp_path / "run"
-    pretrain_digits(ranks, save, *MESH, *flags.split(), "--load", str(stopped))
+    save, case = tmp_path / "run", case_of(mesh)
+    pretrain_digits(case.ranks, save, *MESH, *case.flags, "--load", str(stopped))
     got, want = records(save), records(uninterrupted)[3:]
     assert [record["consumed_samples"] for record in got] == [record["consumed_samples"] for record in want]
     assert max(abs(a["diffusion_loss"] - b["diffusion_loss"]) for a, b in zip(got, want, strict=True)) <= 1e-6

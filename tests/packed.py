@@ -86,7 +86,6 @@ def steps_on_rank(rank, world_size, runs, changes):
 def _step(trainer, change):
     step = [change(batch) for batch in next(batches(trainer.train_data, trainer.batches.batching, 0))]
     taken = trainer.batches.take(iter([[trainer.run.objective.local(batch) for batch in step]]))
-    assert taken is not None
     loss = summed(trainer.runner.forward_backward(taken.micro_batches, taken.valid), trainer.run.mesh).item()
     gradients = {name: x for part in trainer.runner.parts for name, x in gradients_of(part).items()}
     trainer.optimizer.zero_grad(set_to_none=True)
@@ -107,7 +106,6 @@ def over_ranks(world_size, runs, changes=(as_it_is,)):
 def validation_on_rank(rank, world_size, flags):
     """Return the loss over the validation samples of the weights at the start."""
     with trainer_of(pretrain_gpt, [*TINY, *flags], Records()) as trainer:
-        assert trainer.valid_data is not None
         validation = Validation(
             run=trainer.run,
             runner=trainer.runner,

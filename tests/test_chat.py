@@ -49,7 +49,6 @@ def chats(tmp_path_factory):
         inputs=(str(folder / "in.jsonl"),), vocab_size=None, tokenizer_model=tokenizer, chat=Chat(seq_length=LENGTH)
     )
     of = prepare(request, folder / "chats", progress=False)[0].conversations
-    assert of is not None
     assert 3 <= of["samples"] < 9  # some hold several
     flags = f"""--data-path {folder}/chats --tokenizer-model {tokenizer} --sft --split 100,0,0 --eval-iters 0
         --seq-length {LENGTH} --global-batch-size {of["samples"]} --micro-batch-size 1""".split()

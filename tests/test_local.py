@@ -32,7 +32,6 @@ def _on_node(rank, size, arguments, nodes, at=None):
 
     def unless_killed(saving, step):
         if beside:
-            assert saving.saves._background is not None
             assert saving.saves._background._beside.done(300)
         if rank == size - 1 and step.iteration == at:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -191,7 +191,6 @@ def run(whole, tmp_path):
 def resumed(folder):
     """Read a checkpoint as a resume does; return its iteration."""
     path = find_checkpoint(folder)
-    assert path is not None
     progress = progress_of(path, read_manifest(path).extra)
     load_model(path, Tiny(), ARCHITECTURE)
     return progress.iteration

@@ -193,7 +193,6 @@ def test_another_one_is_passed_over_with_its_reason(name, place):
     install(place, files)
     assert select_backend("auto", *CUDA).name == "aten"
     note = why_flash_attn_is_unused("auto", *CUDA)
-    assert note is not None
     assert "\n" not in note
     with pytest.raises(
         ValueError, match=f"attention_backend is flash_attn, .*{reason}.* install flash-attn 2.7 or 2.8"

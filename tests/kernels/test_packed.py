@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import packed, reference
 from kernels.attention import select_backend
@@ -94,7 +93,6 @@ def test_documents_that_lie_in_order_are_not_copied():
     (step,) = launch.passes
     assert step.rows == step.packed_rows == slice(0, 12)
     (launch,) = launches(squares[1:], torch.empty(2, 12), torch.empty(2, 12))
-    assert isinstance(launch.rows, Tensor)
     assert launch.rows.tolist() == [*range(3, 12), *range(15, 24)]
 
 

@@ -24,7 +24,6 @@ def packed(size=4, data_path=(), **fields):
 
 def test_a_micro_batch_s_documents_have_the_stated_lengths_and_end_with_samples():
     found = typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
-    assert found is not None
     assert found[0] == 0
     assert found[-1] == 3000
     assert {1000, 2000} <= set(found)

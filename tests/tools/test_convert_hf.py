@@ -129,7 +129,6 @@ def test_a_run_of_an_import_computes_what_theirs_does(tmp_path, capsys):
     assert config.data.tokenizer_model == str(run / "hf" / "tokenizer.json")
     model = build_model(config.model)
     folder = find_checkpoint(run)
-    assert folder is not None
     assert folder.name == "iter_0000000"
     load_model(folder, model, architecture_of(config.model))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source)

@@ -5,9 +5,7 @@ As csrc/multi_tensor_apply.cuh and multi_tensor_adam.cu of NVIDIA/apex 6424da3b 
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ CALLS = Counter[str]()
 Lists = list[list[Tensor]]
 
 
-def checked(chunk: int, no_op: Tensor, lists: Lists, *settings: Any) -> None:
+def checked(chunk, no_op, lists, *settings):
     """Check a launch by its own assertions, and for what it would read wrongly."""
     assert chunk == 2048 * 32
     assert (no_op.dtype, no_op.numel()) == (torch.int32, 1)
@@ -35,7 +33,7 @@ def checked(chunk: int, no_op: Tensor, lists: Lists, *settings: Any) -> None:
     CALLS["tensors"] += len(lists[0])
 
 
-def as_torch(chunk: int, no_op: Tensor, lists: Lists, *settings: Any) -> None:
+def as_torch(chunk, no_op, lists, *settings):
     """The update by torch's kernel, for comparisons to the bit."""
     checked(chunk, no_op, lists, *settings)
     lr, first, second, eps, step, mode, correct, decay = settings
@@ -46,7 +44,7 @@ def as_torch(chunk: int, no_op: Tensor, lists: Lists, *settings: Any) -> None:
     torch._fused_adamw_(weights, gradients, *moments, [], steps, amsgrad=False, maximize=False, **named)
 
 
-def as_apex(chunk: int, no_op: Tensor, lists: Lists, *settings: Any) -> None:
+def as_apex(chunk, no_op, lists, *settings):
     """The update in the kernel's own order, in float32."""
     checked(chunk, no_op, lists, *settings)
     lr, first, second, eps, step, mode, correct, decay = settings
@@ -63,14 +61,14 @@ def as_apex(chunk: int, no_op: Tensor, lists: Lists, *settings: Any) -> None:
 class MultiTensorApply:
     """As apex.multi_tensor_apply has it."""
 
-    def __call__(self, op: Callable[..., None], no_op: Tensor, lists: Lists, *settings: Any) -> None:
+    def __call__(self, op, no_op, lists, *settings):
         op(2048 * 32, no_op, lists, *settings)
 
 
-def install(kernel: Callable[..., None] = as_torch, modules: dict[str, ModuleType] | None = None) -> None:
+def install(kernel=as_torch, modules=None):
     """Put the modules in the place of apex's and its extension's, in this process."""
     modules = sys.modules if modules is None else modules
     modules |= {name: ModuleType(name) for name in ("apex", "apex.multi_tensor_apply", "amp_C")}
-    modules["apex.multi_tensor_apply"].multi_tensor_applier = MultiTensorApply()  # type: ignore[attr-defined]
-    modules["amp_C"].multi_tensor_adam = kernel  # type: ignore[attr-defined]
+    modules["apex.multi_tensor_apply"].multi_tensor_applier = MultiTensorApply()
+    modules["amp_C"].multi_tensor_adam = kernel
     apex_adam.EMULATED = True

@@ -37,7 +37,7 @@ ORDERS = ((TORCH, TORCH), (APEX, APEX), (TORCH, APEX), (APEX, TORCH))
 
 
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def stub(monkeypatch):
     """Have apex's modules for a test, with torch's arithmetic."""
     given = dict(sys.modules)
     monkeypatch.setattr(apex_adam, "EMULATED", True)
@@ -48,7 +48,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def trained(chosen: OptimizerConfig) -> list[torch.Tensor]:
+def trained(chosen):
     weights = model()
     optimizer = build_optimizer(chosen, weights)
     steps(weights, optimizer)
@@ -91,7 +91,7 @@ def one_step(mesh, parts, strategy):
     finish_gradients(model, mesh.dp_cp, strategy)
 
 
-def ends_of(rank: int, world_size: int, folder: Path, strategy: Strategy, tp: int) -> tuple[bool, int]:
+def ends_of(rank, world_size, folder, strategy, tp):
     """Say that weights and state end alike however kernels take turns at a checkpoint, and count apex's launches."""
     apex_stub.install()
     ends = []
@@ -123,7 +123,7 @@ def test_every_sharding_ends_with_torchs_bits_and_goes_on_from_its_checkpoints(s
     assert run_ranks(ends_of, 2, tmp_path, strategy, tp) == [(True, 16)] * 2  # 8 steps of 2 groups
 
 
-def with_empty_shards(rank: int, world_size: int) -> tuple[bool, int]:
+def with_empty_shards(rank, world_size):
     """Say that shards are torch's after three steps, and count the empty ones of this rank."""
     apex_stub.install()
     ends = []
@@ -141,7 +141,7 @@ def test_empty_shards_step_too():
     assert max(empty for _, empty in found) > 3
 
 
-def in_the_entry(rank: int, world_size: int, arguments: list[str]) -> str:
+def in_the_entry(rank, world_size, arguments):
     apex_stub.install()
     return on_rank(rank, world_size, arguments)
 
@@ -201,7 +201,7 @@ def test_a_missing_kernel_is_refused_in_a_line(name, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
-def refused(rank: int, world_size: int, arguments: list[str]) -> str:
+def refused(rank, world_size, arguments):
     """The error of this rank, where the other one alone lacks the kernel."""
     apex_stub.install()
     if rank:

@@ -265,7 +265,6 @@ def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the
     run = Config(checkpoint=CheckpointConfig(save=str(save), load=str(base), finetune=True, allow_changed=("seed",)))
     claim_folder(run)
     log = open_log(run, Progress())
-    assert log is not None
     log.write({"iteration": 1, "lm_loss": 2.0})
     assert "allow_changed = []" in (save / "config.toml").read_text()
     claim_folder(run)

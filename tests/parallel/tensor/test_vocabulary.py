@@ -30,7 +30,6 @@ def split(rank, world_size, dtype, shift):
     leaf = distribute_tensor(logits, mesh, [Shard(-1)]).requires_grad_()
     loss, count = cross_entropy_sum(leaf, labels)
     (loss / 7).backward()
-    assert leaf.grad is not None
     return loss.item(), int(count), leaf.grad.full_tensor()
 
 

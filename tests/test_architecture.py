@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1790,
     "bench": 2850,
-    "tests": 39820,
+    "tests": 39700,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

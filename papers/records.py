@@ -1,8 +1,8 @@
-"""The longest sequences on one node: UPipe (Ghadia et al. 2026, arXiv:2602.21196), Llama3-8B on 8 H100, 5M tokens."""
+"""Records: published end-to-end runs, and the longest sequences on one node (UPipe, arXiv:2602.21196)."""
 
 from functools import partial
 
-from papers import rows
+from papers import public, rows
 from papers.jobs import LONG, Figures, Job, Runs, shown
 from papers.ring import K, step_of
 from papers.rows import Row, Sheet
@@ -66,14 +66,15 @@ def supported() -> list[Row]:
 
 
 SHEETS = [
+    public.SHEET,
     Sheet(
-        "upipe", "UPipe: longest sequence on one node", "abstract", supported,
+        "upipe", "UPipe: longest sequence on one node", "Ghadia et al. 2026, arXiv:2602.21196, abstract", supported,
         "Predicted 10^9 bytes of a GPU, bfloat16, weights sharded over 8 GPUs, full recomputation from inputs in host "
         f"memory, loss and feed-forward in chunks, and Ulysses in {STAGES} stages of one head (UPipe) or at once.",
         needs="8 H100 of 80 GB",
     )
 ]  # fmt: skip
-main = partial(rows.main, "records", "Ghadia et al. 2026, arXiv:2602.21196", SHEETS, __doc__)
+main = partial(rows.main, "records", "Published figures", SHEETS, __doc__)
 
 if __name__ == "__main__":
     run_command(main)

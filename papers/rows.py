@@ -94,6 +94,8 @@ class Sheet:
     measure: Callable[[], Iterable[Row]] | None = None
     """The rows with what this machine measures."""
     curves: Curves | None = None
+    summary: Callable[[Sequence[Row]], str] | None = None
+    """A line below the table."""
     writes: bool = True
     """True if its files are written from its rows; otherwise its measurement writes them."""
 
@@ -160,6 +162,7 @@ def as_text(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str
     ]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
     table = aligned([*_stacked(head), *body], range(len(rows[0].of)))
+    table += ["", sheet.summary(rows)] if sheet.summary else []
     return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n"
 
 

@@ -3,16 +3,22 @@
 import math
 import tomllib
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
 import torch
 
+from runtime.cards import card_of
 from runtime.errors import UserError
 
 CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
-KINDS = {"H100": "h100_pod", "H200": "h200_pod", "A100": "a100_pod"}
-"""Cluster by GPU name, as torch gives it."""
+Kernel = Literal["", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4"]
+OPTIONAL = {
+    *("host_gb_per_s", "host_memory_gb", "reserved_gb", "memory_gb_per_s", "public_error"),
+    *(f"{kernel}_fraction" for kernel in get_args(Kernel) if kernel),
+}
+"""Figures that may be 0."""
 
 
 class ClusterError(UserError):
@@ -30,13 +36,13 @@ class Cluster:
     peak_tflops: float
     """Dense bfloat16 rate of one processor by its data sheet, in 10^12 operations per second."""
     matmul_fraction: float
-    """Fraction of that rate that a layer's matrix products reach."""
+    """Fraction of that rate that a layer's products reach; without ``memory_gb_per_s``, with what is between them."""
     attention_fraction: float
-    """Fraction of that rate that an attention kernel reaches."""
+    """Fraction of that rate that the kernel which ``auto`` takes reaches, forward and backward together."""
     launch_us: float
     """Microseconds per attention kernel besides its rate: to start it and merge its result."""
     memory_gb: float
-    """Memory of one processor available to a run, in 10^9 bytes."""
+    """Memory of one processor available to a run, in 10^9 bytes: what torch reports, less ``reserved_gb``."""
     inside_gb_per_s: float
     """Rate from one rank to others of its node."""
     inside_latency_us: float
@@ -47,6 +53,22 @@ class Cluster:
     """Microseconds until a message between nodes begins to arrive."""
     between_link: Literal["node", "rank"]
     """Link of a node to others: its ranks share one, or each has its own rail."""
+    memory_gb_per_s: float = 0.0
+    """Rate of a processor's own memory by its data sheet, for the pointwise work; 0: unknown, and not counted apart."""
+    exposed_share: float = 0.0
+    """Share of the exchange of weights and gradients that takes time although layers compute beside it."""
+    attention_kernel: Kernel = ""
+    """The kernel of ``attention_fraction``."""
+    cudnn_fraction: float = 0.0
+    """``attention_fraction`` of a kernel that is asked for, as the next three; 0: unknown, and taken as ``auto``'s."""
+    flash_attn_fraction: float = 0.0
+    """The same of FlashAttention 2, torch's own or the package's."""
+    flash_attn_3_fraction: float = 0.0
+    """The same of FlashAttention 3."""
+    flash_attn_4_fraction: float = 0.0
+    """The same of FlashAttention 4."""
+    reserved_gb: float = 0.0
+    """What the driver's context, CUDA's libraries and NCCL keep of a processor's memory besides ``memory_gb``."""
     masked_share: float = 0.0
     """Share of the pairs that a causal tile hides which its kernel computes all the same."""
     posted_overlap: float = 1.0
@@ -57,6 +79,8 @@ class Cluster:
     """Rate of one processor's copies to host memory and back; 0: unknown, and offload is not tried."""
     host_memory_gb: float = 0.0
     """Host memory of one processor available to a run, in 10^9 bytes."""
+    public_error: float = 0.0
+    """Largest error of predicted steps on published runs that nothing was fitted to; 0: there are none."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Kind of the processors; a file measured on a CPU may have any name."""
 
@@ -69,7 +93,7 @@ class Cluster:
                 raise ClusterError(f"{name} is {value!r}; it must be an integer of 1 or more")
             if kind is float:
                 number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                may_be_zero = name.endswith(("_us", "_overlap", "_share")) or name.startswith("host_")
+                may_be_zero = name.endswith(("_us", "_overlap", "_share")) or name in OPTIONAL
                 least = "a number of 0 or more" if may_be_zero else "a number above 0"
                 if not number or value < 0 or (value == 0 and not may_be_zero):
                     raise ClusterError(f"{name} is {value!r}; it must be {least}")
@@ -84,14 +108,36 @@ class Cluster:
         if type(self.name) is not str:
             raise ClusterError(f"name is {self.name!r}; it must be text")
 
+    def running(self, backend: str, documents: bool = False) -> "Cluster":
+        """Return the cluster with the rate of the attention kernel that will run.
+
+        Args:
+            backend: as --attention-backend has it; ``auto`` passes cuDNN over for packed ``documents``.
+        """
+        passed_over = backend == "auto" and documents and self.attention_kernel == "cudnn"
+        kernel = "flash_attn" if passed_over or backend == "aten" else backend
+        rate = getattr(self, f"{kernel}_fraction", 0.0)
+        return _running(self, rate) if rate else self
+
     @property
     def node_gb_per_s(self) -> float:
         """Return the rate of all links out of a node together."""
         return self.between_gb_per_s * (1 if self.between_link == "node" else self.gpus_per_node)
 
 
+@lru_cache(maxsize=64)
+def _running(cluster: Cluster, rate: float) -> Cluster:
+    return replace(cluster, attention_fraction=rate)
+
+
 def load_cluster(path: str | Path) -> Cluster:
-    """Load a TOML file with every figure that has no default; ClusterError names the file, the key and the fix."""
+    """Load a TOML file with every figure that has no default; ClusterError names the file, the key and the fix.
+
+    A name such as h100 or a100_pod is that of a file of configs/clusters.
+    """
+    if not Path(path).exists():
+        names = (CLUSTERS / f"{path}{ending}.toml" for ending in ("", "_pod", "_nvl72"))
+        path = next(filter(Path.is_file, names), path)
     if Path(path).exists() and not Path(path).is_file():  # a named pipe would be waited for
         raise ClusterError(f"{path}: is no file; name one, such as those of configs/clusters")
     try:
@@ -125,9 +171,8 @@ def default_cluster(device_type: str) -> Cluster:
         found = torch.cuda.get_device_name()
     except (AssertionError, RuntimeError):  # torch's, without CUDA and without a device
         found = "a GPU that is not here"
-    for kind, name in KINDS.items():
-        if kind in found:
-            return load_cluster(CLUSTERS / f"{name}.toml")
+    if (card := card_of(found)) and card.cluster:
+        return load_cluster(CLUSTERS / f"{card.cluster}.toml")
     raise ClusterError(f"cluster is not set, and no file is about {found}; give --cluster FILE, as in configs/clusters")
 
 

@@ -37,6 +37,7 @@ def predicted(
     ``documents`` are those of a typical micro-batch, where documents attend apart.
     """
     work, plan, arranged = _numbers(config, world_size, cluster, documents)
+    cluster = cluster.running(config.context.attention_backend, config.packed)
     return predict(with_softmax_layers(work, config, cluster), plan, arranged, cluster)
 
 
@@ -87,6 +88,7 @@ def _numbers(
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,
         pipeline=config.pipeline,
+        compiled=config.train.compile,
     )
     method = config.context.context_parallel_method
     if method == "none" and cp == 1:  # one rank runs every method alike

@@ -12,6 +12,11 @@ from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, 
 from planner.cluster import Cluster
 from planner.step_memory import Arrangement, StepShape, fetched_ahead, memory_of, moments, offloaded, own_sizes, pinned
 
+POINTWISE, COMPILED = 42.0, 28.0
+"""Times that a layer's forward reads or writes the residual stream and half the feed-forward's width between its matrix
+products, as it is and compiled; a backward does twice. Fitted to papers/tables/public_runs.csv, with memory by data
+sheets."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -42,11 +47,13 @@ def predict(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster
     rows = work.micro_batch * plan.local_len
     rate = 1e12 * cluster.peak_tflops * cluster.matmul_fraction
     output = work.vocab * work.hidden
-    layer = 2 * rows * (work.matrix_weights - output) / work.layers / tp / rate  # seconds forward
+    products = 2 * rows * (work.matrix_weights - output) / work.layers / tp / rate  # a layer's seconds forward
     head = 2 * rows * output / tp / rate
+    between = _pointwise(work, rows, arranged, cluster)
+    layer = products + between
     forward, backward, links = _mean_attention(work, plan, of, cluster, tp)
     passes = 2 + work.trained_share  # forward, and backward to the inputs and to the weights
-    linear = layers * layer * passes + head * passes
+    linear = layers * (products * passes + 3 * between) + head * passes
     again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
     again += layers * (layer * _ffn_share(work) if arranged.ffn_chunk else 0.0)
@@ -61,15 +68,24 @@ def predict(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster
     if arranged.offload and cluster.host_gb_per_s:
         copy = offloaded(work, plan, arranged) / (cluster.host_gb_per_s * GB)  # each way, beside the computation
         there = max(0.0, copy - layers * (layer + forward))
-        behind = layers * (layer * (passes - 1) + backward) + again
+        behind = layers * (products * (passes - 1) + 2 * between + backward) + again
         back = max(0.0, copy - behind) if fetched_ahead(work, plan, arranged) else copy
         seconds["offload"] = work.micro_batches * (there + back)
     if arranged.moments_on_host and cluster.host_gb_per_s:
         seconds["optimizer offload"] = moments(work, plan, arranged) / (cluster.host_gb_per_s * GB)  # each way, alone
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
-    seconds["data parallel"] = max(0.0, exchanged - hidden)
+    seconds["data parallel"] = max(cluster.exposed_share * exchanged, exchanged - hidden)
     return Prediction(seconds, memory_of(work, plan, arranged), links, pinned(work, plan, arranged))
+
+
+def _pointwise(work: StepShape, rows: int, arranged: Arrangement, cluster: Cluster) -> float:
+    """Time a layer's norms, activations, rotations and sums forward, if the rate of a processor's memory is known."""
+    if not cluster.memory_gb_per_s:
+        return 0.0
+    passes = COMPILED if arranged.compiled else POINTWISE
+    count = passes * rows * (work.hidden + work.ffn / 2) * work.element_size / arranged.tp
+    return count / (cluster.memory_gb_per_s * GB)
 
 
 def _mean_attention(work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:

@@ -85,6 +85,7 @@ class Arrangement:
     loss_chunk: int = 0
     ffn_chunk: int = 0
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    compiled: bool = False
 
 
 class Moments(NamedTuple):

@@ -38,7 +38,7 @@ def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains):
     assert len(known) == 8
     assert [row.analytic["team"] for row in known] == [row.published["team"] for row in known]
     assert min(float(row.analytic["gain_percent"] or 0) for row in known) > 19
-    for row in gains:  # what hides sends leaves less to gain
+    for row in known:  # what hides sends leaves less to gain, but where a ring is nothing but sends, as on 64 H100
         assert float(row.analytic["gain_hidden_percent"] or 0) < float(row.analytic["gain_percent"] or 0)
 
 

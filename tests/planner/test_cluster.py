@@ -56,15 +56,49 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load_cluster(tmp_path / "pipe.toml")
 
 
-def test_the_device_decides_where_no_file_does(monkeypatch):
-    assert default_cluster("cpu") == load_cluster(CLUSTERS / "cpu.toml")
-    for name, wanted in (
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
         ("NVIDIA A100-SXM4-80GB", "a100_pod"),
+        ("NVIDIA A800-SXM4-80GB", "a800_pod"),
         ("NVIDIA H100 80GB HBM3", "h100_pod"),
         ("NVIDIA H200", "h200_pod"),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
-        assert cluster.default_cluster("cuda") == load_cluster(CLUSTERS / f"{wanted}.toml")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    with pytest.raises(ClusterError, match=r"no file is about Tesla T4; give --cluster FILE"):
+        ("NVIDIA H800", "h800_pod"),
+        ("NVIDIA H20", "h20_pod"),
+        ("NVIDIA L40S", "l40s_pod"),
+        ("NVIDIA B200", "b200_pod"),
+        ("NVIDIA B300 SXM6 AC", "b300_pod"),
+        ("NVIDIA GB200", "gb200_nvl72"),
+        ("NVIDIA GB300", "gb300_nvl72"),
+    ],
+)
+def test_the_device_decides_where_no_file_does(monkeypatch, name, wanted):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert cluster.default_cluster("cuda") == load_cluster(CLUSTERS / f"{wanted}.toml")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Tesla T4", "NVIDIA A100-SXM4-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"),
+        *("NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H20-3e", "NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    ],
+)
+def test_no_card_is_taken_for_another(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    with pytest.raises(ClusterError, match=f"no file is about {name}; give --cluster FILE"):
         default_cluster("cuda")
+
+
+def test_a_cpu_has_a_file_of_its_own():
+    assert default_cluster("cpu") == load_cluster(CLUSTERS / "cpu.toml")
+
+
+def test_the_attention_kernel_that_runs_decides_its_rate():
+    hopper, ampere = (load_cluster(CLUSTERS / f"{name}_pod.toml") for name in ("h100", "a100"))
+    assert hopper.running("auto") == hopper.running("cudnn") == hopper
+    assert hopper.running("flash_attn").attention_fraction == hopper.flash_attn_fraction
+    assert hopper.running("aten") == hopper.running("auto", documents=True) == hopper.running("flash_attn")
+    assert hopper.running("flash_attn_3").attention_fraction > hopper.attention_fraction > hopper.flash_attn_fraction
+    assert ampere.running("auto", documents=True) == ampere.running("flash_attn") == ampere
+    assert hopper.running("triton") == hopper, "whose rate is not known"

@@ -111,7 +111,7 @@ def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
     (heads,) = (line.split(" | ") for line in out.splitlines() if line.startswith("| stage"))
     (cells,) = (line.split(" | ") for line in out.splitlines() if line.startswith("| 0 "))
     assert float(cells[heads.index("GB of host memory")]) > 0
-    assert re.search(r"\nfits in 80 GB: a process takes at most [\d.]+ MB\n", out)
+    assert re.search(r"\nfits in 81\.9 GB: a process takes at most [\d.]+ MB\n", out)
     for limits, said in (
         ({"memory_gb": 0.01}, "does not fit in 0.01 GB: a process takes "),
         ({"host_memory_gb": 0.001}, "does not fit in 0.001 GB of host memory: a process moves "),
@@ -184,7 +184,7 @@ def test_every_kind_of_configuration_on_its_mesh(path, capsys):
 def test_every_configuration_at_its_size(path, capsys, tmp_path):
     """SHAPES_ALONE give no recomputation, without which no 80 GB hold them."""
     large = tmp_path / "large.toml"
-    large.write_text(Path(H100[1]).read_text().replace("\nmemory_gb = 80", "\nmemory_gb = 1000"))
+    large.write_text(Path(H100[1]).read_text().replace("\nmemory_gb = 81.9", "\nmemory_gb = 1000"))
     run(path, *at_size(path), *(("--cluster", str(large)) if path.stem in SHAPES_ALONE else ()))
     assert "an optimizer's step ran" in capsys.readouterr().out
 

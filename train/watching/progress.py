@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernels.products import linear
+from runtime.cards import card_of
 from runtime.progress import clock_time
 from train.config.common import LoopConfig
 from train.objectives.base import Objective
@@ -16,8 +17,6 @@ from train.watching.moments import Step, Watcher, say
 
 COLUMNS = 110
 """Maximum width of a training line."""
-# Dense bfloat16 FLOP/s by the makers' data sheets; names as in torch.cuda.get_device_name.
-DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
 
 
 class Report(Watcher):
@@ -136,11 +135,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -
     Square matrix products are measured for about ``seconds`` after a warm-up. Call it on all ranks at once: on a shared
     CPU each then measures its share.
     """
-    if device.type == "cuda" and dtype is torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for model, flops in DATA_SHEET.items():
-            if model in name:
-                return flops
+    if device.type == "cuda" and dtype is torch.bfloat16 and (card := card_of(torch.cuda.get_device_name(device))):
+        return card.flops
     side = 4096 if device.type == "cuda" else 768
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
 

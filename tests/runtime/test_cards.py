@@ -1,0 +1,46 @@
+"""Cards: the rates of data sheets by the names that torch gives, of which none is taken for another."""
+
+import pytest
+
+from planner.cluster import CLUSTERS, load_cluster
+from runtime.cards import CARDS, card_of
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H800", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GB300", 2500),
+    ],
+)
+def test_a_card_has_its_data_sheets_rate(name, tflops):
+    card = card_of(name)
+    assert card is not None
+    assert card.flops == 1e12 * tflops
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA L40", "NVIDIA A10", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "Tesla T4"]
+)
+def test_what_is_not_in_the_table_is_measured(name):
+    assert card_of(name) is None
+
+
+def test_the_files_of_cards_are_there_and_have_their_rate():
+    for card in CARDS.values():
+        if card.cluster:
+            assert load_cluster(CLUSTERS / f"{card.cluster}.toml").peak_tflops == card.flops / 1e12

@@ -1,5 +1,6 @@
-r"""Which arrangement of a run is fastest on a cluster: predicted, and with --profile measured.
+r"""What a run takes and which arrangement of it is fastest on a cluster: predicted, and with --profile measured.
 
+python -m tools.plan qwen3_8b --seq-length 1048576 --world-size 8 --cluster h100
 python -m tools.plan --config configs/llama2_7b.toml --cluster configs/clusters/a100_pod.toml --context-parallel-size 32
 python -m tools.plan --config configs/llama2_7b.toml --cluster configs/clusters/h100_pod.toml --world-size 64 --all
 python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/h100_pod.toml --world-size 8 --longest
@@ -9,19 +10,18 @@ python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/
     --context-parallel-size 8
 torchrun --nproc-per-node 4 -m tools.plan --config configs/llama_tiny.toml --context-parallel-size 4 --profile
 
-Takes every flag of pretrain_gpt.py, or of pretrain_dit.py, besides these. Without --cluster the device at hand decides;
-without --world-size the processes started, or as many as the sizes of the mesh multiply to.
+A name first is that of a file of configs/: what it takes, as --all ranks it, with the command that starts it. Takes
+every flag of pretrain_gpt.py, or of pretrain_dit.py, besides these. Without --cluster, a file or a name such as h100,
+the device at hand decides, and for a named model without a GPU h100; without --world-size the processes started, or as
+many as the sizes of the mesh multiply to, for a named model one node.
 """
 
 import argparse
 import json
 import math
 import os
-import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -31,23 +31,13 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import load_tokenizer
-from parallel.mesh import SIZES
 from planner.choice import with_layout
-from planner.cluster import Cluster, default_cluster, endless, load_cluster
+from planner.cluster import CLUSTERS, Cluster, default_cluster, endless, load_cluster
 from planner.documents import heaviest_documents, typical_documents
 from planner.dry_run import verdict
 from planner.extremes import busiest, changes, fewest, longest, of_length
 from planner.levers import settings
-from planner.ranking import (
-    Candidate,
-    Ranking,
-    combine_prediction_and_profile,
-    described,
-    memory_of,
-    mesh_of,
-    method_of,
-    nothing_left,
-)
+from planner.ranking import combine_prediction_and_profile, described, memory_of, mesh_of, method_of, nothing_left
 from planner.recorder import CAUSES
 from planner.search import arrangements, rank, validated
 from runtime.errors import at_least
@@ -55,17 +45,20 @@ from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.progress import amount, counted, duration
 from tools.common.arguments import parser_for, refuse_folder
-from tools.common.report import aligned, markdown
 from tools.fit import parsed
+from tools.plan_text import Row, answer, asked, bars, discarded, table
 from train.config.derive import with_joined_ranks, with_vocabulary
 from train.config.entries import Config
 from train.config.flags import ConfigError, write_toml
 from train.config.language import validate
 from train.run import exit_status
 
-BAR = 40
-NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
+CONFIGS = CLUSTERS.parent
 DEFAULT_TOP = 10
+ASSUMED = "h100"
+"""The cluster of a named model where neither a flag nor a GPU says another."""
+TOKENS = 8192
+"""Least tokens of a GPU in a step of a named model, whose batch no flag says."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -98,13 +91,19 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
 
     Raises UserError: flags that do not fit, or too few processes to profile on.
     """
-    args, rest = build_parser().parse_known_args(argv)
+    model = model_file(argv[0]) if argv and not argv[0].startswith("-") else None
+    args, rest = build_parser().parse_known_args(argv[1:] if model else argv)
+    args.model = model
     refuse_folder("--write", args.write)
-    config: Any = parsed(rest)
-    file = config.context.cluster
+    config: Any = parsed([*(("--config", model) if model else ()), *rest])
+    file = config.context.cluster or (ASSUMED if model and config.mesh.device_type == "cpu" else None)
     cluster = default_cluster(config.mesh.device_type) if file is None else load_cluster(file)
     started = launched_world_size() if "WORLD_SIZE" in os.environ else None
-    world_size = args.world_size or started or math.prod(config.mesh.sizes)
+    sizes = cluster.gpus_per_node if model else math.prod(config.mesh.sizes)
+    world_size = args.world_size or started or sizes
+    if model and config.train.global_batch_size is None:
+        batch = 1 if args.longest else max(1, world_size * TOKENS // config.sequence_length)
+        config = replace(config, train=replace(config.train, global_batch_size=batch))
     at_least(args, 1, "world_size", "top", "profile_top", "profile_iters")
     if args.fewest and (args.world_size or args.profile):
         named = "world_size" if args.world_size else "profile"
@@ -137,6 +136,15 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     return args, config, world_size, cluster
 
 
+def model_file(name: str) -> str:
+    """Return the path of a model's file under configs/; ConfigError lists the names that there are."""
+    path = CONFIGS / f"{name.lower().replace('-', '_')}.toml"
+    if not path.is_file():
+        there = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.toml")))
+        raise ConfigError(f"the model is {name}; name one of {there}, or give --config FILE")
+    return os.path.relpath(path)
+
+
 def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster) -> None:
     """Print the memory of the busiest process by component and, where it is too much, what to change first."""
     import pretrain_dit
@@ -165,7 +173,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         told |= {"method": method_of(config), "mesh": mesh_of(config), "memory_by": memory_of(config)}
         print(json.dumps({**told, "processes": world_size, "sequence_length": config.sequence_length}))
         return
-    print(f"{_asked(world_size, cluster, config)}: {described(config)}")
+    print(f"{asked(world_size, cluster, config)}: {described(config)}")
     if documents:
         most = max(end - start for start, end in pairwise(documents))
         which = "of the run's first micro-batches, the heaviest" if known else "a micro-batch drawn at random"
@@ -203,7 +211,7 @@ def plan(argv: list[str]) -> None:
     if args.fewest:
         world_size = fewest(config, cluster)
     lengths = tuple(args.document_lengths)
-    every = args.all or args.longest or args.fewest
+    every = bool(args.all or args.longest or args.fewest or args.model)
     varied, note = list(arrangements(config, world_size)) if every else [config], ""
     found = rank(varied, world_size, cluster, lengths, settings if every else None)
     if (found.over_memory or found.over_host_memory) and not found.candidates and not every:
@@ -229,8 +237,10 @@ def plan(argv: list[str]) -> None:
         told: dict[str, Any] = {"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]]}
         told |= {"refused": dict(found.refused), "too_large": len(found.over_memory)}
         print(json.dumps({**told, "host_short": len(found.over_host_memory)}))
+    elif args.model and not args.markdown:
+        print(answer(rows, parsed(["--config", args.model]), world_size, cluster, args.model))
     else:
-        print(_asked(world_size, cluster, config))
+        print(asked(world_size, cluster, config))
         print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())
         print(table(rows[: args.top], args.markdown))
         first = rows[0].candidate.prediction
@@ -240,114 +250,6 @@ def plan(argv: list[str]) -> None:
         write_text(args.write, write_toml(rows[0].candidate.config))
         if not args.json:
             print(f"written: {args.write}")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A candidate, with its seconds per iteration if it was profiled."""
-
-    candidate: Candidate
-    dp: int
-    measured: float | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the tokens, or patches, of all processes in a second, as predicted."""
-        config = self.candidate.config
-        tokens = config.train.batch_size(self.dp) * config.sequence_length
-        return float(tokens / self.candidate.prediction.time)
-
-    def entry(self) -> dict[str, Any]:
-        """Return the row as --json writes it."""
-        config, found = self.candidate.config, self.candidate.prediction
-        return {
-            "context": asdict(config.context),
-            "mesh": {name: getattr(config.mesh, name) for name in SIZES},
-            "recompute": asdict(config.recompute),
-            "sharding": config.data_parallel.strategy,
-            "seq_length": config.sequence_length,
-            "predicted_seconds": found.time,
-            "predicted_seconds_by_part": found.seconds,
-            "predicted_tokens_per_second": self.tokens_per_second,
-            "measured_seconds": self.measured,
-            "memory_bytes": found.bytes,
-            "memory_bytes_by_part": found.memory,
-            "host_bytes": found.host,
-            "attention_bytes_inside_nodes": found.links.inside,
-            "attention_bytes_between_nodes": found.links.between,
-        }
-
-
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "method": lambda row: method_of(row.candidate.config),
-    "mesh": lambda row: mesh_of(row.candidate.config),
-    "memory by": lambda row: memory_of(row.candidate.config),
-    "predicted": lambda row: duration(row.candidate.prediction.time),
-    "measured": lambda row: "" if row.measured is None else duration(row.measured),
-    "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
-    "inside nodes GB": lambda row: f"{row.candidate.prediction.links.inside / 1e9:.3f}",
-    "between GB": lambda row: f"{row.candidate.prediction.links.between / 1e9:.3f}",
-    "memory GB": lambda row: f"{row.candidate.prediction.bytes / 1e9:.1f}",
-    "host GB": lambda row: f"{host / 1e9:.1f}" if (host := row.candidate.prediction.host) else "",
-}
-"""Cells of the table; the first three are words, which stand to the left."""
-
-
-def table(rows: Sequence[Row], as_markdown: bool = False) -> str:
-    """Format the rows in aligned columns, or as Markdown; measured times and host memory have one if there are any."""
-    used = {head: cells for head, column in COLUMNS.items() if any(cells := [*map(column, rows)])}
-    lines = [[str(number), *cells] for number, cells in enumerate(zip(*used.values(), strict=True), 1)]
-    if as_markdown:
-        return "\n".join(markdown(["", *used], lines)).replace("|  |", "| |")
-    return "\n".join(aligned([["", *used], *lines], range(1, 4)))
-
-
-def bars(parts: Mapping[str, float], host: float, cluster: Cluster, of: str = "a process") -> str:
-    """Draw the memory of a process by cause, as shares of what it has, and what that leaves the allocator.
-
-    Beside it stands what it moves to host memory, as a share of what is there for it.
-    """
-    total, most, there = sum(parts.values()), 1e9 * cluster.memory_gb, 1e9 * cluster.host_memory_gb
-    shown = {name: (count, most) for name, count in {**parts, "together": total}.items() if count}
-    if total <= most:
-        shown["left for fragmentation"] = most - total, most
-    if host:
-        shown["on the host, pinned"] = host, there or math.inf
-    beside = f", and {cluster.host_memory_gb:g} GB of the host's" if host and there else ""
-    lines, width = [f"memory of {of}, which has {cluster.memory_gb:g} GB{beside}:"], max(map(len, shown))
-    for name, (count, room) in shown.items():
-        filled = min(BAR, round(BAR * count / room))
-        over = "+" if count > room else ""
-        lines.append(f"  {name:{width}}  {'#' * filled:.<{BAR}}{over:1} {amount(count):>9}")
-    return "\n".join(lines)
-
-
-def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
-    """Say how many candidates there are, how many were discarded, and why."""
-    shown = f", of which the best {top} are shown (--top)" if top < len(found.candidates) else ""
-    sums = f"{found.refused.total()} refused, {len(found.over_memory)} too large"
-    sums += f", {len(found.over_host_memory)} too large for host memory" if found.over_host_memory else ""
-    lines = [f"{counted(len(found.candidates), 'candidate')}{shown}; {sums}"]
-    lines += [f"  refused {count}{example}" for example, count in grouped(found.refused)]
-    if found.over_memory:
-        least = min(found.over_memory) / 1e9
-        lines.append(
-            f"  too large {len(found.over_memory)}: {cluster.memory_gb:g} GB, and these take {least:.1f} or more"
-        )
-    return "\n".join(lines)
-
-
-def grouped(refused: Counter[str]) -> list[tuple[str, int]]:
-    """Return of reasons that differ in numbers alone the first as an example, and their count; most common first."""
-    groups: dict[str, tuple[str, int]] = {}
-    for reason, count in refused.items():
-        example, before = groups.get(words := NUMBER.sub("", reason), (f": {reason}", 0))
-        groups[words] = (f", such as{example.removeprefix(', such as')}" if before else example), before + count
-    return sorted(groups.values(), key=lambda group: -group[1])
-
-
-def _asked(world_size: int, cluster: Cluster, config: Any) -> str:
-    return f"{counted(world_size, 'process')} on {cluster.name}, sequences of {config.sequence_length} tokens"
 
 
 def main(argv: list[str]) -> int:

@@ -15,7 +15,8 @@ from runtime import progress
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY
 from tools.common.training import PEAK, measure
-from tools.plan import grouped, main
+from tools.plan import main
+from tools.plan_text import grouped
 from train.config.language import parse_args, validate
 
 A100 = ("--cluster", str(CLUSTERS / "wallfacer_a100_8.toml"))
@@ -50,6 +51,29 @@ def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys, monkey
     assert main([*MODEL, *A100]) == 0
     alone = "1 process on WallFacer's A100, 8 x 4, sequences of 4096 tokens\n1 candidate; "
     assert capsys.readouterr().out.startswith(alone)
+
+
+def test_a_named_model_is_answered_with_the_command_that_starts_it(capsys):
+    assert main(["Llama3-8B", "--seq-length", "131072", "--world-size", "16", "--cluster", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("16 processes on H100 80GB pod, sequences of 131072 tokens: fits\n")
+    assert [row[0] for row in rows_of(out)] == ["2", "3", "4"]
+    assert "within 5% of the published runs on this card that nothing was fitted to" in out
+    words = re.search(r"start it:\n((?:.*\\\n)*.*\n)", out)[1].replace("\\\n", " ").split()
+    assert words[:5] == ["torchrun", "--nproc-per-node", "8", "--nnodes", "2"]
+    config = parse_args(words[words.index("pretrain_gpt.py") + 1 :])
+    validate(config, 16)
+    assert (config.train.seq_length, config.train.global_batch_size) == (131072, 1)
+    assert config.context.context_parallel_method != "auto"
+
+
+def test_a_named_model_has_a_card_without_a_flag_and_one_that_nobody_published_is_unproven(capsys):
+    assert main(["llama3_8b"]) == 0
+    assert capsys.readouterr().out.startswith("8 processes on H100 80GB pod, sequences of 131072 tokens: fits\n")
+    assert main(["llama3_8b", "--cluster", "gb200", "--world-size", "8"]) == 0
+    assert (
+        "no published run of such a model on this card is known, and its rates are unproven" in capsys.readouterr().out
+    )
 
 
 def test_json_parses_and_holds_the_same(capsys):

@@ -50,14 +50,14 @@ BUDGET = {
     "checkpoint": 1570,
     "data": 3400,
     "train": 5600,
-    "planner": 2820,
-    "runtime": 2370,
+    "planner": 2890,
+    "runtime": 2420,
     "slurm": 350,
-    "tools": 4270,
+    "tools": 4360,
     "parity": 1020,
-    "papers": 1790,
+    "papers": 1880,
     "bench": 2850,
-    "tests": 39700,
+    "tests": 39860,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

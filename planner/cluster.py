@@ -68,7 +68,7 @@ class Cluster:
     flash_attn_4_fraction: float = 0.0
     """The same of FlashAttention 4."""
     reserved_gb: float = 0.0
-    """What the driver's context, CUDA's libraries and NCCL keep of a processor's memory besides ``memory_gb``."""
+    """Memory of a processor that the driver's context, CUDA's libraries and NCCL keep, besides ``memory_gb``."""
     masked_share: float = 0.0
     """Share of the pairs that a causal tile hides which its kernel computes all the same."""
     posted_overlap: float = 1.0

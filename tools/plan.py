@@ -1,4 +1,4 @@
-r"""What a run takes and which arrangement of it is fastest on a cluster: predicted, and with --profile measured.
+r"""Plan a run: its time, its memory and its fastest arrangement on a cluster, predicted and with --profile measured.
 
 python -m tools.plan qwen3_8b --seq-length 1048576 --world-size 8 --cluster h100
 python -m tools.plan --config configs/llama2_7b.toml --cluster configs/clusters/a100_pod.toml --context-parallel-size 32

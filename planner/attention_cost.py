@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.context.plan import Plan
+from parallel.context.sparse.rows import length_of
 from parallel.context.traffic import (
     Collective,
     Message,
@@ -222,4 +223,4 @@ def most_rows_held(plan: Plan, moves: Moves) -> int:
     """Return the most rows that any place holds in all rounds together."""
     flow = plan.flow(moves)
     places = range(flow.geometry.shape.size)
-    return max(sum(flow.held(index, place).length for index in range(flow.rounds)) for place in places)
+    return max(sum(length_of(flow.held(index, place)) for index in range(flow.rounds)) for place in places)

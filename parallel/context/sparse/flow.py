@@ -8,16 +8,14 @@ own part of the gradient never leaves it.
 A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of numbers (``Line``).
 """
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from parallel.context.geometry import Geometry
 from parallel.context.methods.base import Send
-from parallel.context.sparse.rows import NOWHERE, ByPlace, Line, Rows, Spans, common, count, places_in, union, without
+from parallel.context.sparse.rows import NOWHERE, ByPlace, Line, Rows, Spans, common, found_in, union, without
 from parallel.context.sparse.visible import Seen
 
 
@@ -37,30 +35,6 @@ class Parcels(NamedTuple):
     receives: tuple[Parcel, ...] = ()
 
 
-@dataclass(frozen=True)
-class Held:
-    """Rows that a place holds in one round, in the order of its buffer."""
-
-    rows: ByPlace = field(default_factory=dict)
-    """By owner, each in its owner's local indices."""
-
-    @cached_property
-    def length(self) -> int:
-        """Count the rows of the buffer."""
-        return sum(map(count, self.rows.values()))
-
-    def find(self, wanted: ByPlace) -> Rows:
-        """Return where rows lie in the buffer, in the order of their owners."""
-        found: list[tuple[int, int]] = []
-        for owner in sorted(wanted):
-            found += places_in(wanted[owner], self.rows[owner], self._offsets[owner])
-        return tuple(found)
-
-    @cached_property
-    def _offsets(self) -> dict[int, int]:
-        return dict(zip(self.rows, accumulate(map(count, self.rows.values()), initial=0), strict=False))
-
-
 class Flow:
     """The routes of all rows of one plan, and of their gradients."""
 
@@ -75,12 +49,12 @@ class Flow:
         self._seen = self._by_round(self._line.spans(*seen))
         self._holdings = self._hold()
         self._onward, self._home = self._return()
-        self._held: dict[tuple[int, int], Held] = {}
+        self._held: dict[tuple[int, int], ByPlace] = {}
 
-    def held(self, index: int, place: int) -> Held:
-        """Return what a place holds in a round."""
+    def held(self, index: int, place: int) -> ByPlace:
+        """Return the buffer of a place in a round: rows by owner, in its local indices."""
         if (index, place) not in self._held:
-            self._held[index, place] = Held(self._line.at(place, self._holdings[index]))
+            self._held[index, place] = self._line.at(place, self._holdings[index])
         return self._held[index, place]
 
     def start(self, rank: int) -> Parcels:
@@ -90,7 +64,7 @@ class Flow:
         place = self.geometry.place(rank)
         wanted, held = self._line.of(place, self._holdings[0]), self.held(0, place)
         sends = [Parcel(self._rank(to, rank), rows, 0) for to, rows in wanted.items()]
-        receives = [Parcel(self._rank(owner, rank), held.find({owner: rows}), 0) for owner, rows in held.rows.items()]
+        receives = [Parcel(self._rank(owner, rank), rows, 0) for owner, rows in found_in(held, held).items()]
         return Parcels(tuple(sends), tuple(sorted(receives)))
 
     def moves(self, rank: int, index: int) -> Parcels:
@@ -99,10 +73,10 @@ class Flow:
         held, sends, receives = self.held(index, place), [], []
         for to, due, source in self._sends[index]:
             target, mine = self.held(due, to[place]), self.held(due, place)
-            if target.length:
-                sends.append(Parcel(self._rank(to[place], rank), held.find(target.rows), due))
-            if mine.length:
-                receives.append(Parcel(self._rank(source[place], rank), mine.find(mine.rows), due))
+            if target:
+                sends.append(Parcel(self._rank(to[place], rank), _all_in(held, target), due))
+            if mine:
+                receives.append(Parcel(self._rank(source[place], rank), _all_in(mine, mine), due))
         return Parcels(tuple(sends), tuple(receives))
 
     def gradients(self, rank: int, index: int) -> Parcels:
@@ -111,11 +85,11 @@ class Flow:
         held, sends, receives = self.held(index, place), [], []
         for (to, due, source), onward in self._onward[index]:
             if sent := self._line.at(place, onward):
-                sends.append(Parcel(self._rank(to[place], rank), held.find(sent), due))
+                sends.append(Parcel(self._rank(to[place], rank), _all_in(held, sent), due))
             if received := self._line.at(source[place], onward):
-                receives.append(Parcel(self._rank(source[place], rank), self.held(due, place).find(received), due))
-        for owner, rows in self._line.at(place, self._home[index]).items():
-            sends.append(Parcel(self._rank(owner, rank), held.find({owner: rows}), self.rounds))
+                receives.append(Parcel(self._rank(source[place], rank), _all_in(self.held(due, place), received), due))
+        for owner, rows in found_in(held, self._line.at(place, self._home[index])).items():
+            sends.append(Parcel(self._rank(owner, rank), rows, self.rounds))
         for sender, rows in self._line.of(place, self._home[index]).items():
             receives.append(Parcel(self._rank(sender, rank), rows, self.rounds))
         return Parcels(tuple(sends), tuple(receives))
@@ -169,3 +143,8 @@ class Flow:
                 due_at[next_holder.due] = union(due_at[next_holder.due], self._line.moved(on, next_holder.to))
             home.append(without(sums, on))
         return onward, home
+
+
+def _all_in(buffer: ByPlace, wanted: ByPlace) -> Rows:
+    """Return where rows lie in a buffer, in the order of their owners."""
+    return tuple(chain.from_iterable(found_in(buffer, wanted).values()))

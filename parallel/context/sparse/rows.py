@@ -1,6 +1,7 @@
 """Sets of rows: ascending, disjoint, non-adjacent intervals [first, end); and those of all owners on one line."""
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,6 +53,21 @@ def places_in(part: Rows, kept: Rows, offset: int = 0) -> Rows:
     return merged(found)
 
 
+ByPlace = dict[int, Rows]
+"""Rows by place, in ascending order of places; such as a buffer of those of some owners, in this order."""
+
+
+def length_of(buffer: ByPlace) -> int:
+    """Count the rows of all places."""
+    return sum(map(count, buffer.values()))
+
+
+def found_in(buffer: ByPlace, wanted: ByPlace) -> ByPlace:
+    """Return where each place's wanted rows lie in the buffer."""
+    offsets = dict(zip(buffer, accumulate(map(count, buffer.values()), initial=0), strict=False))
+    return {place: places_in(rows, buffer[place], offsets[place]) for place, rows in wanted.items()}
+
+
 def union(*several: Spans) -> Spans:
     """Return the rows that are in any set; the intervals given may overlap and be in any order."""
     first, end = _sorted(*several)
@@ -83,10 +99,6 @@ def _sorted(*several: Spans) -> tuple[np.ndarray, np.ndarray]:
     """Return all first rows in order, and all ends."""
     present = [spans for spans in several if len(spans.first)] or [NOWHERE]
     return np.sort(np.concatenate([x.first for x in present])), np.sort(np.concatenate([x.end for x in present]))
-
-
-ByPlace = dict[int, Rows]
-"""Rows by place, in ascending order of places."""
 
 
 class Line:

@@ -8,7 +8,8 @@ import numpy as np
 from kernels.tiles import Tile
 from parallel.context.geometry import Geometry
 from parallel.context.mask import Reach
-from parallel.context.sparse.flow import Flow, Held, Parcels
+from parallel.context.sparse.flow import Flow, Parcels
+from parallel.context.sparse.rows import ByPlace, length_of
 from parallel.context.sparse.visible import as_columns, rows_seen
 from parallel.context.tiles import Piece, tiles
 from parallel.context.traffic import Moves
@@ -49,19 +50,19 @@ def rank_schedule(flow: Flow, rank: int, pieces_of: PiecesOf, stride: int, reach
     """Return what ``rank`` sends, receives and computes."""
     geometry = flow.geometry
     team, place, rounds = pieces_of(geometry.team(rank)), geometry.place(rank), []
-    owners = {owner for i in range(flow.rounds) for owner in flow.held(i, place).rows}
+    owners = {owner for i in range(flow.rounds) for owner in flow.held(i, place)}
     pieces = {owner: pieces_of(geometry.ranks_at((owner,), owner)) for owner in owners}
     for i, step in enumerate(geometry.rounds):
         held, computed = flow.held(i, place), tuple[Tile, ...]()
-        if held.length and step.gradient is not None:
+        if held and step.gradient is not None:
             there = clipped(held, pieces, stride)
             computed = tiles(*((team, there) if moves == "kv" else (there, team)), stride, reach)
         parcels = flow.moves(rank, i), flow.gradients(rank, i)
-        rounds.append(RankRound(held.length, i == 0 and flow.in_place, *parcels, computed))
+        rounds.append(RankRound(length_of(held), i == 0 and flow.in_place, *parcels, computed))
     return RankSchedule(flow.start(rank), tuple(rounds))
 
 
-def clipped(held: Held, pieces: Mapping[int, list[Piece]], stride: int) -> list[Piece]:
+def clipped(held: ByPlace, pieces: Mapping[int, list[Piece]], stride: int) -> list[Piece]:
     """Return the pieces of a buffer: those of its owners, cut to the rows held; adjoining ones are one."""
     found: list[Piece] = []
     for piece in _cut(held, pieces, stride):
@@ -77,9 +78,9 @@ def clipped(held: Held, pieces: Mapping[int, list[Piece]], stride: int) -> list[
     return found
 
 
-def _cut(held: Held, pieces: Mapping[int, list[Piece]], stride: int) -> Iterator[Piece]:
+def _cut(held: ByPlace, pieces: Mapping[int, list[Piece]], stride: int) -> Iterator[Piece]:
     offset = 0
-    for owner, rows in held.rows.items():
+    for owner, rows in held.items():
         own, j = pieces[owner], 0
         for first, end in rows:
             while j < len(own) and own[j].offset < end:

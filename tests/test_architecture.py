@@ -46,7 +46,7 @@ BUDGET = {
     "entry": 250,
     "model": 4150,
     "kernels": 3190,
-    "parallel": 6240,
+    "parallel": 6230,
     "checkpoint": 1570,
     "data": 3400,
     "train": 5600,

@@ -139,6 +139,12 @@ def has(module, name):
         return False
 
 
+def stray_fences(root):
+    """Fences that open or close no block at a line's beginning: other checks would read its code as prose."""
+    for page in pages(root):
+        yield from (f"{page.relative_to(root)}: {line}" for line in prose(page).splitlines() if "```" in line)
+
+
 def wide_lines(root):
     """Lines of prose over 120 characters: tables, code and the targets of links are as long as they must be."""
     for page in (page for page in pages(root) if page.is_relative_to(root / "docs") or page.parent == root):
@@ -188,6 +194,7 @@ CHECKS = [
     unknown_paths,
     unknown_flags,
     unknown_imports,
+    stray_fences,
     wide_lines,
     long_readme,
     wrong_defaults,
@@ -225,6 +232,7 @@ def test_the_pages(check):
         (unknown_flags, "`--none 4`"),
         (unknown_imports, "```python\nfrom kernels.reference import nothing\n```"),
         (unknown_imports, "```python\nfrom kernels.nothing import attention\n```"),
+        (stray_fences, "* one:\n\n  ```\n  code\n"),
         (wide_lines, "word " * 25),
         (long_readme, "word\n\n" * 76),
         (wrong_defaults, ""),

@@ -21,7 +21,7 @@ from planner.dry_run import dry_run
 from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
-from train.attention import diffusion_context
+from train.attention import diffusion_context, kernel_lines
 from train.config.derive import config_to_save, with_joined_ranks, with_method
 from train.config.diffusion import diffusion_of, parse_args, validate
 from train.config.entries import DiTRunConfig
@@ -65,7 +65,7 @@ def build_trainer(
     start.load(run.parts, run.optimizer, run.ema)
     flops = dit_flops_per_patch(model)
     if is_first():
-        print(described(run), flush=True)
+        print(described(run), *kernel_lines(run.config), sep="\n", flush=True)
     return Trainer(
         run=run,
         start=start,

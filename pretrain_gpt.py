@@ -22,7 +22,7 @@ from planner.dry_run import dry_run
 from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
 from train.assemble import Run
-from train.attention import context_of, plan_ahead
+from train.attention import context_of, kernel_lines, plan_ahead
 from train.config.derive import complete, config_to_save, tokenizer_of
 from train.config.entries import Config
 from train.config.language import parse_args, validate
@@ -65,7 +65,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
 
     start.load(run.parts, run.optimizer)
     if is_first():
-        print(described(run), flush=True)
+        print(described(run), *kernel_lines(run.config), sep="\n", flush=True)
     return Trainer(
         run=run,
         start=start,

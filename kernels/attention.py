@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import cudnn, flash_attn, onednn, reference
+from kernels import cudnn, installed, onednn, reference
 from kernels.blocks import ANTI, CAUSAL, FULL, Gradients, Keys, Rows, Tile
 from kernels.packed import Lengths, Packed
 from kernels.strips import Strips, heads_first
@@ -23,6 +23,9 @@ from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
 
 aten = torch.ops.aten
+VERSIONS = installed.VERSIONS
+Kernel = tuple[Callable[..., Any], Callable[..., Any]]
+"""A forward and its backward."""
 
 
 class Tiled(Protocol):
@@ -77,8 +80,7 @@ def block_backward(
 def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: bool = False) -> AttentionBackend:
     """Return the backend ``name`` for this device and dtype; ``auto`` takes the fastest usable one.
 
-    With ``documents``, tiles have other shapes in each micro-batch, and ``auto`` passes cuDNN over: torch has it build
-    a graph for every new shape, forward and backward, and keeps them all.
+    With ``documents``, tiles have other shapes in each micro-batch.
 
     Raises:
         UserError: the backend is unknown, not installed, broken, or cannot take this device or dtype.
@@ -87,13 +89,13 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
         return AttentionBackend("reference", reference.block_forward, reference.block_backward)
     if name == "triton":
         return _triton(device_type, dtype)
-    if name not in ("auto", "aten", "cudnn", *flash_attn.PACKAGES):
+    if name not in ("auto", "aten", "cudnn", *VERSIONS):
         raise UserError(
-            f"attention_backend is {name!r}, which does not exist; use auto, aten, cudnn, flash_attn, flash_attn_3, "
+            f"attention_backend is {name!r}, which does not exist; use auto, aten, cudnn, flash_attn_3, flash_attn_4, "
             "triton or reference"
         )
     if device_type == "cpu":
-        if name in ("cudnn", *flash_attn.PACKAGES):
+        if name in ("cudnn", *VERSIONS):
             raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
         # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
         strip = (256, 256) if onednn.is_faster(dtype) else (192, 128)
@@ -104,30 +106,62 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
             "use --bf16, or --attention-backend reference for a small exact run"
         )
-    packed, plain = _packed(), (_aten_cuda_forward, _aten_cuda_backward)
-    if name == "auto" and cudnn.is_preferred() and not documents:
-        return AttentionBackend("cudnn", *pad_heads(*cudnn.by_shape(plain)), packed=packed)
-    for package in _packages(name):
-        try:
-            found = flash_attn.load(package)
-        except flash_attn.FlashAttnError as error:
-            if name == package:
-                known = flash_attn.PACKAGES[package].known
-                raise UserError(f"attention_backend is {name}, {error}; install {known}, or use auto") from error
-        else:
-            own = Packed(*pad_heads(*found.packed)) if found.packed else packed
-            return AttentionBackend(package, *pad_heads(found.forward, found.backward), packed=own)
-    if name == "cudnn":
-        return AttentionBackend("cudnn", *pad_heads(*cudnn.by_shape(None)), packed=packed)
-    return AttentionBackend("aten", *pad_heads(*plain), packed=packed)
+    taken = installed.fastest(installed.gpu(), documents, installed.is_usable) if name == "auto" else name
+    if (version := VERSIONS.get(taken)) and (reason := installed.problem(taken)):
+        raise UserError(f"attention_backend is {taken}, and {reason}; install {version.install}, or use auto")
+    plain, packed = _aten_cuda(None)
+    other, other_packed = (plain, packed) if name == "auto" else (None, None)
+    if version:
+        kernel, own_packed = _aten_cuda(version.impl)
+        most = version.widest
+        fits = (taken, f"takes heads of up to {most} channels", lambda q, _: q.shape[-1] <= most)
+        packs = Packed(*pad_heads(*by_shape(*fits, own_packed, other_packed)))
+        return AttentionBackend(taken, *pad_heads(*by_shape(*fits, kernel, other)), packed=packs)
+    if taken == "cudnn":
+        said = f"takes heads of up to {cudnn.widest()} channels here and more than one key"
+        kernel = by_shape("cudnn", said, cudnn.takes, (cudnn.forward, cudnn.backward), other)
+        return AttentionBackend("cudnn", *pad_heads(*kernel), packed=_packed())
+    return AttentionBackend("aten", *pad_heads(*plain), packed=_packed())
 
 
-def _packages(name: str) -> list[str]:
-    """Return which of ``flash_attn.PACKAGES`` may serve a backend, the best first; 3's kernels are the H100's."""
-    if name != "auto":
-        return [name] if name in flash_attn.PACKAGES else []
-    hopper = cudnn.capability() == cudnn.HOPPER
-    return [one for one in flash_attn.PACKAGES if flash_attn.is_installed(one) and (one == "flash_attn" or hopper)]
+@cache
+def _packed() -> Packed:
+    return Packed(*pad_heads(*_aten_cuda(None)[1]))
+
+
+def _aten_cuda(impl: str | None) -> tuple[Kernel, Kernel]:
+    """Return aten's flash attention of a tile, and of packed ones, by a version of it; None is FlashAttention 2."""
+    forward, backward, packed_forward, packed_backward = installed.by(
+        impl, _aten_cuda_forward, _aten_cuda_backward, _aten_packed_forward, _aten_packed_backward
+    )
+    return (forward, backward), (packed_forward, packed_backward)
+
+
+def by_shape(
+    name: str, said: str, takes: Callable[[Tensor, Tensor], bool], kernel: Kernel, other: Kernel | None
+) -> Kernel:
+    """Return a forward and a backward that take a kernel where it takes the shape, and elsewhere the other's.
+
+    Raises, when called: UserError, the shape is not this kernel's and there is no other.
+    """
+
+    def chosen(q: Tensor, k: Tensor) -> Kernel:
+        if takes(q, k):
+            return kernel
+        if other is None:
+            raise UserError(
+                f"attention_backend {name} {said}, and these are {q.shape[-1]} channels and {k.shape[1]} keys; use "
+                "auto or aten"
+            )
+        return other
+
+    def chosen_forward(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return chosen(q, k)[0](q, k, *rest)
+
+    def chosen_backward(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
+        return chosen(rows.q, keys.k)[1](rows, keys, *rest)
+
+    return chosen_forward, chosen_backward
 
 
 def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
@@ -142,14 +176,7 @@ def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
     return AttentionBackend("triton", tiled.forward, tiled.backward, tiled)
 
 
-@cache
-def _packed() -> Packed:
-    return Packed(*pad_heads(_aten_packed_forward, _aten_packed_backward))
-
-
-def pad_heads(
-    forward: Callable[..., Any], backward: Callable[..., Any]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
     """Return a kernel's forward and backward for heads of any width, padded to a multiple of 8, which GPUs' take.
 
     Channels of zeros add nothing to a score; the scale is given and stays.
@@ -169,18 +196,6 @@ def pad_heads(
         return tuple(x[..., :-more] for x in found)
 
     return padded_forward, padded_backward
-
-
-def why_flash_attn_is_unused(name: str, device_type: str, dtype: torch.dtype, documents: bool = False) -> str | None:
-    """Say why ``auto`` does not take a flash-attn that is installed; None if it does, or has no use for one."""
-    if name != "auto" or device_type != "cuda":
-        return None
-    taken = select_backend(name, device_type, dtype, documents).name
-    best = next(iter(_packages(name)), taken)
-    if taken in ("cudnn", best):
-        return None
-    title, reason = flash_attn.PACKAGES[best].title, flash_attn.problem(best)
-    return f"attention_backend auto takes {taken}, not the {title} that is installed, {reason}"
 
 
 def takes_whole(name: str, device_type: str, dtype: torch.dtype) -> bool:
@@ -258,7 +273,7 @@ def _aten_cuda_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> G
 def _aten_packed_forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # torch's build of flash-attention, for all backends: it needs no package, and cuDNN would pad to the longest.
+    # Flash attention, for cuDNN's backend too, which would pad to the longest.
     out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
     return out, lse.transpose(0, 1)
 

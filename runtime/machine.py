@@ -71,7 +71,7 @@ def describe(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    for package in ("triton", "flash-attn", "flash-attn-3"):
+    for package in ("triton", "flash-attn-3", "flash-attn-4"):
         try:
             found[package.replace("-", "_")] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -45,11 +45,11 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 250,
     "model": 4150,
-    "kernels": 3190,
+    "kernels": 3200,
     "parallel": 6230,
     "checkpoint": 1570,
     "data": 3400,
-    "train": 5600,
+    "train": 5630,
     "planner": 2890,
     "runtime": 2420,
     "slurm": 350,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1880,
     "bench": 2850,
-    "tests": 39870,
+    "tests": 40100,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -86,7 +86,7 @@ def test_every_flag_at_the_ends_of_its_type(entry, here):
 
 CONTRADICTIONS = """
     --micro-batch-size 3 --global-batch-size 4 | --device cpu --distributed-backend nccl
-    --context-parallel-method none --attention-backend aten | --attention-backend flash_attn
+    --context-parallel-method none --attention-backend aten | --attention-backend flash_attn_3_3
     --attention-backend chunked | --model-type transnormer --attention-backend aten
     --model-type transnormer --num-query-groups 2 | --model-type transnormer --rotary-base 5
     --model-type gpt | --model-type gpt --max-position-embeddings 8 | --softmax-every 2

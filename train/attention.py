@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.attention import select_backend, takes_whole, why_flash_attn_is_unused
+from kernels import cudnn, installed
+from kernels.attention import select_backend, takes_whole
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.dit import full_sdpa
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.linear.relayout import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle
-from runtime.together import is_first
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError
@@ -106,8 +106,6 @@ def softmax_context(
         return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     select_backend(backend, config.mesh.device_type, dtype)
-    if is_first() and (note := why_flash_attn_is_unused(backend, config.mesh.device_type, dtype, config.packed)):
-        print(f"note: {note}", flush=True)
     width = config.model.head_dim
     if config.mesh.device_type == "cuda" and backend != "reference" and width > 256:
         raise ConfigError(
@@ -132,6 +130,37 @@ def softmax_context(
     ):
         return cp, cp.attend
     return cp, _whole(cp, alone) if config.causal or cp.plan.padded_len == length else cp.attend
+
+
+def kernel_lines(config: CommonConfig) -> list[str]:
+    """Say in a line which attention kernel runs and, on a GPU, which cuDNN is loaded; in another, if it is slow."""
+    device, asked, model = config.mesh.device_type, config.context.attention_backend, config.model
+    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
+    linear, every = getattr(model, "linear_attention", False), getattr(model, "softmax_every", None)
+    said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
+    warned, here = None, installed.gpu()
+    if not linear or every is not None:
+        softmax = asked if every is None or asked == "reference" else "auto"  # a hybrid's backend is the linear one's
+        kernel = _softmax_kernel(config, softmax, dtype)
+        said.append(installed.in_words(kernel, here) if device == "cuda" else kernel)
+        if device == "cuda" and (own := installed.OWN.get(here.capability[0])):
+            why_not = installed.problem(own) if kernel == "aten" else None
+            width, documents = model.head_dim, config.packed
+            warned = installed.warning(kernel, here, softmax, documents=documents, width=width, why_not=why_not)
+    return [f"attention kernel: {'; '.join(said)}", *([f"WARNING: {warned}"] if warned else [])]
+
+
+def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
+    """Return the kernel that softmax attention's whole tiles run by, or torch's where it is called without a method."""
+    device, here = config.mesh.device_type, installed.gpu()
+    hybrid_alone = getattr(config.model, "softmax_every", None) and config.mesh.context_parallel_size == 1
+    if config.context.context_parallel_method != "none" and (config.packed or not hybrid_alone):
+        kernel = select_backend(backend, device, dtype, config.packed).name
+    elif device == "cuda" and dtype == torch.float32:
+        kernel = "scaled_dot_product_attention"
+    else:
+        kernel = "cudnn" if device == "cuda" and installed.prefers_cudnn(here) else "aten"
+    return "aten" if kernel == "cudnn" and config.model.head_dim > cudnn.widest() else kernel
 
 
 def _whole(cp: ContextParallel, alone: Attend) -> Attend:

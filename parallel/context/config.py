@@ -52,12 +52,12 @@ class ContextConfig:
     cluster: str | None = None
     """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
     attention_backend: Literal[
-        "auto", "aten", "cudnn", "flash_attn", "flash_attn_3", "chunked", "triton", "reference"
+        "auto", "aten", "cudnn", "flash_attn_3", "flash_attn_4", "chunked", "triton", "reference"
     ] = "auto"
-    """Kernel of one attention block; auto takes cudnn from the H100 on (aten for heads that it does not take, and for
-    documents flash-attn 3 where that is installed and works on an H100 or H200), else flash-attn 2.7 or 2.8 where that
-    is installed and works, else aten. triton is our kernel for a GPU, which takes all tiles at once. Of linear
-    attention: chunked or triton; auto takes triton on a GPU in bfloat16, else chunked."""
+    """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and where cuDNN is older
+    than 9.15.1 flash_attn_3 or flash_attn_4 if installed, else aten, which is FlashAttention 2. triton is our kernel
+    for a GPU, which takes all tiles at once. Of linear attention: chunked or triton; auto takes triton on a GPU in
+    bfloat16, else chunked."""
 
     @property
     def title(self) -> str:
@@ -124,10 +124,10 @@ class FullContextConfig(ContextConfig):
     """Communication of the attention; none is plain SDPA in one process, to compare with. striped and zigzag, which
     balance a causal mask, bring nothing here. auto takes what the cost model finds fastest on the cluster, once, as the
     run starts (docs/concepts/planner.md)."""
-    attention_backend: Literal["auto", "aten", "cudnn", "flash_attn", "flash_attn_3", "triton", "reference"] = "auto"
-    """Kernel of one attention block; auto takes cudnn from the H100 on (aten for heads that it does not take, and for
-    documents flash-attn 3 where that is installed and works on an H100 or H200), else flash-attn 2.7 or 2.8 where that
-    is installed and works, else aten. triton is our kernel for a GPU, which takes all tiles at once."""
+    attention_backend: Literal["auto", "aten", "cudnn", "flash_attn_3", "flash_attn_4", "triton", "reference"] = "auto"
+    """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and where cuDNN is older
+    than 9.15.1 flash_attn_3 or flash_attn_4 if installed, else aten, which is FlashAttention 2. triton is our kernel
+    for a GPU, which takes all tiles at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from train.apex_adam import Backend
 from train.optim import OptimizerConfig, build_optimizer
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
-BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn", "flash_attn_3", "triton"), "cpu": ("aten",)}
+BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn_3", "flash_attn_4", "triton"), "cpu": ("aten",)}
 WORST_ERROR = 2e-2
 """Relative difference from torch's own, in the 2-norm, beyond which a kernel is not timed."""
 WORST_UPDATE = 1e-5
@@ -210,7 +210,7 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
             best = [seconds[name, length][half] for name in others if (name, length) in seconds]
             for name, least in ((chosen, 1.0), ("triton", 0.75)):
                 if best and (name, length) in seconds:
-                    label = f"{name} over the best of torch's and flash-attn's, {length} tokens, {said}"
+                    label = f"{name} over the best of the others, {length} tokens, {said}"
                     wanted.append(target(label, min(best) / seconds[name, length][half], least))
     for method in ("zigzag", "striped"):
         if (share := found["ranks_of"].get(method)) is not None:

@@ -42,13 +42,13 @@ def test_kernels_and_simulated_steps_are_measured():
 
 @pytest.mark.parametrize("wrong", [0.0, float("nan")])
 def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch, wrong):
-    monkeypatch.setitem(rates.BACKENDS, "cpu", ("aten", "flash_attn"))
+    monkeypatch.setitem(rates.BACKENDS, "cpu", ("aten", "flash_attn_3"))
     monkeypatch.setattr(rates, "block_forward", lambda q, *rest: (torch.full_like(q, wrong), q.sum(-1)))
     result = rates.measure("cpu", WORK, (32,), ("zigzag",), 2, 1)
     assert [row["kernel"] for row in result["kernels"]] == ["sdpa"]
     assert "differs from scaled_dot_product_attention" in result["skipped"]["aten at 32"]
-    assert "needs a cuda device" in result["skipped"]["flash_attn at 32"]
-    assert "skipped: flash_attn at 32: UserError" in rates.table(result)
+    assert "needs a cuda device" in result["skipped"]["flash_attn_3 at 32"]
+    assert "skipped: flash_attn_3 at 32: UserError" in rates.table(result)
 
 
 def test_figures_are_held_against_what_is_wanted():
@@ -62,7 +62,7 @@ def test_figures_are_held_against_what_is_wanted():
     found["masked"] = {"off_the_diagonal": 1.1, "packed": 0.9}
     found["ranks_of"] = {"zigzag": {"of_share": 0.98}}
     wanted = {one["name"]: (one["ratio"], one["met"]) for one in rates.targets(found, "cudnn")}
-    label = "over the best of torch's and flash-attn's, 8192 tokens, forward"
+    label = "over the best of the others, 8192 tokens, forward"
     assert wanted[f"cudnn {label}"] == (1.0, True)
     assert wanted[f"triton {label} + backward"] == (0.5, False)
     assert wanted["a CAUSAL tile off the diagonal over one on it"] == (1.1, False)

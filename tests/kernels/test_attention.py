@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kernels import attention, cudnn, reference
+from kernels import attention, cudnn, installed, reference
 from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, pad_heads, select_backend
 from kernels.blocks import Keys, Rows
+from kernels.installed import Gpu
 from kernels.merge import merge_
 from runtime.errors import UserError
 
@@ -123,7 +124,7 @@ def test_a_head_that_lies_in_pieces_is_put_together(odd, dtype):
     [
         (("fastest", "cpu", torch.float32), "'fastest'.*does not exist"),
         (("triton", "cpu", torch.float32), "needs a cuda device"),
-        (("flash_attn", "cpu", torch.float32), "needs a cuda device"),
+        (("flash_attn_4", "cpu", torch.float32), "needs a cuda device"),
         (("flash_attn_3", "cpu", torch.float32), "needs a cuda device"),
         (("auto", "cuda", torch.float32), "use --bf16"),
     ],
@@ -133,32 +134,29 @@ def test_a_backend_that_cannot_serve_is_refused(arguments, message):
         select_backend(*arguments)
 
 
-@pytest.mark.parametrize(("capability", "name"), [((8, 0), "aten"), ((9, 0), "cudnn"), ((10, 0), "cudnn")])
-def test_cudnn_is_taken_from_hopper_on(capability, name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(attention.flash_attn, "is_installed", lambda _: capability > (8, 0))
-    assert select_backend.__wrapped__("auto", "cuda", torch.bfloat16).name == name
-
-
 @pytest.mark.parametrize(
-    ("capability", "version", "widest"), [((9, 0), 91000, 256), ((9, 0), 90800, 128), ((10, 0), 91000, 128)]
+    ("here", "widest"), [(Gpu((9, 0), 92000), 256), (Gpu((9, 0), 90800), 128), (Gpu((10, 0), 92000), 128)]
 )
-def test_cudnn_gets_the_heads_and_keys_that_it_takes(capability, version, widest, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    monkeypatch.setattr(cudnn, "forward", lambda *_: "cudnn")
-    monkeypatch.setattr(cudnn, "backward", lambda *_: "cudnn")
-    cudnn.widest.cache_clear()
-    forward, backward = cudnn.by_shape((lambda *_: "other",) * 2)
+def test_cudnn_gets_the_heads_and_keys_that_it_takes(here, widest, monkeypatch):
+    for module in (installed, cudnn):
+        monkeypatch.setattr(module, "gpu", lambda: here)
+    monkeypatch.setattr(cudnn, "forward", lambda *_: ("cudnn",) * 2)
+    monkeypatch.setattr(cudnn, "backward", lambda *_: ("cudnn",) * 3)
+    monkeypatch.setattr(attention, "_aten_cuda_forward", lambda *_: ("other",) * 2)
+    monkeypatch.setattr(attention, "_aten_cuda_backward", lambda *_: ("other",) * 3)
+    named, auto = (select_backend.__wrapped__(name, "cuda", torch.bfloat16) for name in ("cudnn", "auto"))
+    assert auto.name == ("cudnn" if here.cudnn > 91500 else "aten")
     for width, keys in ((64, 8), (widest, 8), (widest + 8, 8), (64, 1)):
         q, k = torch.empty(1, 8, 2, width), torch.empty(1, keys, 2, width)
-        want = "cudnn" if width <= widest and keys > 1 else "other"
-        assert (forward(q, k), backward(Rows(q, q, q, q), Keys(k, k))) == (want, want)
-    with pytest.raises(UserError, match=f"heads of up to {widest} channels"):
-        cudnn.by_shape(None)[0](torch.empty(1, 8, 2, widest + 8), torch.empty(1, 8, 2, widest + 8))
-    cudnn.widest.cache_clear()
+        taken = width <= widest and keys > 1
+        want = auto.name if taken else "other"
+        if auto.name == "cudnn":
+            assert (auto.forward(q, k, k)[0], auto.backward(Rows(q, q, q, q), Keys(k, k))[0]) == (want, want)
+        if taken:
+            assert named.forward(q, k, k)[0] == "cudnn"
+            continue
+        with pytest.raises(UserError, match=f"cudnn takes heads of up to {widest} channels"):
+            named.forward(q, k, k)
 
 
 @pytest.mark.parametrize("kind", [CAUSAL, ANTI])

@@ -153,7 +153,8 @@ def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path)
         save = str(tmp_path / name)
         for backend, more in ((first, ["--exit-interval", "2"]), (second, ["--load", save])):
             flags = flags_of(default_data, "--train-iters", "4", "--save", save, "--optimizer-backend", backend, *more)
-            run_ranks(in_the_entry, 2, flags)
+            said = run_ranks(in_the_entry, 2, flags)
+            assert [one.count("attention kernel: aten\n") for one in said] == [1, 0]
         lines = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
         records.append([{key: line.get(key) for key in ("iteration", "lm_loss", "grad_norm")} for line in lines])
     assert len([line for line in records[0] if line["lm_loss"]]) >= 4

@@ -169,7 +169,7 @@ CONTRADICTIONS = """
     lr_wsd_decay_iters is 26 | only 25 iterations | lr_decay_iters 50
 1 --lr-decay-iters 100 --lr-warmup-iters 95 --lr-decay-style WSD --lr-wsd-decay-iters 6 |
     lr_wsd_decay_iters is 6 | only 5 iterations | lr_decay_iters 100
-1 --attention-backend flash_attn | flash_attn | --bf16
+1 --attention-backend flash_attn_3 | flash_attn_3 | --bf16
 1 --device cpu --recompute-granularity full --recompute-offload | recompute_offload | host memory
 1 --device cpu --optimizer-cpu-offload | optimizer_cpu_offload | host memory | --device cuda
 1 --model-type transnormer --attention-backend aten | attention_backend is aten | auto, chunked, triton

@@ -142,9 +142,9 @@ def test_a_backend_without_linear_attention_here_is_a_user_error(backend):
 
 
 def test_a_backend_that_the_device_lacks_is_a_user_error():
-    context = ContextConfig(attention_backend="flash_attn")
+    context = ContextConfig(attention_backend="flash_attn_3")
     config = Config(context=context, mesh=MeshConfig(device="cpu"), train=TrainConfig(bf16=True))
-    with pytest.raises(UserError, match="flash_attn"):
+    with pytest.raises(UserError, match="flash_attn_3"):
         context_of(config, None)
 
 

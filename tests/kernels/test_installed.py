@@ -1,0 +1,330 @@
+"""Attention kernels of a GPU, on a CPU: which one is taken and why, what a run says of it, and torch's own registry.
+
+Packages are stand-ins on the path, that torch's registry imports by itself; a version of FlashAttention that computes
+is one behind the same operators.
+"""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import attention as registry
+from torch.nn.attention import _registry
+
+from kernels import cudnn, installed, reference
+from kernels.attention import block_backward, block_forward, select_backend
+from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows
+from kernels.installed import ABSENT, Gpu, fastest, in_words, number_of, prefers_cudnn, version_of, warning
+from kernels.packed import Lengths
+from parallel.context.config import ContextConfig
+from parallel.mesh import MeshConfig
+from runtime.errors import UserError
+from tests.kernels import test_packed, test_tiles
+from tests.kernels.test_tiles import attention_by_tiles, error, inputs, tiles_of, truth
+from train.attention import kernel_lines
+from train.config.entries import Config, TrainConfig
+
+A100, H100, B200 = (Gpu(capability, 92000, 92000) for capability in ((8, 0), (9, 0), (10, 0)))
+OLD, SHADOWED = Gpu((9, 0), 91002, 91002), Gpu((9, 0), 91002, 92000)
+THIRD = """
+import torch
+library = torch.library.Library("flash_attn_3", "DEF")
+library.define("fwd(Tensor q) -> Tensor")
+library.define("bwd(Tensor q) -> Tensor")
+"""
+FOURTH = {"flash_attn/cute/interface.py": "def _flash_attn_fwd(): ...\ndef _flash_attn_bwd(): ..."}
+UNDEFINED = 'raise ImportError("flash_attn_3.so: undefined symbol:\\n _ZN3c105ErrorC2E")'
+CUDA = ("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("here", "documents", "usable", "taken"),
+    [
+        (Gpu(), False, True, "aten"),
+        (A100, False, True, "aten"),
+        (H100, False, True, "cudnn"),
+        (H100, True, True, "flash_attn_3"),
+        (H100, True, False, "aten"),
+        (Gpu((9, 0), 91500), False, False, "aten"),  # wrong at some lengths
+        (Gpu((9, 0), 91501), False, False, "cudnn"),
+        (OLD, False, True, "flash_attn_3"),
+        (B200, False, True, "cudnn"),
+        (Gpu((10, 3), 92000), False, True, "cudnn"),
+        (B200, True, True, "flash_attn_4"),
+        (Gpu((12, 0), 92000), False, True, "aten"),  # consumers' Blackwell
+    ],
+)
+def test_the_fastest_right_kernel_is_taken(here, documents, usable, taken):
+    asked = []
+    assert fastest(here, documents, lambda name: asked.append(name) or usable) == taken
+    assert len(asked) <= 1, "the others' packages, which take seconds to import, are left alone"
+    assert not prefers_cudnn(here) or taken == "cudnn" or documents
+
+
+def test_versions_of_cudnn():
+    assert (number_of("9.20.0.48"), number_of("9.15.1")) == (92000, 91501)
+    assert [version_of(x) for x in (92000, 91501, 91002)] == ["9.20.0", "9.15.1", "9.10.2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "found"),
+    [
+        (
+            ["nvidia-cudnn-cu13==9.20.0.48; platform_system == 'Linux'", "numpy"],
+            {"nvidia-cudnn-cu13": "9.20.0.48"},
+            92000,
+        ),
+        (["nvidia-cudnn-cu12==9.10.2.21"], {"nvidia-cudnn-cu12": "9.25.0.15"}, 92500),  # upgraded by hand
+        (["nvidia-cudnn-cu13==9.20.0.48"], {}, 0),
+        (None, {}, 0),
+    ],
+)
+def test_the_cudnn_that_came_with_torch(asked, there, found, monkeypatch):
+    def version(name):
+        if name not in there:
+            raise installed.metadata.PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(installed.metadata, "requires", lambda _: asked)
+    monkeypatch.setattr(installed.metadata, "version", version)
+    assert installed.bundled_cudnn() == found
+
+
+def test_a_gpu_is_detected_though_torch_refuses_its_cudnn(monkeypatch):
+    """An older cuDNN than torch was built with: torch's own question for the version raises, its kernels do not."""
+
+    def refused():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    assert installed.gpu.__wrapped__() == Gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(installed, "bundled_cudnn", lambda: 92000)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    assert installed.gpu.__wrapped__() == H100
+    monkeypatch.setattr(torch.backends.cudnn, "version", refused)
+    monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getRuntimeVersion=lambda: (9, 10, 2)), raising=False)
+    assert installed.gpu.__wrapped__() == SHADOWED
+
+
+FASTER = "FlashAttention 2, at about 0.31 of this GPU's peak, where cuDNN or FlashAttention 3 reach 0.52, and takes 1.7"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "here", "more", "words"),
+    [
+        ("cudnn", H100, {}, ()),
+        ("cudnn", Gpu((9, 0), 92500, 92000), {}, ()),
+        ("flash_attn_3", OLD, {}, ()),
+        ("triton", SHADOWED, {}, ()),
+        ("aten", A100, {}, ()),
+        ("aten", B200, {"width": 256}, ()),  # which nothing else takes
+        ("aten", OLD, {}, (FASTER, "606 s", "9.10.2 is loaded: install 9.15.1 or newer", "or install Flash")),
+        ("aten", SHADOWED, {}, (FASTER, "in the place of torch's own 9.20.0: take its folder out of LD_LIB")),
+        ("aten", SHADOWED, {"why_not": None}, (FASTER, "in the place of torch's own 9.20.0")),
+        ("aten", H100, {"asked": "aten"}, (FASTER, "leave --attention-backend out")),
+        ("aten", H100, {"documents": True}, (FASTER, "documents pass cuDNN over: install FlashAttention 3 (pyt")),
+        ("aten", H100, {"documents": True, "why_not": "its import fails (X)"}, (FASTER, "its import fails (X)")),
+        ("aten", B200, {"documents": True}, ("about 0.15 of", "4 reach 0.56", "pip install flash-attn-4")),
+        ("cudnn", SHADOWED, {"asked": "cudnn"}, ("torch's own 9.20.0", "128 does not divide can come out wrong")),
+        ("cudnn", Gpu((9, 0), 91600, 92000), {}, ("9.16.0 is loaded in the place of torch's own 9.20.0",)),
+    ],
+)  # fmt: skip
+def test_a_slower_kernel_is_warned_of_with_the_factor_and_the_fix(kernel, here, more, words):
+    said = warning(kernel, here, **{"why_not": ABSENT} | more)
+    assert (said is None) == (not words), said
+    assert all(one in (said or "") for one in words), said
+    assert "\n" not in (said or "")
+    assert "None" not in (said or "")
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Set the GPU of the test."""
+
+    def set_to(here):
+        for module in (installed, cudnn):
+            monkeypatch.setattr(module, "gpu", lambda: here)
+        forget()
+
+    yield set_to
+    monkeypatch.undo()
+    forget()
+
+
+def forget():
+    if library := getattr(sys.modules.get("flash_attn_interface"), "library", None):
+        library._destroy()  # a namespace of operators is defined once
+    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    installed.put(None)
+    installed.problem.cache_clear()
+    select_backend.cache_clear()
+    registry._fa4._fa4_import_module.cache_clear()
+
+
+def configured(**of_context):
+    return Config(mesh=MeshConfig(device="cuda"), train=TrainConfig(bf16=True), context=ContextConfig(**of_context))
+
+
+def test_a_run_says_its_kernel_and_its_cudnn(at, monkeypatch):
+    at(H100)
+    assert kernel_lines(configured()) == ["attention kernel: cudnn, cuDNN 9.20.0 loaded"]
+    assert kernel_lines(configured(context_parallel_method="none")) == kernel_lines(configured())
+    at(SHADOWED)
+    said, warned = kernel_lines(configured())
+    assert said == "attention kernel: aten (FlashAttention 2), cuDNN 9.10.2 loaded, where torch brings 9.20.0"
+    assert warned.startswith("WARNING: attention runs by FlashAttention 2")
+    assert kernel_lines(configured(context_parallel_method="none"))[0] == said
+    at(A100)
+    assert kernel_lines(configured()) == ["attention kernel: aten (FlashAttention 2), cuDNN 9.20.0 loaded"]
+    assert in_words("triton", Gpu()) == "triton, no cuDNN loaded"
+    on_cpu = Config(mesh=MeshConfig(device="cpu"))
+    assert kernel_lines(on_cpu) == ["attention kernel: aten"]
+
+
+BROKEN = {
+    "that registers nothing": ("flash_attn_3", {"flash_attn_interface.py": ""}, "does not expose FA3 "),
+    "for another torch": (
+        "flash_attn_3",
+        {"flash_attn_interface.py": UNDEFINED},
+        r"import fails \(ImportError.*undefined",
+    ),
+    "absent": ("flash_attn_3", {}, ABSENT),
+    "4 absent": ("flash_attn_4", {}, ABSENT),
+    "2 in the place of 4": ("flash_attn_4", {"flash_attn/__init__.py": ""}, ABSENT),
+    "4 of another version": ("flash_attn_4", {"flash_attn/cute/interface.py": ""}, "does not expose FA4 kernels"),
+    "4 without its compiler": (
+        "flash_attn_4",
+        {"flash_attn/cute/interface.py": "import cutlass_"},
+        "No module named 'cutl",
+    ),
+}
+
+
+def install(place, monkeypatch, files):
+    monkeypatch.syspath_prepend(place)
+    for name, text in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    forget()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_version_that_cannot_run_is_refused_with_the_reason(name, at, tmp_path, monkeypatch):
+    version, files, reason = BROKEN[name]
+    at(H100)
+    install(tmp_path, monkeypatch, files)
+    with pytest.raises(
+        UserError, match=rf"^attention_backend is {version}, and .*{reason}.*; install .*, or use auto$"
+    ) as no:
+        select_backend(version, *CUDA)
+    assert "\n" not in str(no.value)
+    assert select_backend("auto", *CUDA, documents=True).name == "aten"
+
+
+def test_torchs_registry_puts_an_installed_version_in_place(at, tmp_path, monkeypatch):
+    at(H100)
+    install(tmp_path, monkeypatch, {"flash_attn_interface.py": THIRD} | FOURTH)
+    assert select_backend("auto", *CUDA).name == "cudnn"
+    assert select_backend("auto", *CUDA, documents=True).name == select_backend("flash_attn_3", *CUDA).name
+    assert select_backend("flash_attn_4", *CUDA).name == "flash_attn_4"
+    assert registry.current_flash_attention_impl() is None, "the trial leaves torch's own"
+    for impl in ("FA3", "FA4", None):
+        installed.put(impl)
+        assert registry.current_flash_attention_impl() == impl
+
+
+def test_what_the_gpu_or_torch_lacks_is_said_first(at, monkeypatch):
+    at(A100)
+    with pytest.raises(UserError, match=r"compute capability 9\.x, and this one has 8\.0"):
+        select_backend("flash_attn_3", *CUDA)
+    at(H100)
+    monkeypatch.delattr(registry, "activate_flash_attention_impl")
+    with pytest.raises(UserError, match=r"cannot put it in place, and 2\.11 and newer can"):
+        select_backend("flash_attn_3", *CUDA)
+
+
+class Computing:
+    """A version of FlashAttention behind aten's operators on the CPU, by the naive form; it counts its calls."""
+
+    def __init__(self):
+        self.calls, self.library = 0, torch.library.Library("aten", "IMPL")
+        for name in ("_scaled_dot_product_flash_attention", "_flash_attention"):
+            forward = name if name.startswith("_scaled") else f"{name}_forward"
+            for operator in (forward, f"{name}_backward"):
+                self.library.impl(operator, getattr(self, operator), "CPU")
+
+    def remove(self):
+        self.library._destroy()
+
+    def _scaled_dot_product_flash_attention(self, q, k, v, dropout=0.0, causal=False, mask=False, *, scale):
+        self.calls += 1
+        out, lse = reference.block_forward(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale)
+        return self._found(q, out.transpose(1, 2), lse.transpose(1, 2).contiguous(), (q[:0], q[:0], 0, 0))
+
+    def _scaled_dot_product_flash_attention_backward(self, dout, q, k, v, out, lse, *rest, scale):
+        assert lse.is_contiguous()
+        turned = [x.transpose(1, 2) for x in (q, dout, out, lse, k, v)]
+        found = reference.block_backward(Rows(*turned[:4]), Keys(*turned[4:]), rest[5], scale)
+        return tuple(x.transpose(1, 2) for x in found)
+
+    def _flash_attention_forward(self, q, k, v, *rest, scale, **_):
+        self.calls += 1
+        out, lse = test_packed.forward(q, k, v, Lengths(*rest[:4]), rest[5], scale)
+        return self._found(q, out, lse.transpose(0, 1).contiguous(), ())
+
+    def _flash_attention_backward(self, dout, q, k, v, out, lse, *rest, scale, **_):
+        rows = Rows(q, dout, out, lse.transpose(0, 1))
+        return test_packed.backward(rows, Keys(k, v), Lengths(*rest[:4]), rest[5], scale)
+
+    def _found(self, q, out, lse, between):
+        seed = torch.zeros(2, dtype=torch.uint64)
+        return out.to(q.dtype), lse, *between, seed, seed[:0], q[:0]
+
+
+@pytest.fixture
+def versions(at, monkeypatch):
+    """Have versions 3 and 4 of stand-ins that compute; return those put in place so far."""
+    made = []
+    for impl in ("FA3", "FA4"):
+        register = lambda impl=impl: made.append((impl, Computing())) or made[-1][1]  # noqa: E731
+        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, impl, register)
+    at(H100)
+    return made
+
+
+@pytest.mark.parametrize("kind", [FULL, CAUSAL, ANTI])
+def test_blocks_go_through_the_version_that_is_named(kind, versions):
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 12, heads, 12) for heads in (4, 2, 2, 4))  # widths are padded to 16
+    want, found = [], []
+    third, fourth = (select_backend(name, *CUDA) for name in ("flash_attn_3", "flash_attn_4"))
+    for into, backend in ((want, select_backend("reference", "cpu", q.dtype)), (found, third)):
+        out, lse = block_forward(q, k, v, kind, 0.3, backend)
+        into += [out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, 0.3, backend)]
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for backend, impl in ((fourth, "FA4"), (third, "FA3"), (fourth, "FA4")):
+        block_forward(q, k, v, kind, 0.3, backend)
+        assert (versions[-1][0], versions[-1][1].calls) == (impl, 1), "each call sees to its version"
+    with pytest.raises(NotImplementedError):  # torch's own has no kernel on a CPU
+        block_forward(q, k, v, kind, 0.3, select_backend("aten", *CUDA))
+    assert registry.current_flash_attention_impl() is None
+    with pytest.raises(UserError, match="flash_attn_4 takes heads of up to 128 channels, and these are 136 channels"):
+        block_forward(*(torch.ones(1, 2, 1, 136) for _ in range(3)), kind, 0.3, fourth)
+
+
+@pytest.mark.parametrize("mask", ["documents", "window and documents"])
+def test_packed_tiles_go_through_the_version_of_the_gpu(mask, versions, monkeypatch):
+    taken = select_backend("auto", *CUDA, documents=True)
+    assert taken.name == "flash_attn_3"
+    monkeypatch.setattr(test_tiles, "select_backend", lambda *_: taken)
+    test_packed.CALLS.clear()
+    given = inputs(torch.float32)
+    assert error(attention_by_tiles("", given, tiles_of(mask)), truth(given, mask)) < 1e-5
+    assert max(tiles for tiles, _ in test_packed.CALLS) > 2, "packed tiles share a launch"
+    assert versions[-1][1].calls > 0

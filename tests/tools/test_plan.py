@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -65,6 +66,13 @@ def test_a_named_model_is_answered_with_the_command_that_starts_it(capsys):
     validate(config, 16)
     assert (config.train.seq_length, config.train.global_batch_size) == (131072, 1)
     assert config.context.context_parallel_method != "auto"
+
+
+def test_a_million_tokens_on_eight_h100_are_planned_within_eight_seconds(capsys):
+    began = time.process_time()  # of this process, whatever else the machine does
+    assert main(["qwen3_8b", "--seq-length", "1048576", "--world-size", "8", "--cluster", "h100"]) == 0
+    assert time.process_time() - began < 8
+    assert ": fits\n" in capsys.readouterr().out
 
 
 def test_a_named_model_has_a_card_without_a_flag_and_one_that_nobody_published_is_unproven(capsys):

@@ -41,6 +41,13 @@ def test_llamas_have_their_number_of_parameters(name):
     assert total == num_parameters(model) == LLAMAS[name]
 
 
+def test_qwen3_has_its_number_of_parameters():
+    model = load_config(ROOT / "configs" / "qwen3_8b.toml").model
+    width, heads, groups, inside, ffn = 4096, 32, 8, 128, 12288
+    layer = 2 * width * inside * (heads + groups) + 3 * width * ffn + 2 * width + 2 * inside  # norms of q and k too
+    assert 36 * layer + 2 * 151936 * width + width == num_parameters(model) == 8_190_735_360
+
+
 TRANSNORMERS = {"transnormer_0.4b": 398_984_192, "transnormer_1b": 1_020_266_496, "transnormer_7b": 6_931_091_456}
 
 

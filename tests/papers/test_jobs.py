@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_said_in_a_line(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().out.splitlines()
 
     (line,) = said("--submit", A100, "--row", "a100-8-x-4-gpt-3b-32-gpus-128")
-    assert line.endswith(f"it needs 32 A100 of 40 GB, 8 in a node; {A100} has a100 of 80 GB")
+    assert line.endswith(f"it needs 32 A100 of 40 GB, 8 in a node; {A100} has a100 of 82 GB")
     (line,) = said("--submit", str(CLUSTERS / "wallfacer_a100_8.toml"), "--row", "a100-16-x-2-gpt-3b-32-gpus-128")
     assert line.endswith("wallfacer_a100_8.toml has 8 in a node")
     assert striped.main(["--submit", A100, "--row", "tpuv3-x8-3b-4-x-2-16384"]) == 0

@@ -124,3 +124,33 @@ def linear_attention(
         out = out + torch.einsum("bthd,bhde,ht->bthe", q, state, decay(place + 1, document == 0))
         final = final + state * decay(torch.tensor(length, device=q.device), document[-1] == 0)[:, None, None]
     return out, final.to(rates.dtype)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    *,
+    documents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule token by token, in the dtype of the inputs; differentiable.
+
+    Arguments, results and shapes as in ``kernels.delta.rule.delta_rule``.
+    """
+    shared = v.shape[2] // k.shape[2]
+    q, k = (x.repeat_interleave(shared, 2) for x in (q, k))
+    gates = (g if g.ndim == 4 else g[..., None]).exp()
+    running = k.new_zeros(*v.shape[:1], *k.shape[2:], v.shape[-1]) if state is None else state.to(q.dtype)
+    out = []
+    for t in range(q.shape[1]):
+        if t and t in (documents or ()):
+            running = torch.zeros_like(running)
+        running = running * gates[:, t, :, :, None]
+        held = torch.einsum("bhd,bhde->bhe", k[:, t], running)
+        change = beta[:, t, :, None] * (v[:, t] - held)
+        running = running + k[:, t, :, :, None] * change[:, :, None]
+        out.append(torch.einsum("bhd,bhde->bhe", q[:, t], running))
+    return torch.stack(out, 1), running.to(torch.promote_types(q.dtype, torch.float32))

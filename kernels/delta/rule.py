@@ -1,0 +1,169 @@
+"""Linear attention by the gated delta rule, forward and backward: Gated DeltaNet and Kimi Delta Attention.
+
+A token's key k overwrites what the state S [D, E] holds there: it decays S by its gate, then moves the value at k by
+the share beta towards its own (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, equation 10):
+
+    S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_(t-1) + beta_t k_t v_t^T      o_t = S_t^T q_t
+
+The gate is one number per head, or one per channel of the key (Kimi Linear 2025, arXiv:2510.26692). Keys have norm 1 or
+less and queries are scaled before; with beta up to 2 no state grows.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.delta import scan as chunked
+from runtime.errors import UserError
+
+DELTA_BACKENDS = ("chunked", "reference")
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    *,
+    documents: Sequence[int] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule; differentiable in all tensors.
+
+    Args:
+        q: ``[B, T, K, D]``, as k; key head h serves the value heads h n to h n + n - 1.
+        v: ``[B, T, H, E]``, H = n K.
+        g: log of the gates, <= 0: ``[B, T, H]``, or ``[B, T, H, D]`` with H = K.
+        beta: ``[B, T, H]``, from 0 to 2.
+        state: state before the first token ``[B, H, D, E]``, default zero; only the first document sees it.
+        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the state.
+        backend: as for ``select_delta_backend``.
+
+    Returns:
+        out ``[B, T, H, E]`` in v's dtype, and the state after the last token in float32 or wider.
+
+    Raises:
+        ValueError: shapes that do not match.
+        UserError: the backend does not exist.
+    """
+    check(q, k, v, g, beta, state, documents)
+    if select_delta_backend(backend) == "reference":
+        return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
+    out, states = torch.ops.longmesh.delta_rule(q, k, v, forgetting(g, documents), beta, state)
+    return out, states[-1]
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    documents: Sequence[int] | None = None,
+) -> None:
+    """Raise ValueError for the first argument of ``delta_rule`` that is wrong."""
+    batch, length, key_heads, width = q.shape
+    heads = v.shape[2]
+    if k.shape != q.shape or v.shape[:2] != q.shape[:2] or heads % key_heads or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"the delta rule takes q and k [B, T, K, D] and v [B, T, H, E] of one dtype, H a multiple of K, and got q "
+            f"{tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}"
+        )
+    if length == 0:
+        raise ValueError("the delta rule got no tokens; give at least one")
+    per_head = batch, length, heads
+    per_channel = (*per_head, width) if heads == key_heads else per_head
+    if g.shape not in (per_head, per_channel) or beta.shape != per_head:
+        raise ValueError(
+            f"g has shape {tuple(g.shape)} and beta {tuple(beta.shape)}; beta is {per_head}, g that or {per_channel}"
+        )
+    wanted = (batch, heads, width, v.shape[-1])
+    if state is not None and state.shape != wanted:
+        raise ValueError(f"the state has shape {tuple(state.shape)}; these q, k and v make it {wanted}")
+    if documents is not None:
+        rising = all(a < b for a, b in pairwise(documents))
+        if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
+            raise ValueError(
+                f"documents is {tuple(documents)}; it must be cumulative lengths, rising from 0 to the {length} tokens"
+            )
+
+
+def select_delta_backend(name: str) -> str:
+    """Return the backend; ``auto`` takes the fastest available.
+
+    ``chunked`` is torch on any device, ``reference`` goes token by token.
+
+    Raises:
+        UserError: the backend does not exist.
+    """
+    if name == "auto":
+        return "chunked"
+    if name not in DELTA_BACKENDS:
+        raise UserError(
+            f"attention_backend is {name!r}, which has no delta rule; use auto, {', '.join(DELTA_BACKENDS)}"
+        )
+    return name
+
+
+def forgetting(g: Tensor, documents: Sequence[int] | None) -> Tensor:
+    """Return gates that forget everything, -inf, where a document begins after the first."""
+    if documents is None or len(documents) == 2:
+        return g
+    begins = torch.zeros(g.shape[1], dtype=torch.bool)
+    begins[list(documents[1:-1])] = True
+    begins = begins.to(g.device, non_blocking=True)
+    return g.masked_fill(begins.view(-1, *[1] * (g.ndim - 2)), -math.inf)
+
+
+# One operator: recompute policies and torch.compile see a single node.
+@torch.library.custom_op("longmesh::delta_rule", mutates_args=())
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, states = chunked.scan(q, k, v, g, beta, state)
+    return out.to(v.dtype), states
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Any) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), chunked.empty_states(k, v)
+
+
+@torch.library.custom_op("longmesh::delta_rule_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor, dstates: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dfinal = None if dstates is None else dstates[-1]
+    *found, dstate = chunked.backward(dout, dfinal, q, k, v, g, beta, states)
+    dq, dk, dv, dg, dbeta = (dx.to(x.dtype) for dx, x in zip(found, (q, k, v, g, beta), strict=True))
+    return dq, dk, dv, dg, dbeta, dstate.clone()
+
+
+@_backward_op.register_fake
+def _(dout: Tensor, dstates: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor) -> Any:
+    return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), states.new_empty(states.shape[1:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, state = inputs
+    ctx.state_dtype = None if state is None else state.dtype
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dstates: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, states = ctx.saved_tensors
+    dout = torch.zeros_like(inputs[2]) if dout is None else dout
+    *gradients, dstate = torch.ops.longmesh.delta_rule_backward(dout, dstates, *inputs, states)
+    return *gradients, None if ctx.state_dtype is None else dstate.to(ctx.state_dtype)
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,215 @@
+"""The delta rule in chunks against the recurrence token by token: outputs, states, every gradient."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import reference
+from kernels.delta import scan
+from kernels.delta.rule import delta_rule, forgetting, select_delta_backend
+from runtime.errors import UserError
+
+NAMES = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dstate")
+
+
+class Case(NamedTuple):
+    """Inputs of a rule with 2 key heads."""
+
+    length: int
+    shared: int = 1
+    """Value heads of a key head."""
+    per_channel: bool = False
+    documents: tuple[int, ...] | None = None
+    gate: float = 0.3
+    """Of every eighth token; 0.3 times a random number elsewhere."""
+    beta: float = 2.0
+    equal_keys: bool = False
+    width: int = 16
+    values: int = 24
+
+
+PACKED = (0, 1, 64, 130, 131, 200)
+CASES = [
+    Case(length, shared, per_channel, documents)
+    for shared, per_channel in ((1, False), (3, False), (1, True))
+    for length, documents in (
+        *((length, None) for length in (1, 63, 64, 65, 200)),
+        (7, (0, 3, 7)),
+        (200, PACKED),
+        (70, tuple(range(71))),
+    )
+]
+HARD = [
+    case._replace(per_channel=per_channel)
+    for per_channel in (False, True)
+    for case in (
+        *(Case(200, gate=gate, beta=1.0, width=32) for gate in (10.0, 100.0, 1000.0)),
+        Case(200, beta=1.0, equal_keys=True),
+        Case(200, gate=0.0, beta=2.0, equal_keys=True),
+        Case(200, gate=100.0, beta=2.0, equal_keys=True, documents=PACKED),
+    )
+]
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """q, k, v, g, beta and state, in float64."""
+    generator = torch.Generator().manual_seed(case.length)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+
+    heads = 2 * case.shared
+    q, k = (F.normalize(draw(case.length, 2, case.width), dim=-1) for _ in range(2))
+    k = k[:, :1].expand_as(k) if case.equal_keys else k
+    g = -0.3 * draw(case.length, heads, *([case.width] if case.per_channel else [])).abs()
+    g[:, ::8] = -case.gate
+    g = 0 * g if case.gate == 0 else g
+    beta = case.beta * torch.sigmoid(draw(case.length, heads))
+    v, state = draw(case.length, heads, case.values), draw(heads, case.width, case.values)
+    return [q * case.width**-0.5, k, v, g, beta, state]
+
+
+def results(case: Case, backend: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Compute ``NAMES`` from inputs in a dtype, with the state's in float32 or wider."""
+    leaves = inputs(case)
+    leaves = [x.to(dtype).contiguous().requires_grad_() for x in leaves[:5]] + [leaves[5].to(wide(dtype))]
+    state = leaves[5].requires_grad_()
+    found = delta_rule(*leaves[:5], state, documents=case.documents, backend=backend)
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in found]
+    return [*found, *torch.autograd.grad(found, leaves, gradients)]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def errors(case: Case, found: list[Tensor]) -> dict[str, float]:
+    """Errors relative to the norms of the recurrence in float64."""
+    truth = results(case, "reference")
+    return {
+        name: ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
+        for name, a, b in zip(NAMES, found, truth, strict=True)
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_equal_the_recurrence(case: Case) -> None:
+    found = errors(case, results(case, "auto"))
+    assert max(found.values()) <= 1e-13, found
+
+
+@pytest.mark.parametrize("case", HARD)
+def test_strong_gates_and_equal_keys_cost_no_digits(case: Case) -> None:
+    found = errors(case, results(case, "chunked", torch.float32))
+    assert max(found.values()) <= 5e-6, found
+
+
+@pytest.mark.parametrize("case", CASES[-3:])
+def test_slabs_of_one_chunk_change_nothing(case: Case, monkeypatch: Any) -> None:
+    monkeypatch.setattr(scan, "CPU_CHUNKS", 1)
+    found = errors(case, results(case, "chunked"))
+    assert max(found.values()) <= 1e-13, found
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_bfloat16_is_as_exact_as_its_inputs(per_channel: bool) -> None:
+    case = Case(130, per_channel=per_channel, beta=1.0)
+    found = results(case, "chunked", torch.bfloat16)
+    assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 5, torch.float32]
+    assert max(errors(case, found).values()) <= 3e-2
+
+
+@pytest.mark.parametrize("case", [Case(1), Case(130, 3), Case(200, 1, True)])
+def test_a_wide_scan_is_the_map_of_any_state(case: Case) -> None:
+    *leaves, state = inputs(case)
+    leaves[3] *= 0.01  # so that much of the state reaches the end
+    want, final = reference.delta_rule(*leaves, state)
+    out, reads, added, through = scan.wide_scan(*leaves)
+    out = out + torch.einsum("bthd,bhde->bthe", reads, state)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+    torch.testing.assert_close(through @ state + added, final, rtol=0, atol=1e-13)
+    assert torch.linalg.matrix_norm(through, 2).max() <= 1 + 1e-12
+    # A decay alone, as linear attention's states have it, is another map.
+    decay = leaves[3].sum(1).exp() if case.per_channel else leaves[3].sum(1).exp()[..., None]
+    if case.length > 1:
+        assert (decay[..., None] * state + added - final).norm() > 0.05 * final.norm()
+
+
+@pytest.mark.parametrize("fault", ["differences", "documents"])
+def test_faults_show(fault: str, monkeypatch: Any) -> None:
+    """Gates by differences of sums from the chunk's start, as others take them, and a state that crosses documents."""
+    if fault == "documents":
+        case = Case(200, documents=PACKED)
+        monkeypatch.setattr("kernels.delta.rule.forgetting", lambda g, documents: g)
+        assert errors(case, results(case, "chunked"))["out"] > 0.05
+        return
+    case = HARD[1]
+    monkeypatch.setattr(Tensor, "cumsum_", _differences)
+    assert errors(case, results(case, "chunked", torch.float32))["out"] > 5e-6
+
+
+def _differences(x: Tensor, dim: int) -> Tensor:
+    """Replace the sums of gates j + 1 to i, from a matrix whose first column has all but the first gate."""
+    sums = F.pad(x[..., 1:, 0].cumsum(-1), (1, 0))
+    return x.copy_(sums[..., :, None] - sums[..., None, :])
+
+
+def test_one_document_is_one_sequence_and_others_are_apart() -> None:
+    *leaves, state = inputs(Case(130, documents=(0, 50, 130)))
+    out, final = delta_rule(*leaves, state, documents=(0, 50, 130))
+    first, _ = delta_rule(*(x[:, :50] for x in leaves), state)
+    second, last = delta_rule(*(x[:, 50:] for x in leaves))
+    torch.testing.assert_close(out, torch.cat((first, second), 1), rtol=0, atol=1e-14)
+    torch.testing.assert_close(final, last, rtol=0, atol=1e-14)
+    assert forgetting(leaves[3], (0, 130)) is leaves[3]
+
+
+def test_transformers_rule() -> None:
+    transformers = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5", reason="needs transformers")
+    leaves = inputs(Case(200, 3, beta=1.0))
+    q, k, v, g, beta, _ = (x.float() for x in leaves)
+    out, final = delta_rule(q, k, v, g, beta)
+    theirs = transformers.torch_chunk_gated_delta_rule(q * 4, k, v, g, beta, output_final_state=True)
+    for a, b in zip((out, final), theirs, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize("case", [Case(70, 3), Case(70, 1, True)])
+def test_operators_are_as_their_fakes_say(case: Case) -> None:
+    leaves = inputs(case)
+    leaves = [x.float().contiguous().requires_grad_() for x in leaves]
+    torch.library.opcheck(torch.ops.longmesh.delta_rule.default, tuple(leaves))
+    compiled = torch.compile(lambda *x: delta_rule(*x)[0], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*leaves), delta_rule(*leaves)[0])
+
+
+@pytest.mark.parametrize(
+    ("index", "shape", "message"),
+    [
+        (1, (2, 7, 1, 16), "q and k"),
+        (2, (2, 7, 3, 24), "H a multiple of K"),
+        (3, (2, 7, 1), "g has shape"),
+        (4, (2, 7, 2, 16), "beta"),
+        (5, (2, 2, 24, 16), "the state has shape"),
+    ],
+)
+def test_wrong_shapes_are_named(index: int, shape: tuple[int, ...], message: str) -> None:
+    leaves = inputs(Case(7))
+    leaves[index] = torch.zeros(shape, dtype=torch.float64)
+    with pytest.raises(ValueError, match=message):
+        delta_rule(*leaves)
+
+
+def test_wrong_documents_and_backends_are_named() -> None:
+    *leaves, _ = inputs(Case(7))
+    for documents in ((0,), (1, 7), (0, 3), (0, 3, 3, 7)):
+        with pytest.raises(ValueError, match="cumulative lengths"):
+            delta_rule(*leaves, documents=documents)
+    with pytest.raises(ValueError, match="no tokens"):
+        delta_rule(*(x[:, :0] for x in leaves))
+    with pytest.raises(UserError, match="cudnn"):
+        select_delta_backend("cudnn")

@@ -70,18 +70,19 @@ def scan(
     return _scan((q, k, v, g, beta), start, 0)
 
 
-def wide_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scan tokens whose incoming state S is not known yet: final = M S + U, out = out_0 + Q S.
+def wide_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scan tokens whose incoming state S is not known yet: any state is M S + U, the output out_0 + Q S.
 
     One pass over a state of E + D columns, which begins as [0 | I] and whose last D columns no value enters.
 
     Returns:
-        out_0 ``[B, T, H, E]``, Q ``[B, T, H, D]``, U ``[B, H, D, E]`` and M ``[B, H, D, D]``.
+        out_0 ``[B, T, H, E]``, Q ``[B, T, H, D]``, and [U | M] of each state that ``scan`` returns,
+        ``[S + 1, B, H, D, E + D]``.
     """
     zero, width = _zero_state(k, v), q.shape[-1]
     start = torch.cat((zero, torch.eye(width, dtype=zero.dtype, device=zero.device).expand(*zero.shape[:3], -1)), -1)
     out, states = _scan((q, k, v, g, beta), start, width)
-    return *out.tensor_split([v.shape[-1]], -1), *states[-1].tensor_split([v.shape[-1]], -1)  # type: ignore[return-value]
+    return out[..., : v.shape[-1]], out[..., v.shape[-1] :], states
 
 
 def backward(
@@ -172,7 +173,7 @@ def _slab_backward(parts: Parts, dout: Tensor, dfinal: Tensor, state: Tensor) ->
     dgates = dgates + _summed(dq_in * parts.q + dk_in * parts.k, parts) - to_end
     kept = (parts.through * entering * after).sum(-1)[..., None, :].unflatten(1, groups)  # [N, G, n, 1, D]
     dgates[..., -1:, :] += to_end.sum(-2, keepdim=True) + _summed(kept, parts)
-    return dq, dk, dv, dgates.flip(-2).cumsum(-2).flip(-2), dbeta, leaving[0].view_as(state)
+    return dq, dk, dv, _sums_to_end(parts.g, dgates), dbeta, leaving[0].view_as(state)
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Parts:
@@ -265,6 +266,12 @@ def _pairs_backward(parts: Parts, dreads: Tensor, dkeys: Tensor) -> tuple[Tensor
             dx[..., 1, :, :] += block @ k_out * into
             early[..., 0, :, :] += block.transpose(-1, -2) @ x_in * out_of
     return dq, row + column, q * dq + k * (row - column)
+
+
+def _sums_to_end(g: Tensor, x: Tensor) -> Tensor:
+    """Sum x over each token and those after it, up to a gate that forgets everything: nothing behind it is added."""
+    stretch = g.isinf().all(-1, keepdim=True).cumsum(-2)
+    return (stretch == stretch.transpose(-1, -2)).triu().to(x.dtype) @ x
 
 
 def _halves() -> list[int]:

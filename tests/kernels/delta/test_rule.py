@@ -128,7 +128,8 @@ def test_a_wide_scan_is_the_map_of_any_state(case: Case) -> None:
     *leaves, state = inputs(case)
     leaves[3] *= 0.01  # so that much of the state reaches the end
     want, final = reference.delta_rule(*leaves, state)
-    out, reads, added, through = scan.wide_scan(*leaves)
+    out, reads, states = scan.wide_scan(*leaves)
+    added, through = states[-1].split([case.values, case.width], -1)
     out = out + torch.einsum("bthd,bhde->bthe", reads, state)
     torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
     torch.testing.assert_close(through @ state + added, final, rtol=0, atol=1e-13)
@@ -166,6 +167,17 @@ def test_one_document_is_one_sequence_and_others_are_apart() -> None:
     torch.testing.assert_close(out, torch.cat((first, second), 1), rtol=0, atol=1e-14)
     torch.testing.assert_close(final, last, rtol=0, atol=1e-14)
     assert forgetting(leaves[3], (0, 130)) is leaves[3]
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_what_another_document_holds_costs_no_digits(per_channel):
+    """Keys of norm 25 let a state grow without bounds; in the same chunk lies a document with ordinary ones."""
+    *leaves, _ = (x.requires_grad_() for x in inputs(Case(50, per_channel=per_channel, documents=(0, 20, 50))))
+    want = torch.autograd.grad(delta_rule(*(x[:, :20] for x in leaves))[0].sum(), leaves)
+    wild = [leaves[0], torch.cat((leaves[1][:, :20], 25 * leaves[1][:, 20:]), 1), *leaves[2:]]
+    found = torch.autograd.grad(delta_rule(*wild, documents=(0, 20, 50))[0].sum(), leaves)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-13)
 
 
 def test_transformers_rule() -> None:

@@ -1,0 +1,162 @@
+"""The gated delta rule over real gloo ranks against the recurrence in one process, in float64."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from kernels.delta.rule import delta_rule
+from parallel.context import ContextError, Traffic, context_parallel, make_plan
+from parallel.context.linear import delta
+from parallel.context.linear.delta import parts
+from parallel.context.linear.segments import segments
+from runtime.ranks import run_ranks
+
+BATCH, KEYS, WIDTH, VALUES = 2, 2, 6, 5
+DOCUMENTS = (0, 3, 40, 41, 131, 251)
+LAYOUTS = [("ring", {"layout": "contiguous"}), ("zigzag", {}), ("exchange", {"layout": "balanced"})]
+CASES = [
+    (layout, length, documents, shared)
+    for layout in LAYOUTS
+    for length, documents, shared in (
+        (251, None, 1),
+        (5, None, 2),
+        (251, DOCUMENTS, 2),
+        (251, DOCUMENTS, None),
+        (256, (0, 64, 96, 128, 256), 1),
+        (40, tuple(range(41)), 1),
+    )
+]
+"""Layout, length, documents, and value heads of a key head; None is a gate per channel."""
+
+
+def inputs(length, shared):
+    """q, k, v, g, beta and the gradient of out, the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape):
+        return torch.randn(BATCH, length, *shape, generator=generator, dtype=torch.float64)
+
+    heads = KEYS * (shared or 1)
+    q, k = (F.normalize(draw(KEYS, WIDTH), dim=-1) for _ in range(2))
+    g = -0.02 * draw(heads, *([] if shared else [WIDTH])).abs()
+    return [q, k, draw(heads, VALUES), g, 2 * torch.sigmoid(draw(heads)), draw(heads, VALUES)]
+
+
+def with_gradients(attend, tensors):
+    *leaves, dout = tensors
+    leaves = [x.requires_grad_() for x in leaves]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@cache
+def truth(length, documents, shared):
+    def attend(*tensors):
+        return delta_rule(*tensors, documents=documents, backend="reference")[0]
+
+    return with_gradients(attend, inputs(length, shared))
+
+
+def errors(got, want):
+    """Errors relative to the norm; documents of one token give gates no gradient, so to 1 at least."""
+    names = "out", "dq", "dk", "dv", "dg", "dbeta"
+    return {name: ((a - b).norm() / b.norm().clamp(min=1)).item() for name, a, b in zip(names, got, want, strict=True)}
+
+
+def attend_on_ranks(rank, world_size, cases, fault=None):
+    """out, dq, dk, dv, dg and dbeta of the whole sequence for each case, and bytes that were sent."""
+    if fault:
+        fault()
+    results = []
+    for (method, options), length, documents, shared in cases:
+        cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, documents=documents, **options)
+        padding = (cp.positions >= length).nonzero().flatten()
+        local = [cp.shard(x, dim=1) for x in inputs(length, shared)]
+        # What padding holds must reach nothing.
+        local = [x.index_fill(1, padding, value) for x, value in zip(local, (9, 9, 9, -9, 1, 9), strict=True)]
+        found = with_gradients(cp.attend_delta, local)
+        results.append(([cp.unshard(x, 1) for x in found], cp.transport.traffic))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_ranks_layouts_and_documents_are_exact(world_size):
+    for case, (got, _) in zip(CASES, run_ranks(attend_on_ranks, world_size, CASES)[0], strict=True):
+        found = errors(got, truth(*case[1:]))
+        assert max(found.values()) <= 1e-12, (case, found)
+
+
+def decay_alone():
+    """M replaced by the decay of linear attention."""
+    wide = delta.scan.wide_scan
+
+    def without(q, k, v, g, beta):
+        out, reads, states = wide(q, k, v, g, beta)
+        states[-1, ..., v.shape[-1] :] = torch.diag_embed(g.sum(1).exp()[..., None].expand(*states.shape[1:4]))
+        return out, reads, states
+
+    delta.scan.wide_scan = without
+
+
+def documents_joined():
+    """Documents that are not told apart."""
+    delta.forgetting = lambda g, documents: g
+
+
+@pytest.mark.parametrize(("fault", "case"), [(decay_alone, CASES[0]), (documents_joined, CASES[2])])
+def test_faults_show(fault, case):
+    (got, _) = run_ranks(attend_on_ranks, 3, [case], fault)[0][0]
+    assert max(errors(got, truth(*case[1:])).values()) > 1e-3
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_are_states_of_the_documents_that_are_cut(world_size):
+    """Forward and backward, each rank sends a state per segment that another of its document follows, or precedes."""
+    results = run_ranks(attend_on_ranks, world_size, CASES)
+    for index, ((method, options), length, documents, shared) in enumerate(CASES):
+        plan = make_plan(method, seq_len=length, size=world_size, documents=documents, **options)
+        state = BATCH * KEYS * (shared or 1) * WIDTH * VALUES * 8
+        for rank, result in enumerate(results):
+            want = Traffic()
+            for segment in segments(plan)[rank]:
+                for peer in (segment.after, segment.before):
+                    if peer is not None:
+                        want.p2p[peer] += state
+            assert result[index][1] == want
+
+
+def test_who_has_which_segments():
+    zigzag = segments(make_plan("zigzag", seq_len=16, size=2))
+    assert [[(x.start, x.length, x.depth, x.left, x.before, x.after) for x in rank] for rank in zigzag] == [
+        [(0, 4, 0, 2, None, 1), (12, 4, 2, 0, 1, None)],
+        [(4, 8, 1, 1, 0, 0)],  # the two middle chunks touch
+    ]
+    plan = make_plan("ring", seq_len=29, size=4, documents=(0, 8, 12, 29), layout="contiguous")
+    kinds = [[len(kind) for kind in parts(plan, rank)] for rank in range(4)]
+    assert kinds == [
+        [0, 0, 1, 0],
+        [1, 0, 1, 0],
+        [0, 1, 0, 0],
+        [0, 1, 1, 0],
+    ]  # the last rank's 5 tokens of 8 do not wait
+
+
+def test_calls_that_do_not_fit_are_named():
+    tensors = inputs(16, 1)[:5]
+    with pytest.raises(ContextError, match=r"each token is a segment.*use contiguous, zigzag or balanced"):
+        segments(make_plan("striped", seq_len=16, size=2))
+    cp = context_parallel("zigzag", seq_len=16)
+    with pytest.raises(ContextError, match="does not fit a plan of 16 local positions"):
+        cp.attend_delta(*(x[:, :8] for x in tensors))
+    with pytest.raises(ContextError, match=r"attend_delta: .*beta"):
+        cp.attend_delta(*tensors[:4], tensors[4][..., :1])
+
+
+def test_the_backward_outlives_the_object_that_attended():
+    tensors = [x.requires_grad_() for x in inputs(16, 1)[:5]]
+    context_parallel("zigzag", seq_len=16).attend_delta(*tensors).sum().backward()
+    want = torch.autograd.grad(partial(delta_rule, backend="reference")(*tensors)[0].sum(), tensors[0])[0]
+    torch.testing.assert_close(tensors[0].grad, want)

@@ -45,8 +45,8 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 250,
     "model": 4150,
-    "kernels": 3200,
-    "parallel": 6230,
+    "kernels": 3710,
+    "parallel": 6610,
     "checkpoint": 1570,
     "data": 3400,
     "train": 5630,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1880,
     "bench": 2850,
-    "tests": 40120,
+    "tests": 40510,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

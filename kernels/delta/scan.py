@@ -189,8 +189,8 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Parts:
     k_in = k * into
     taken = inverse @ (beta * k_in).flatten(1, 2)
     through = into[..., -1:, :].flatten(1, 2).transpose(-1, -2)
-    ins = (x.flatten(1, 2) for x in (q * into, k_in, k * out_of))
-    return Parts(q, k, v, g, beta, into, out_of, pair, reads, keys, inverse, *ins, taken, through)
+    q_in, k_in, k_out = (x.flatten(1, 2) for x in (q * into, k_in, k * out_of))
+    return Parts(q, k, v, g, beta, into, out_of, pair, reads, keys, inverse, q_in, k_in, k_out, taken, through)
 
 
 def _slabs(k: Tensor, v: Tensor) -> list[slice]:

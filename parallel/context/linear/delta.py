@@ -59,11 +59,11 @@ class Part(NamedTuple):
         for segment, piece in zip(self.segments, pieces, strict=True):
             x[:, segment.tokens] = piece
 
-    def inputs(self, tensors: Tensors) -> list[Tensor]:
+    def inputs(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v, g and beta, with gates that forget between documents."""
         q, k, v, g, beta = map(self.of, tensors)
         bounds = tuple(accumulate((segment.length for segment in self.segments), initial=0))
-        return [q, k, v, forgetting(g, bounds), beta]
+        return q, k, v, forgetting(g, bounds), beta
 
 
 class Parts(NamedTuple):
@@ -214,9 +214,10 @@ class DeltaExecutor:
             meanwhile()
         for index, number in enumerate(sorted(rounds)):
             leaving, coming = rounds[number]
-            sends = [(_peer(part, reverse), (ready[part],)) for part in leaving]
+            sends: list[tuple[int, Tensors]] = [(_peer(part, reverse), (ready[part],)) for part in leaving]
             states = [v.new_empty(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=wide) for _ in coming]
-            receives = [(_peer(part, not reverse), (state,)) for part, state in zip(coming, states, strict=True)]
+            peers = [_peer(part, not reverse) for part in coming]
+            receives: list[tuple[int, Tensors]] = [(peer, (state,)) for peer, state in zip(peers, states, strict=True)]
             arrivals, sent = self.transport.isend_irecv(sends, receives, far=False)
             waits.append(sent)
             if index == 0:

@@ -1,6 +1,6 @@
 """The delta rule in chunks against the recurrence token by token: outputs, states, every gradient."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Case(NamedTuple):
     per_channel: bool = False
     documents: tuple[int, ...] | None = None
     gate: float = 0.3
-    """Of every eighth token; 0.3 times a random number elsewhere."""
+    """The gate of every eighth token; 0.3 times a random number elsewhere."""
     beta: float = 2.0
     equal_keys: bool = False
     width: int = 16
@@ -54,7 +54,7 @@ HARD = [
 ]
 
 
-def inputs(case: Case) -> list[Tensor]:
+def inputs(case):
     """q, k, v, g, beta and state, in float64."""
     generator = torch.Generator().manual_seed(case.length)
 
@@ -72,7 +72,7 @@ def inputs(case: Case) -> list[Tensor]:
     return [q * case.width**-0.5, k, v, g, beta, state]
 
 
-def results(case: Case, backend: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def results(case, backend, dtype=torch.float64):
     """Compute ``NAMES`` from inputs in a dtype, with the state's in float32 or wider."""
     leaves = inputs(case)
     leaves = [x.to(dtype).contiguous().requires_grad_() for x in leaves[:5]] + [leaves[5].to(wide(dtype))]
@@ -83,11 +83,11 @@ def results(case: Case, backend: str, dtype: torch.dtype = torch.float64) -> lis
     return [*found, *torch.autograd.grad(found, leaves, gradients)]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-def errors(case: Case, found: list[Tensor]) -> dict[str, float]:
+def errors(case, found):
     """Errors relative to the norms of the recurrence in float64."""
     truth = results(case, "reference")
     return {
@@ -97,26 +97,26 @@ def errors(case: Case, found: list[Tensor]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_chunks_equal_the_recurrence(case: Case) -> None:
+def test_chunks_equal_the_recurrence(case):
     found = errors(case, results(case, "auto"))
     assert max(found.values()) <= 1e-13, found
 
 
 @pytest.mark.parametrize("case", HARD)
-def test_strong_gates_and_equal_keys_cost_no_digits(case: Case) -> None:
+def test_strong_gates_and_equal_keys_cost_no_digits(case):
     found = errors(case, results(case, "chunked", torch.float32))
     assert max(found.values()) <= 5e-6, found
 
 
 @pytest.mark.parametrize("case", CASES[-3:])
-def test_slabs_of_one_chunk_change_nothing(case: Case, monkeypatch: Any) -> None:
+def test_slabs_of_one_chunk_change_nothing(case, monkeypatch):
     monkeypatch.setattr(scan, "CPU_CHUNKS", 1)
     found = errors(case, results(case, "chunked"))
     assert max(found.values()) <= 1e-13, found
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_bfloat16_is_as_exact_as_its_inputs(per_channel: bool) -> None:
+def test_bfloat16_is_as_exact_as_its_inputs(per_channel):
     case = Case(130, per_channel=per_channel, beta=1.0)
     found = results(case, "chunked", torch.bfloat16)
     assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 5, torch.float32]
@@ -124,7 +124,7 @@ def test_bfloat16_is_as_exact_as_its_inputs(per_channel: bool) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(1), Case(130, 3), Case(200, 1, True)])
-def test_a_wide_scan_is_the_map_of_any_state(case: Case) -> None:
+def test_a_wide_scan_is_the_map_of_any_state(case):
     *leaves, state = inputs(case)
     leaves[3] *= 0.01  # so that much of the state reaches the end
     want, final = reference.delta_rule(*leaves, state)
@@ -141,7 +141,7 @@ def test_a_wide_scan_is_the_map_of_any_state(case: Case) -> None:
 
 
 @pytest.mark.parametrize("fault", ["differences", "documents"])
-def test_faults_show(fault: str, monkeypatch: Any) -> None:
+def test_faults_show(fault, monkeypatch):
     """Gates by differences of sums from the chunk's start, as others take them, and a state that crosses documents."""
     if fault == "documents":
         case = Case(200, documents=PACKED)
@@ -153,13 +153,13 @@ def test_faults_show(fault: str, monkeypatch: Any) -> None:
     assert errors(case, results(case, "chunked", torch.float32))["out"] > 5e-6
 
 
-def _differences(x: Tensor, dim: int) -> Tensor:
+def _differences(x, dim):
     """Replace the sums of gates j + 1 to i, from a matrix whose first column has all but the first gate."""
     sums = F.pad(x[..., 1:, 0].cumsum(-1), (1, 0))
     return x.copy_(sums[..., :, None] - sums[..., None, :])
 
 
-def test_one_document_is_one_sequence_and_others_are_apart() -> None:
+def test_one_document_is_one_sequence_and_others_are_apart():
     *leaves, state = inputs(Case(130, documents=(0, 50, 130)))
     out, final = delta_rule(*leaves, state, documents=(0, 50, 130))
     first, _ = delta_rule(*(x[:, :50] for x in leaves), state)
@@ -180,7 +180,7 @@ def test_what_another_document_holds_costs_no_digits(per_channel):
         torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-13)
 
 
-def test_transformers_rule() -> None:
+def test_transformers_rule():
     transformers = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5", reason="needs transformers")
     leaves = inputs(Case(200, 3, beta=1.0))
     q, k, v, g, beta, _ = (x.float() for x in leaves)
@@ -191,7 +191,7 @@ def test_transformers_rule() -> None:
 
 
 @pytest.mark.parametrize("case", [Case(70, 3), Case(70, 1, True)])
-def test_operators_are_as_their_fakes_say(case: Case) -> None:
+def test_operators_are_as_their_fakes_say(case):
     leaves = inputs(case)
     leaves = [x.float().contiguous().requires_grad_() for x in leaves]
     torch.library.opcheck(torch.ops.longmesh.delta_rule.default, tuple(leaves))
@@ -209,14 +209,14 @@ def test_operators_are_as_their_fakes_say(case: Case) -> None:
         (5, (2, 2, 24, 16), "the state has shape"),
     ],
 )
-def test_wrong_shapes_are_named(index: int, shape: tuple[int, ...], message: str) -> None:
+def test_wrong_shapes_are_named(index, shape, message):
     leaves = inputs(Case(7))
     leaves[index] = torch.zeros(shape, dtype=torch.float64)
     with pytest.raises(ValueError, match=message):
         delta_rule(*leaves)
 
 
-def test_wrong_documents_and_backends_are_named() -> None:
+def test_wrong_documents_and_backends_are_named():
     *leaves, _ = inputs(Case(7))
     for documents in ((0,), (1, 7), (0, 3), (0, 3, 3, 7)):
         with pytest.raises(ValueError, match="cumulative lengths"):

@@ -126,7 +126,9 @@ def run(command: str, folder: Path, limit: float, log: Path | None) -> str:
         log.write_text(f"$ {command}\n{said}")
     if process.returncode == 0:
         return f"ran, {time.monotonic() - begun:.0f} s"
-    return f"**failed**, status {process.returncode}: {(said.strip() or 'no word').splitlines()[-1]:.120}"
+    lines = (said.strip() or "no word").splitlines()
+    told = next((line for line in lines if line.startswith("error: ")), lines[-1])  # torchrun has a report below it
+    return f"**failed**, status {process.returncode}: {told:.120}"
 
 
 def read_table(path: Path) -> dict[Command, list[str]]:

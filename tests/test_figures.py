@@ -48,7 +48,6 @@ ALLOWED = {
         "0.29 5.2e-7": "differences of losses, which papers.convergence prints",
         "13.5": "the largest difference above a floor, which tests/papers/test_lasp.py bounds",
         "2602.21196": "a paper's number",
-        "8.1": "bytes of q, k and v, counted in the sentence",
         "81.9": "the memory in a cluster's file",
     },
     "speed.md": {

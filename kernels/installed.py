@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import attention
 
+from runtime.machine import cudnn_number, loaded_cudnn
+
 HOPPER, BLACKWELL = 9, 10
 """Major compute capabilities of H100, H200 and H20, and of B200 and B300."""
 FAST_CUDNN = 91501
 """The first cuDNN whose attention torch itself prefers (check_prefer_cudnn_attention in sdp_utils.cpp): an older one is
 wrong at some lengths that 128 does not divide."""
-SHARES = {HOPPER: {"aten": 0.31, "cudnn": 0.52}, BLACKWELL: {"aten": 0.15, "cudnn": 0.56}}
+SHARES = {HOPPER: {"aten": 0.31, "cudnn": 0.53}, BLACKWELL: {"aten": 0.15, "cudnn": 0.6}}
 """Share of the peak that attention reaches, forward and backward together: by FlashAttention 2 and by the fastest.
 
-Fitted to published steps of 606 and 373 s on H100 (huggingface/transformers pull request 48324); on B200 346 TFLOP/s
-(Dao-AILab/flash-attention issue 1589), and FlashAttention 4's."""
+Those of configs/clusters/{h100,b200}_pod.toml, which name their sources."""
 
 
 class Version(NamedTuple):
@@ -68,14 +69,6 @@ def gpu() -> Gpu:
     return Gpu(torch.cuda.get_device_capability(), loaded_cudnn(), bundled_cudnn())
 
 
-def loaded_cudnn() -> int:
-    """Return the version of the cuDNN that is loaded; 0 if there is none."""
-    try:
-        return torch.backends.cudnn.version() or 0
-    except RuntimeError:  # it is older than the one that torch was built with, which torch's own calls do not mind
-        return number_of(".".join(map(str, torch._C._cudnn.getRuntimeVersion())))
-
-
 def bundled_cudnn() -> int:
     """Return the version of the cuDNN package that torch asks for, as it is installed; 0 if there is none."""
     try:
@@ -83,13 +76,7 @@ def bundled_cudnn() -> int:
         found = [metadata.version(name[0]) for name in asked if name]
     except metadata.PackageNotFoundError:
         return 0
-    return number_of(found[0]) if found else 0
-
-
-def number_of(version: str) -> int:
-    """Return a version such as 9.20.0.48 as cuDNN gives its own: 92000."""
-    major, minor, patch = (int(x) for x in version.split(".")[:3])
-    return 10000 * major + 100 * minor + patch
+    return cudnn_number(found[0]) if found else 0
 
 
 def version_of(number: int) -> str:

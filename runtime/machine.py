@@ -80,12 +80,26 @@ def describe(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         found |= {
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": loaded_cudnn(),
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30, 2),
         }
     return found
+
+
+def loaded_cudnn() -> int:
+    """Return the version of the cuDNN that is loaded; 0 if there is none."""
+    try:
+        return torch.backends.cudnn.version() or 0
+    except RuntimeError:  # it is older than the one that torch was built with, which torch's own calls do not mind
+        return cudnn_number(".".join(map(str, torch._C._cudnn.getRuntimeVersion())))
+
+
+def cudnn_number(version: str) -> int:
+    """Return a version such as 9.20.0.48 as cuDNN gives its own: 92000."""
+    major, minor, patch = (int(x) for x in version.split(".")[:3])
+    return 10000 * major + 100 * minor + patch
 
 
 def in_words(machine: dict[str, Any]) -> str:

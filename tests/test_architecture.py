@@ -45,19 +45,19 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 250,
     "model": 4150,
-    "kernels": 3710,
+    "kernels": 3700,
     "parallel": 6610,
     "checkpoint": 1570,
     "data": 3400,
     "train": 5630,
     "planner": 2890,
-    "runtime": 2420,
+    "runtime": 2440,
     "slurm": 350,
     "tools": 4360,
     "parity": 1020,
     "papers": 1880,
     "bench": 2850,
-    "tests": 40510,
+    "tests": 40520,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

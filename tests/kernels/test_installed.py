@@ -16,11 +16,13 @@ from torch.nn.attention import _registry
 from kernels import cudnn, installed, reference
 from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows
-from kernels.installed import ABSENT, Gpu, fastest, in_words, number_of, prefers_cudnn, version_of, warning
+from kernels.installed import ABSENT, SHARES, Gpu, fastest, in_words, prefers_cudnn, version_of, warning
 from kernels.packed import Lengths
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
+from planner.cluster import load_cluster
 from runtime.errors import UserError
+from runtime.machine import cudnn_number
 from tests.kernels import test_packed, test_tiles
 from tests.kernels.test_tiles import attention_by_tiles, error, inputs, tiles_of, truth
 from train.attention import kernel_lines
@@ -64,7 +66,7 @@ def test_the_fastest_right_kernel_is_taken(here, documents, usable, taken):
 
 
 def test_versions_of_cudnn():
-    assert (number_of("9.20.0.48"), number_of("9.15.1")) == (92000, 91501)
+    assert (cudnn_number("9.20.0.48"), cudnn_number("9.15.1")) == (92000, 91501)
     assert [version_of(x) for x in (92000, 91501, 91002)] == ["9.20.0", "9.15.1", "9.10.2"]
 
 
@@ -109,7 +111,13 @@ def test_a_gpu_is_detected_though_torch_refuses_its_cudnn(monkeypatch):
     assert installed.gpu.__wrapped__() == SHADOWED
 
 
-FASTER = "FlashAttention 2, at about 0.31 of this GPU's peak, where cuDNN or FlashAttention 3 reach 0.52, and takes 1.7"
+@pytest.mark.parametrize(("major", "name"), [(9, "h100_pod"), (10, "b200_pod")])
+def test_shares_are_those_that_the_planner_has(major, name):
+    cluster = load_cluster(f"configs/clusters/{name}.toml")
+    assert SHARES[major] == {"aten": cluster.flash_attn_fraction, "cudnn": cluster.cudnn_fraction}
+
+
+FASTER = "FlashAttention 2, at about 0.31 of this GPU's peak, where cuDNN or FlashAttention 3 reach 0.53, and takes 1.7"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +135,7 @@ FASTER = "FlashAttention 2, at about 0.31 of this GPU's peak, where cuDNN or Fla
         ("aten", H100, {"asked": "aten"}, (FASTER, "leave --attention-backend out")),
         ("aten", H100, {"documents": True}, (FASTER, "documents pass cuDNN over: install FlashAttention 3 (pyt")),
         ("aten", H100, {"documents": True, "why_not": "its import fails (X)"}, (FASTER, "its import fails (X)")),
-        ("aten", B200, {"documents": True}, ("about 0.15 of", "4 reach 0.56", "pip install flash-attn-4")),
+        ("aten", B200, {"documents": True}, ("about 0.15 of", "4 reach 0.6", "pip install flash-attn-4")),
         ("cudnn", SHADOWED, {"asked": "cudnn"}, ("torch's own 9.20.0", "128 does not divide can come out wrong")),
         ("cudnn", Gpu((9, 0), 91600, 92000), {}, ("9.16.0 is loaded in the place of torch's own 9.20.0",)),
     ],

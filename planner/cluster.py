@@ -130,22 +130,26 @@ def _running(cluster: Cluster, rate: float) -> Cluster:
     return replace(cluster, attention_fraction=rate)
 
 
+def cluster_file(name: str | Path) -> Path:
+    """Return the file of a cluster: the path itself, or of a name such as h100 or a100_pod that of configs/clusters."""
+    names = (CLUSTERS / f"{name}{ending}.toml" for ending in ("", "_pod", "_nvl72"))
+    return Path(name) if Path(name).exists() else next(filter(Path.is_file, names), Path(name))
+
+
 def load_cluster(path: str | Path) -> Cluster:
     """Load a TOML file with every figure that has no default; ClusterError names the file, the key and the fix.
 
-    A name such as h100 or a100_pod is that of a file of configs/clusters.
+    A name is as for ``cluster_file``.
     """
-    if not Path(path).exists():
-        names = (CLUSTERS / f"{path}{ending}.toml" for ending in ("", "_pod", "_nvl72"))
-        path = next(filter(Path.is_file, names), path)
+    path = cluster_file(path)
     if Path(path).exists() and not Path(path).is_file():  # a named pipe would be waited for
         raise ClusterError(f"{path}: is no file; name one, such as those of configs/clusters")
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        there = ", ".join(sorted(file.name for file in CLUSTERS.glob("*.toml")))
+        there = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.toml")))
         raise ClusterError(
-            f"{path}: cannot be read ({error.strerror}); name a file, such as those of configs/clusters: {there}"
+            f"{path}: cannot be read ({error.strerror}); name a file, or one of configs/clusters: {there}"
         ) from error
     except ValueError as error:
         raise ClusterError(f"{path}: not valid TOML: {error}") from error

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
-from planner.cluster import ClusterError, load_cluster
+from planner.cluster import ClusterError, cluster_file, load_cluster
 from runtime.errors import UserError
 from tools.common.arguments import parser_for, positive
 from tools.fit import ENTRIES
@@ -93,13 +93,13 @@ def check_text(values: Mapping[str, object], where: str = "", fix: str = "") -> 
 
 
 def read_site(path: str) -> tuple[Site, int]:
-    """Return a cluster file's [slurm] table, and its GPUs per node.
+    """Return the [slurm] table of a cluster's file or name, and its GPUs per node.
 
     Raises UserError naming the file, the key and the fix.
     """
     check_text({"cluster": path})
     gpus = load_cluster(path).gpus_per_node
-    table = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("slurm")
+    table = tomllib.loads(cluster_file(path).read_text(encoding="utf-8")).get("slurm")
     scripts = sorted(file.stem for file in HERE.glob("*.sbatch"))
     if not isinstance(table, dict) or table.get("script") not in scripts:
         found = table.get("script") if isinstance(table, dict) else table
@@ -119,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of a job's own flags; the run's follow its entry."""
     parser = parser_for("python -m slurm.submit", __doc__)
     add, size = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--cluster", required=True, metavar="FILE", help="as in configs/clusters, with a [slurm] table")
+    add("--cluster", required=True, metavar="FILE|NAME", help="a file with a [slurm] table, or a name such as h100")
     size("--nodes", type=positive, help="nodes of the job")
     size("--gpus", type=positive, help="GPUs of the job, a multiple of a node's")
     add("--time", metavar="D-HH:MM:SS", help="limit of one start (default: the script's)")

@@ -22,6 +22,7 @@ import math
 import os
 import sys
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -129,18 +130,19 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if config.model.vocab_size is None:
         if config.data.tokenizer_model is None:
             raise ConfigError(
-                "vocab_size is not set, and no tokenizer_model either; name the model with --config FILE, as "
-                "configs/llama3_8b.toml, or give --vocab-size N"
+                "vocab_size is not set, and no tokenizer_model either; name a model first, as in tools.plan llama3_8b, "
+                "name the model with --config FILE, or give --vocab-size N"
             )
         config = with_vocabulary(config, load_tokenizer(config.data.tokenizer_model).vocab_size)
     return args, config, world_size, cluster
 
 
 def model_file(name: str) -> str:
-    """Return the path of a model's file under configs/; ConfigError lists the names that there are."""
+    """Return the path of a model's file under configs/; ConfigError lists the names there are, the likely first."""
     path = CONFIGS / f"{name.lower().replace('-', '_')}.toml"
     if not path.is_file():
-        there = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.toml")))
+        names = sorted(file.stem for file in CONFIGS.glob("*.toml"))
+        there = ", ".join(dict.fromkeys([*get_close_matches(path.stem, names), *names]))
         raise ConfigError(f"the model is {name}; name one of {there}, or give --config FILE")
     return os.path.relpath(path)
 

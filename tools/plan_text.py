@@ -161,7 +161,8 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
         own, base = getattr(best, section.name), getattr(config, section.name)
         names = [entry.name for entry in fields(own)] if own != base else []
         flags += [spelled(name, getattr(own, name)) for name in names if getattr(own, name) != getattr(base, name)]
-    launch = f"torchrun --nproc-per-node {node}" + f" --nnodes {nodes} ..." * (nodes > 1)
+    several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" * (nodes > 1)
+    launch = f"torchrun --nproc-per-node {node}{several}"
     text = isinstance(best, Config)
     words = [launch, f"pretrain_{'gpt' if text else 'dit'}.py --config {file}", *flags]
     words += ["--data-path PREFIX", "--tokenizer-model FILE"] if text else ["--data-path FOLDER"]
@@ -178,7 +179,7 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
     """Say where the numbers of a plan come from, and how far predictions were off elsewhere."""
     backend = best.context.attention_backend
     kernel, rate = cluster.attention_kernel if backend == "auto" else backend, cluster.running(backend, best.packed)
-    known = "no published run of such a model on this card is known, and its rates are unproven"
+    known = "no published run of such a model on this card is known, and the card's rates are unproven"
     if cluster.public_error and best.causal and not getattr(best.model, "linear_attention", False):
         known = f"within {cluster.public_error:.0%} of the published runs on this card that nothing was fitted to"
     return [

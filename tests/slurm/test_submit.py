@@ -21,6 +21,12 @@ RUN += ["--save", "runs/here"]
 IMAGE = ["--container", "i.sqsh", "--container-mounts", "/data:/data"]
 
 
+def test_a_clusters_name_is_that_of_its_file(capsys):
+    job = ["--dry-run", "--nodes", "1", *RUN]
+    assert submit.main(["--cluster", "h100", *job]) == 0
+    assert capsys.readouterr().out == printed(capsys, "--nodes", "1", *RUN)
+
+
 def printed(capsys, *arguments, cluster="h100_pod"):
     assert submit.main(["--cluster", str(CLUSTERS / f"{cluster}.toml"), "--dry-run", *arguments]) == 0
     return capsys.readouterr().out

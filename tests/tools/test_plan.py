@@ -80,7 +80,8 @@ def test_a_named_model_has_a_card_without_a_flag_and_one_that_nobody_published_i
     assert capsys.readouterr().out.startswith("8 processes on H100 80GB pod, sequences of 131072 tokens: fits\n")
     assert main(["llama3_8b", "--cluster", "gb200", "--world-size", "8"]) == 0
     assert (
-        "no published run of such a model on this card is known, and its rates are unproven" in capsys.readouterr().out
+        "no published run of such a model on this card is known, and the card's rates are unproven"
+        in capsys.readouterr().out
     )
 
 

@@ -136,11 +136,13 @@ def delta_rule(
     *,
     documents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule token by token, in the dtype of the inputs; differentiable.
+    """Compute the gated delta rule token by token, in the widest dtype of the inputs; differentiable.
 
     Arguments, results and shapes as in ``kernels.delta.rule.delta_rule``.
     """
-    shared = v.shape[2] // k.shape[2]
+    shared, dtype = v.shape[2] // k.shape[2], v.dtype
+    widest = torch.promote_types(torch.promote_types(v.dtype, g.dtype), beta.dtype)
+    q, k, v, g, beta = (x.to(widest) for x in (q, k, v, g, beta))
     q, k = (x.repeat_interleave(shared, 2) for x in (q, k))
     gates = (g if g.ndim == 4 else g[..., None]).exp()
     running = k.new_zeros(*v.shape[:1], *k.shape[2:], v.shape[-1]) if state is None else state.to(q.dtype)
@@ -153,4 +155,4 @@ def delta_rule(
         change = beta[:, t, :, None] * (v[:, t] - held)
         running = running + k[:, t, :, :, None] * change[:, :, None]
         out.append(torch.einsum("bhd,bhde->bhe", q[:, t], running))
-    return torch.stack(out, 1), running.to(torch.promote_types(q.dtype, torch.float32))
+    return torch.stack(out, 1).to(dtype), running.to(torch.promote_types(widest, torch.float32))

@@ -46,7 +46,7 @@ BUDGET = {
     "entry": 250,
     "model": 4150,
     "kernels": 3700,
-    "parallel": 6610,
+    "parallel": 6620,
     "checkpoint": 1570,
     "data": 3400,
     "train": 5630,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1880,
     "bench": 2850,
-    "tests": 40260,
+    "tests": 40280,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -77,8 +77,8 @@ def check(
             f"the delta rule takes q and k [B, T, K, D] and v [B, T, H, E] of one dtype, H a multiple of K, and got q "
             f"{tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}"
         )
-    if length == 0:
-        raise ValueError("the delta rule got no tokens; give at least one")
+    if batch * length == 0:
+        raise ValueError(f"the delta rule got {batch} sequences of {length} tokens; give at least one of each")
     per_head = batch, length, heads
     per_channel = (*per_head, width) if heads == key_heads else per_head
     if g.shape not in (per_head, per_channel) or beta.shape != per_head:
@@ -128,7 +128,8 @@ def forgetting(g: Tensor, documents: Sequence[int] | None) -> Tensor:
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    out, states = chunked.scan(q, k, v, g, beta, state)
+    with torch.autocast(q.device.type, enabled=False):
+        out, states = chunked.scan(q, k, v, g, beta, state)
     return out.to(v.dtype), states
 
 
@@ -142,7 +143,8 @@ def _backward_op(
     dout: Tensor, dstates: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dfinal = None if dstates is None else dstates[-1]
-    *found, dstate = chunked.backward(dout, dfinal, q, k, v, g, beta, states)
+    with torch.autocast(q.device.type, enabled=False):
+        *found, dstate = chunked.backward(dout, dfinal, q, k, v, g, beta, states)
     dq, dk, dv, dg, dbeta = (dx.to(x.dtype) for dx, x in zip(found, (q, k, v, g, beta), strict=True))
     return dq, dk, dv, dg, dbeta, dstate.clone()
 

@@ -259,22 +259,24 @@ class ContextParallel:
         q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
         return self._heads.to_tokens(linear_attention(q, k, v, rates, documents=documents, backend=self._backend)[0])
 
+    @torch.compiler.disable
     def attend_delta(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
     ) -> Tensor:
         """Compute the gated delta rule over the whole sequence, of any layout but striped; differentiable, collective.
 
-        Ranks pass states on, whatever the method; a document that lies on one rank sends nothing.
+        Ranks pass states on, whatever the method; a document that lies on one rank sends nothing. torch.compile leaves
+        it as it is, since the states that are kept differ from plan to plan.
 
         Args:
             q, k, v, g, beta: as for ``kernels.delta.rule.delta_rule``, with T_local tokens.
             mask: the plan of these sequences, another ``handle``; by default this object's own.
 
         Returns:
-            ``[B, T_local, H, E]`` in v's dtype. Rows of padding are undefined.
+            ``[B, T_local, H, E]`` in v's dtype, zero in padding.
 
         Raises:
-            ContextError: a striped layout; shapes or dtypes that do not fit.
+            ContextError: a striped layout, a window or a full mask; shapes or dtypes that do not fit.
         """
         if q.shape[1] != self.plan.local_len:
             raise ContextError(
@@ -285,9 +287,13 @@ class ContextParallel:
             check_delta(q, k, v, g, beta)
         except ValueError as error:
             raise ContextError(f"attend_delta: {error}") from error
-        plan = (mask or self.handle).tensor
-        segments(PLANS[plan])
-        return torch.ops.longmesh.delta_attention(q, k, v, g, beta, self._delta_executor.handle, plan)[0]
+        handle = (mask or self.handle).tensor
+        plan = PLANS[handle]
+        segments(plan)
+        if not plan.causal or plan.mask.window:
+            seen = f"window {plan.mask.window}" if plan.causal else "a full mask"
+            raise ContextError(f"attend_delta: a plan of {seen}, and a state holds all tokens before; leave it out")
+        return torch.ops.longmesh.delta_attention(q, k, v, g, beta, self._delta_executor.handle, handle)[0]
 
 
 def context_parallel(

@@ -85,10 +85,12 @@ class Parts(NamedTuple):
 
 @lru_cache(maxsize=256)
 def parts(plan: Plan, rank: int) -> Parts:
-    """Return the parts of a rank."""
+    """Return the parts of a rank, without padding, whatever that holds."""
     found = defaultdict[str, list[Part]](list)
     whole = []
     for segment in segments(plan)[rank]:
+        if segment.start >= plan.seq_len:
+            continue
         if segment.before is None and segment.after is None:
             whole.append(segment)
         elif segment.before is None:
@@ -118,7 +120,7 @@ class DeltaExecutor:
         These are the states before each of the part's slabs and after it and, of a wide one, Q and M.
         """
         mine, v = parts(plan, self.rank), tensors[2]
-        out, kept = torch.empty_like(v), dict[Part, list[Tensor]]()
+        out, kept = torch.zeros_like(v), dict[Part, list[Tensor]]()
 
         def compute(part: Part, state: Tensor | None = None) -> Tensor:
             found, states = scan.scan(*part.inputs(tensors), state)
@@ -152,7 +154,7 @@ class DeltaExecutor:
         """Return dq, dk, dv, dg and dbeta in the dtypes of the inputs."""
         mine, left = parts(plan, self.rank), iter(kept)
         saved = {part: [next(left) for _ in range(3 if part.wide else 1)] for part in mine.all}
-        found = [torch.empty_like(x) for x in tensors]
+        found = [torch.zeros_like(x) for x in tensors]
 
         def compute(part: Part, dfinal: Tensor | None = None) -> Tensor:
             *gradients, dstate = scan.backward(part.of(dout), dfinal, *part.inputs(tensors), saved[part][0])
@@ -242,7 +244,8 @@ _executors: Handles[DeltaExecutor] = Handles()
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    out, kept = _executors[handle].forward(PLANS[plan], q, k, v, g, beta)
+    with torch.autocast(q.device.type, enabled=False):
+        out, kept = _executors[handle].forward(PLANS[plan], q, k, v, g, beta)
     return out, [x.clone() if x._is_view() else x for x in kept]
 
 
@@ -258,7 +261,8 @@ def _backward_op(
     handle: int,
     plan: Tensor,
 ) -> list[Tensor]:
-    return _executors[handle].backward(PLANS[plan], dout, kept, q, k, v, g, beta)
+    with torch.autocast(q.device.type, enabled=False):
+        return _executors[handle].backward(PLANS[plan], dout, kept, q, k, v, g, beta)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:

@@ -123,6 +123,23 @@ def test_bfloat16_is_as_exact_as_its_inputs(per_channel):
     assert max(errors(case, found).values()) <= 3e-2
 
 
+def test_autocast_and_gates_of_another_dtype_change_nothing():
+    """Layers hold queries, keys and values in bfloat16, gates in float32."""
+    *leaves, _ = inputs(Case(130, 3, beta=1.0))
+    leaves = [*(x.bfloat16() for x in leaves[:3]), *(x.float() for x in leaves[3:])]
+    leaves = [x.requires_grad_() for x in leaves]
+    plain, _ = delta_rule(*leaves)
+    want = torch.autograd.grad(plain.float().sum(), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = delta_rule(*leaves)
+        found = torch.autograd.grad(out.float().sum(), leaves)
+    assert torch.equal(out, plain)
+    assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+    naive, _ = delta_rule(*leaves, backend="reference")
+    assert naive.dtype == torch.bfloat16
+    assert (naive.float() - out.float()).norm() <= 5e-3 * naive.float().norm()
+
+
 @pytest.mark.parametrize("case", [Case(1), Case(130, 3), Case(200, 1, True)])
 def test_a_wide_scan_is_the_map_of_any_state(case):
     *leaves, state = inputs(case)
@@ -221,7 +238,8 @@ def test_wrong_documents_and_backends_are_named():
     for documents in ((0,), (1, 7), (0, 3), (0, 3, 3, 7)):
         with pytest.raises(ValueError, match="cumulative lengths"):
             delta_rule(*leaves, documents=documents)
-    with pytest.raises(ValueError, match="no tokens"):
-        delta_rule(*(x[:, :0] for x in leaves))
+    for empty in ([x[:, :0] for x in leaves], [x[:0] for x in leaves]):
+        with pytest.raises(ValueError, match="give at least one of each"):
+            delta_rule(*empty)
     with pytest.raises(UserError, match="cudnn"):
         select_delta_backend("cudnn")

@@ -75,8 +75,7 @@ def attend_on_ranks(rank, world_size, cases, fault=None):
         cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, documents=documents, **options)
         padding = (cp.positions >= length).nonzero().flatten()
         local = [cp.shard(x, dim=1) for x in inputs(length, shared)]
-        # What padding holds must reach nothing.
-        local = [x.index_fill(1, padding, value) for x, value in zip(local, (9, 9, 9, -9, 1, 9), strict=True)]
+        local = [x.index_fill(1, padding, torch.nan) for x in local]  # what padding holds must reach nothing
         found = with_gradients(cp.attend_delta, local)
         results.append(([cp.unshard(x, 1) for x in found], cp.transport.traffic))
     return results
@@ -136,12 +135,7 @@ def test_who_has_which_segments():
     ]
     plan = make_plan("ring", seq_len=29, size=4, documents=(0, 8, 12, 29), layout="contiguous")
     kinds = [[len(kind) for kind in parts(plan, rank)] for rank in range(4)]
-    assert kinds == [
-        [0, 0, 1, 0],
-        [1, 0, 1, 0],
-        [0, 1, 0, 0],
-        [0, 1, 1, 0],
-    ]  # the last rank's 5 tokens of 8 do not wait
+    assert kinds == [[0, 0, 1, 0], [1, 0, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0]]  # 5 tokens of 8 do not wait
 
 
 def test_calls_that_do_not_fit_are_named():
@@ -153,6 +147,20 @@ def test_calls_that_do_not_fit_are_named():
         cp.attend_delta(*(x[:, :8] for x in tensors))
     with pytest.raises(ContextError, match=r"attend_delta: .*beta"):
         cp.attend_delta(*tensors[:4], tensors[4][..., :1])
+
+
+def test_masks_of_softmax_attention_are_refused():
+    tensors = inputs(16, 1)[:5]
+    for options, words in (({"window": (3, 0)}, r"window \(3, 0\)"), ({"causal": False}, "a full mask")):
+        cp = context_parallel("ring", seq_len=16, **options)
+        with pytest.raises(ContextError, match=f"a plan of {words}, and a state holds all tokens before"):
+            cp.attend_delta(*tensors)
+
+
+def test_a_compiled_function_leaves_it_as_it_is():
+    cp, tensors = context_parallel("zigzag", seq_len=16), inputs(16, 1)[:5]
+    found = torch.compile(lambda *x: cp.attend_delta(*x) * 2, backend="aot_eager")(*tensors)
+    torch.testing.assert_close(found, 2 * cp.attend_delta(*tensors), rtol=0, atol=0)
 
 
 def test_the_backward_outlives_the_object_that_attended():

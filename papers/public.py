@@ -55,11 +55,10 @@ def runs() -> tuple[Row, ...]:
     return tuple(found)
 
 
-def errors(found: Sequence[Row], half: str, cluster: str = "") -> list[float]:
-    """Return how far predicted seconds are off on the rows of a half, of one cluster or of all."""
-    return [
-        abs(row.difference["seconds"]) for row in found if row.of["half"] == half and cluster in ("", row.of["cluster"])
-    ]
+def errors(found: Sequence[Row], half: str, **of: str) -> list[float]:
+    """Return how far predicted seconds are off on the rows of a half, of all or ``of`` one cluster and kernel."""
+    wanted = {"half": half, **of}.items()
+    return [abs(row.difference["seconds"]) for row in found if wanted <= row.of.items()]
 
 
 def summary(found: Sequence[Row]) -> str:

@@ -5,7 +5,7 @@ import tomllib
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
@@ -80,7 +80,7 @@ class Cluster:
     host_memory_gb: float = 0.0
     """Host memory of one processor available to a run, in 10^9 bytes."""
     public_error: float = 0.0
-    """Largest error of predicted steps on published runs that nothing was fitted to; 0: there are none."""
+    """Largest error on published runs by ``attention_kernel`` that nothing was fitted to; 0: there are none."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Kind of the processors; a file measured on a CPU may have any name."""
 
@@ -109,15 +109,17 @@ class Cluster:
             raise ClusterError(f"name is {self.name!r}; it must be text")
 
     def running(self, backend: str, documents: bool = False) -> "Cluster":
-        """Return the cluster with the rate of the attention kernel that will run.
+        """Return the cluster with the attention kernel that will run, its rate, and no error of another's runs.
 
         Args:
             backend: as --attention-backend has it; ``auto`` passes cuDNN over for packed ``documents``.
         """
         passed_over = backend == "auto" and documents and self.attention_kernel == "cudnn"
-        kernel = "flash_attn" if passed_over or backend == "aten" else backend
+        kernel: Any = "flash_attn" if passed_over or backend == "aten" else backend
+        if kernel in ("auto", self.attention_kernel):
+            return self
         rate = getattr(self, f"{kernel}_fraction", 0.0)
-        return _running(self, rate) if rate else self
+        return _running(self, kernel, rate) if rate else _running(self, "", self.attention_fraction)
 
     @property
     def node_gb_per_s(self) -> float:
@@ -126,8 +128,8 @@ class Cluster:
 
 
 @lru_cache(maxsize=64)
-def _running(cluster: Cluster, rate: float) -> Cluster:
-    return replace(cluster, attention_fraction=rate)
+def _running(cluster: Cluster, kernel: Kernel, rate: float) -> Cluster:
+    return replace(cluster, attention_kernel=kernel, attention_fraction=rate, public_error=0.0)
 
 
 def cluster_file(name: str | Path) -> Path:

@@ -155,14 +155,15 @@ def answer(rows: Sequence[Row], config: Any, world_size: int, cluster: Cluster, 
 
 def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str) -> list[str]:
     """Return the lines of the command that starts a plan of a file's model, with the flags that the file has not."""
-    nodes, node = -(-world_size // cluster.gpus_per_node), min(world_size, cluster.gpus_per_node)
+    least = -(-world_size // cluster.gpus_per_node)
+    nodes = next(count for count in range(least, world_size + 1) if world_size % count == 0)
     flags = []
     for section in fields(best):
         own, base = getattr(best, section.name), getattr(config, section.name)
         names = [entry.name for entry in fields(own)] if own != base else []
         flags += [spelled(name, getattr(own, name)) for name in names if getattr(own, name) != getattr(base, name)]
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" * (nodes > 1)
-    launch = f"torchrun --nproc-per-node {node}{several}"
+    launch = f"torchrun --nproc-per-node {world_size // nodes}{several}"
     text = isinstance(best, Config)
     words = [launch, f"pretrain_{'gpt' if text else 'dit'}.py --config {file}", *flags]
     words += ["--data-path PREFIX", "--tokenizer-model FILE"] if text else ["--data-path FOLDER"]
@@ -177,15 +178,15 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
 
 def sources(best: Any, cluster: Cluster) -> list[str]:
     """Say where the numbers of a plan come from, and how far predictions were off elsewhere."""
-    backend = best.context.attention_backend
-    kernel, rate = cluster.attention_kernel if backend == "auto" else backend, cluster.running(backend, best.packed)
-    known = "no published run of such a model on this card is known, and the card's rates are unproven"
+    cluster = cluster.running(best.context.attention_backend, best.packed)
+    kernel = KERNELS.get(cluster.attention_kernel, "attention")
+    known = f"no published run of such a model on this card by {kernel} is known, and the card's rates are unproven"
     if cluster.public_error and best.causal and not getattr(best.model, "linear_attention", False):
         known = f"within {cluster.public_error:.0%} of the published runs on this card that nothing was fitted to"
     return [
         "where this comes from:",
         f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
-        f"{KERNELS.get(kernel, 'attention')} at {rate.attention_fraction:.0%}; the cluster's file has their sources",
+        f"{kernel} at {cluster.attention_fraction:.0%}; the cluster's file has their sources",
         f"  error: {known} (python -m papers.records --table public)",
         "  memory: counted by the plan that runs, allocator's reserve left out; --dry-run counts the run's own code",
         "  no run of this program on a GPU has been made yet",

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.cluster import CLUSTERS
+from planner.cluster import CLUSTERS, load_cluster
 from runtime import progress
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY
 from tools.common.training import PEAK, measure
 from tools.plan import main
-from tools.plan_text import grouped
+from tools.plan_text import command, grouped, sources
 from train.config.language import parse_args, validate
 
 A100 = ("--cluster", str(CLUSTERS / "wallfacer_a100_8.toml"))
@@ -80,9 +80,39 @@ def test_a_named_model_has_a_card_without_a_flag_and_one_that_nobody_published_i
     assert capsys.readouterr().out.startswith("8 processes on H100 80GB pod, sequences of 131072 tokens: fits\n")
     assert main(["llama3_8b", "--cluster", "gb200", "--world-size", "8"]) == 0
     assert (
-        "no published run of such a model on this card is known, and the card's rates are unproven"
+        "no published run of such a model on this card by cuDNN is known, and the card's rates are unproven"
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "flags", "kernel", "error"),
+    [
+        ("h100", "", "cuDNN at 53%", "within 5% of the published runs"),
+        ("h100", "--reset-attention-mask", "FlashAttention 2 at 31%", "no published run of .* by FlashAttention 2 is"),
+        ("h100", "--attention-backend aten", "FlashAttention 2 at 31%", "no published run"),
+        ("h100", "--attention-backend flash_attn_3", "FlashAttention 3 at 66%", "no published run"),
+        ("h100", "--attention-backend triton", "attention at 53%", "no published run of .* by attention is"),
+        ("h200", "", "cuDNN at 53%", "no published run of .* by cuDNN is"),
+        ("a100", "--reset-attention-mask", "FlashAttention 2 at 55%", "within 7% of the published runs"),
+    ],
+)
+def test_a_plans_sources_are_those_of_the_kernel_that_runs(cluster, flags, kernel, error):
+    config = parse_args(["--config", "configs/llama3_8b.toml", *flags.split()])
+    _, rates, off, *_ = sources(config, load_cluster(cluster))
+    assert f" {kernel};" in rates
+    assert re.search(error, off)
+
+
+@pytest.mark.parametrize(
+    ("processes", "nodes", "each"), [(5, 1, 5), (8, 1, 8), (24, 3, 8), (12, 2, 6), (9, 3, 3), (11, 11, 1)]
+)
+def test_the_command_starts_as_many_processes_as_were_planned(processes, nodes, each):
+    config = parse_args(["--config", "configs/llama3_8b.toml"])
+    words = " ".join(command(config, config, processes, load_cluster("h100"), "FILE")).split()
+    assert words[words.index("--nproc-per-node") + 1] == str(each)
+    assert ("--nnodes" in words) == (nodes > 1)
+    assert nodes == 1 or words[words.index("--nnodes") + 1] == str(nodes)
 
 
 def test_json_parses_and_holds_the_same(capsys):

@@ -48,6 +48,7 @@ from runtime.progress import amount, counted, duration
 from tools.common.arguments import parser_for, refuse_folder
 from tools.fit import parsed
 from tools.plan_text import Row, answer, asked, bars, discarded, table
+from tools.prepare_data import DEFAULT_VOCAB_SIZE
 from train.config.derive import with_joined_ranks, with_vocabulary
 from train.config.entries import Config
 from train.config.flags import ConfigError, write_toml
@@ -133,7 +134,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
                 "vocab_size is not set, and no tokenizer_model either; name a model first, as in tools.plan llama3_8b, "
                 "name the model with --config FILE, or give --vocab-size N"
             )
-        config = with_vocabulary(config, load_tokenizer(config.data.tokenizer_model).vocab_size)
+        config = with_vocabulary(config, vocabulary(config.data.tokenizer_model, model))
     return args, config, world_size, cluster
 
 
@@ -145,6 +146,16 @@ def model_file(name: str) -> str:
         there = ", ".join(dict.fromkeys([*get_close_matches(path.stem, names), *names]))
         raise ConfigError(f"the model is {name}; name one of {there}, or give --config FILE")
     return os.path.relpath(path)
+
+
+def vocabulary(tokenizer: str, model: str | None) -> int:
+    """Return a tokenizer's entries: where a named model's own is not there yet, as many as prepare_data gives it."""
+    own: Any = parsed(["--config", model]) if model else None
+    if own and tokenizer == own.data.tokenizer_model and not Path(tokenizer).exists():
+        said = f"a vocabulary of {DEFAULT_VOCAB_SIZE} is assumed, the default of tools.prepare_data"
+        print(f"note: {tokenizer} is not there; {said} (--vocab-size says another)", file=sys.stderr)
+        return DEFAULT_VOCAB_SIZE
+    return load_tokenizer(tokenizer).vocab_size
 
 
 def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster) -> None:

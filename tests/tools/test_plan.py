@@ -115,6 +115,18 @@ def test_the_command_starts_as_many_processes_as_were_planned(processes, nodes, 
     assert nodes == 1 or words[words.index("--nnodes") + 1] == str(nodes)
 
 
+TINIES = ("gpt_tiny", "llama_tiny", "linear_transformer_tiny", "transnormer_tiny", "transnormer_hybrid_tiny")
+
+
+@pytest.mark.parametrize("name", TINIES)
+def test_a_named_model_whose_data_are_not_made_yet_has_their_vocabulary(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([name, "--world-size", "2", "--fits"]) == 0
+    assert capsys.readouterr().err.startswith("note: runs/data/stdlib.model is not there; a vocabulary of 4096 is ass")
+    assert main([name, "--tokenizer-model", "mine.model"]) == 1
+    assert "cannot read tokenizer mine.model" in capsys.readouterr().err
+
+
 def test_json_parses_and_holds_the_same(capsys):
     assert main([*MODEL, *A100, "--context-parallel-size", "8", "--json", "--top", "3"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -24,6 +24,7 @@ CARDS = {
     "h100 80gb": Card(989e12, "h100_pod"),
     "h100": Card(989e12),
     "h800 pcie": Card(756e12),
+    "h800 nvl": Card(835e12),
     "h800": Card(989e12, "h800_pod"),
     "h20 3e": Card(148e12),
     "h20": Card(148e12, "h20_pod"),
@@ -37,13 +38,13 @@ CARDS = {
     "rtx 4090": Card(165e12),
 }
 """By words of the name, of which all must be there; the first that matches counts."""
-PARTS = {"mig", "laptop", "d", "max"}
-"""Words that make a part of a card, or another one, of a name that is in the table."""
+PARTS = re.compile(r"mig|laptop|d|max|cnx|\d+(c|cme|q|a|b)")
+"""Words that make a part of a card, or another one, of a name that is in the table: such as 40C, a virtual GPU's."""
 
 
 def card_of(name: str) -> Card | None:
     """Return the card of ``torch.cuda.get_device_name()``; None if the table has none of its name."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    if words & PARTS:
+    if any(map(PARTS.fullmatch, words)):
         return None
     return next((card for known, card in CARDS.items() if words.issuperset(known.split())), None)

@@ -82,6 +82,7 @@ def test_the_device_decides_where_no_file_does(monkeypatch, name, wanted):
     [
         *("Tesla T4", "NVIDIA A100-SXM4-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"),
         *("NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H20-3e", "NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+        *("NVIDIA H800 NVL", "NVIDIA H100 CNX", "NVIDIA A100-SXM4-80GB-40C"),
     ],
 )
 def test_no_card_is_taken_for_another(monkeypatch, name):

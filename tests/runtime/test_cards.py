@@ -18,6 +18,8 @@ from runtime.cards import CARDS, card_of
         ("NVIDIA H200 NVL", 835),
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA H800", 989),
+        ("NVIDIA H800 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA H20", 148),
         ("NVIDIA L40S", 362),
         ("NVIDIA GeForce RTX 4090", 165),
@@ -34,7 +36,11 @@ def test_a_card_has_its_data_sheets_rate(name, tflops):
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA L40", "NVIDIA A10", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "Tesla T4"]
+    "name",
+    [
+        *("NVIDIA L40", "NVIDIA A10", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "Tesla T4"),
+        *("NVIDIA H100 CNX", "NVIDIA A100-SXM4-80GB-40C", "GRID A100-20C", "NVIDIA H100-1-10CME", "NVIDIA L40S-48Q"),
+    ],
 )
 def test_what_is_not_in_the_table_is_measured(name):
     assert card_of(name) is None

@@ -20,10 +20,15 @@ HOPPER, BLACKWELL = 9, 10
 FAST_CUDNN = 91501
 """The first cuDNN whose attention torch itself prefers (check_prefer_cudnn_attention in sdp_utils.cpp): an older one is
 wrong at some lengths that 128 does not divide."""
-SHARES = {HOPPER: {"aten": 0.31, "cudnn": 0.53}, BLACKWELL: {"aten": 0.15, "cudnn": 0.6}}
-"""Share of the peak that attention reaches, forward and backward together: by FlashAttention 2 and by the fastest.
+SHARES = {
+    HOPPER: {"aten": 0.31, "cudnn": 0.53, "flash_attn_3": 0.66},
+    BLACKWELL: {"aten": 0.15, "cudnn": 0.6, "flash_attn_4": 0.6},
+}
+"""Share of the peak that attention reaches by a backend, forward and backward together.
 
-Those of configs/clusters/{h100,b200}_pod.toml, which name their sources."""
+Those of configs/clusters/*.toml, which name their sources."""
+H20_SHARES = {"aten": 0.6, "cudnn": 0.8, "flash_attn_3": 0.8}
+"""The same of an H20, a Hopper of a seventh of the peak."""
 
 
 class Version(NamedTuple):
@@ -54,11 +59,16 @@ TITLES = {"aten": "FlashAttention 2", **{name: version.title for name, version i
 
 
 class Gpu(NamedTuple):
-    """This process's GPU and its cuDNN: the one loaded, and the one that came with torch; 0 is none."""
+    """This process's GPU and its cuDNN: the one loaded, and the one that came with torch, 0 if none; torch's name."""
 
     capability: tuple[int, int] = (0, 0)
     cudnn: int = 0
     bundled: int = 0
+    name: str = ""
+
+    @property
+    def is_h20(self) -> bool:
+        return "H20" in re.split(r"[^A-Z0-9]+", self.name)
 
 
 @cache
@@ -66,7 +76,7 @@ def gpu() -> Gpu:
     """Detect this process's GPU; once, as it cannot change."""
     if not torch.cuda.is_available():
         return Gpu()
-    return Gpu(torch.cuda.get_device_capability(), loaded_cudnn(), bundled_cudnn())
+    return Gpu(torch.cuda.get_device_capability(), loaded_cudnn(), bundled_cudnn(), torch.cuda.get_device_name())
 
 
 def bundled_cudnn() -> int:
@@ -170,12 +180,13 @@ def warning(
     own = OWN.get(major)
     if own is None or kernel not in ("aten", "cudnn") or (width > 128 and major == BLACKWELL):
         return None  # heads as wide as that FlashAttention 2 alone takes there
-    title, loaded, shadowed = VERSIONS[own].title, version_of(here.cudnn), here.cudnn < here.bundled
+    title, shadowed = VERSIONS[own].title, 0 < here.cudnn < here.bundled
+    loaded = f"cuDNN {version_of(here.cudnn)} is loaded" if here.cudnn else "no cuDNN is loaded"
     newer = (
-        f"cuDNN {loaded} is loaded in the place of torch's own {version_of(here.bundled)}: take its folder out of "
+        f"{loaded} in the place of torch's own {version_of(here.bundled)}: take its folder out of "
         "LD_LIBRARY_PATH, or put nvidia/cudnn/lib of torch's environment before it"
         if shadowed
-        else f"cuDNN {loaded} is loaded: install {version_of(FAST_CUDNN)} or newer, as torch for CUDA 13 brings"
+        else f"{loaded}: install {version_of(FAST_CUDNN)} or newer, as torch for CUDA 13 brings"
     )
     if kernel == "cudnn":
         right = prefers_cudnn(here)
@@ -187,8 +198,10 @@ def warning(
     fix = f"packed documents pass cuDNN over: {install}" if documents else f"{newer}, or {install}"
     if why_not is None or asked == "aten":
         fix = "leave --attention-backend out" if asked == "aten" else newer
-    slow, fast = SHARES[major]["aten"], SHARES[major]["cudnn"]
+    shares = H20_SHARES if here.is_h20 else SHARES[major]
+    slow, *fast = (shares[name] for name in ("aten", "cudnn", own))
+    seen = " (published, on H100: 606 s a step in place of 373 s)" if major == HOPPER and not here.is_h20 else ""
     return (
-        f"attention runs by FlashAttention 2, at about {slow} of this GPU's peak, where cuDNN or {title} reach {fast}, "
-        f"and takes {fast / slow:.1f} times as long (published, on H100: 606 s a step in place of 373 s). {fix}"
+        f"attention runs by FlashAttention 2, at about {slow} of this GPU's peak, where cuDNN reaches {fast[0]} and "
+        f"{title} {fast[1]}, and takes at least {min(fast) / slow:.1f} times as long{seen}. {fix}"
     )

@@ -5,6 +5,7 @@ is one behind the same operators.
 """
 
 import importlib
+import re
 import sys
 from types import SimpleNamespace
 
@@ -16,11 +17,22 @@ from torch.nn.attention import _registry
 from kernels import cudnn, installed, reference
 from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows
-from kernels.installed import ABSENT, SHARES, Gpu, fastest, in_words, prefers_cudnn, version_of, warning
+from kernels.installed import (
+    ABSENT,
+    H20_SHARES,
+    OWN,
+    SHARES,
+    Gpu,
+    fastest,
+    in_words,
+    prefers_cudnn,
+    version_of,
+    warning,
+)
 from kernels.packed import Lengths
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
-from planner.cluster import load_cluster
+from planner.cluster import CLUSTERS, load_cluster
 from runtime.errors import UserError
 from runtime.machine import cudnn_number
 from tests.kernels import test_packed, test_tiles
@@ -103,21 +115,27 @@ def test_a_gpu_is_detected_though_torch_refuses_its_cudnn(monkeypatch):
     assert installed.gpu.__wrapped__() == Gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H20")
     monkeypatch.setattr(installed, "bundled_cudnn", lambda: 92000)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
-    assert installed.gpu.__wrapped__() == H100
+    assert installed.gpu.__wrapped__() == H100._replace(name="NVIDIA H20")
     monkeypatch.setattr(torch.backends.cudnn, "version", refused)
     monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getRuntimeVersion=lambda: (9, 10, 2)), raising=False)
-    assert installed.gpu.__wrapped__() == SHADOWED
+    assert installed.gpu.__wrapped__() == SHADOWED._replace(name="NVIDIA H20")
 
 
-@pytest.mark.parametrize(("major", "name"), [(9, "h100_pod"), (10, "b200_pod")])
-def test_shares_are_those_that_the_planner_has(major, name):
-    cluster = load_cluster(f"configs/clusters/{name}.toml")
-    assert SHARES[major] == {"aten": cluster.flash_attn_fraction, "cudnn": cluster.cudnn_fraction}
+CARDS = {path.stem: re.search(r"(?:^|_)(g?[hb]\d+)", path.stem) for path in sorted(CLUSTERS.glob("*.toml"))}
 
 
-FASTER = "FlashAttention 2, at about 0.31 of this GPU's peak, where cuDNN or FlashAttention 3 reach 0.53, and takes 1.7"
+@pytest.mark.parametrize(("file", "card"), [(file, found[1].upper()) for file, found in CARDS.items() if found])
+def test_shares_are_those_that_the_planner_has(file, card):
+    cluster, major = load_cluster(CLUSTERS / f"{file}.toml"), 9 if card.startswith("H") else 10
+    has = H20_SHARES if Gpu(name=f"NVIDIA {card}").is_h20 else SHARES[major]
+    own = getattr(cluster, f"{OWN[major]}_fraction")
+    assert has == {"aten": cluster.flash_attn_fraction, "cudnn": cluster.cudnn_fraction, OWN[major]: own}
+
+
+FASTER = "at about 0.31 of this GPU's peak, where cuDNN reaches 0.53 and FlashAttention 3 0.66, and takes at least 1.7"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +153,9 @@ FASTER = "FlashAttention 2, at about 0.31 of this GPU's peak, where cuDNN or Fla
         ("aten", H100, {"asked": "aten"}, (FASTER, "leave --attention-backend out")),
         ("aten", H100, {"documents": True}, (FASTER, "documents pass cuDNN over: install FlashAttention 3 (pyt")),
         ("aten", H100, {"documents": True, "why_not": "its import fails (X)"}, (FASTER, "its import fails (X)")),
-        ("aten", B200, {"documents": True}, ("about 0.15 of", "4 reach 0.6", "pip install flash-attn-4")),
+        ("aten", B200, {"documents": True}, ("about 0.15 of", "4 0.6, and takes at least 4.0 times as long. p")),
+        ("aten", OLD._replace(name="NVIDIA H20"), {}, ("about 0.6 of", "takes at least 1.3 times as long. c",)),
+        ("aten", Gpu((9, 0), 0, 92000), {}, ("no cuDNN is loaded: install 9.15.1",)),
         ("cudnn", SHADOWED, {"asked": "cudnn"}, ("torch's own 9.20.0", "128 does not divide can come out wrong")),
         ("cudnn", Gpu((9, 0), 91600, 92000), {}, ("9.16.0 is loaded in the place of torch's own 9.20.0",)),
     ],

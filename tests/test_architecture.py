@@ -46,7 +46,7 @@ BUDGET = {
     "entry": 250,
     "model": 4150,
     "kernels": 3720,
-    "parallel": 6620,
+    "parallel": 6610,
     "checkpoint": 1570,
     "data": 3400,
     "train": 5630,

@@ -259,14 +259,13 @@ class ContextParallel:
         q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
         return self._heads.to_tokens(linear_attention(q, k, v, rates, documents=documents, backend=self._backend)[0])
 
-    @torch.compiler.disable
     def attend_delta(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
     ) -> Tensor:
         """Compute the gated delta rule over the whole sequence, of any layout but striped; differentiable, collective.
 
-        Ranks pass states on, whatever the method; a document that lies on one rank sends nothing. torch.compile leaves
-        it as it is, since the states that are kept differ from plan to plan.
+        Ranks pass states on, whatever the method; a document that lies on one rank sends nothing. It cannot be
+        compiled, as the states that it keeps differ from plan to plan: call it through ``torch.compiler.disable``.
 
         Args:
             q, k, v, g, beta: as for ``kernels.delta.rule.delta_rule``, with T_local tokens.

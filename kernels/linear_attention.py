@@ -113,10 +113,13 @@ def check(
             raise ValueError(
                 f"the decay of head {head} is {shown} (its logarithm {rate}); a decay lies above 0 and at most at 1"
             )
-    if state is not None:
-        wanted = (batch, heads, width, v.shape[-1])
-        if state.shape != wanted:
-            raise ValueError(f"the state has shape {tuple(state.shape)}; these q, k and v make it {wanted}")
+    check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
+
+
+def check_sequence(length: int, shape: tuple[int, ...], state: Tensor | None, documents: Sequence[int] | None) -> None:
+    """Raise ValueError for a state of another ``shape``, or documents that are not cumulative up to ``length``."""
+    if state is not None and state.shape != shape:
+        raise ValueError(f"the state has shape {tuple(state.shape)}; these q, k and v make it {shape}")
     if documents is not None:
         rising = all(a < b for a, b in pairwise(documents))
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:

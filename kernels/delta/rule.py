@@ -11,7 +11,6 @@ less and queries are scaled before; with beta up to 2 no state grows.
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.delta import scan as chunked
+from kernels.linear_attention import check_sequence
 from runtime.errors import UserError
 
 DELTA_BACKENDS = ("chunked", "reference")
@@ -85,15 +85,7 @@ def check(
         raise ValueError(
             f"g has shape {tuple(g.shape)} and beta {tuple(beta.shape)}; beta is {per_head}, g that or {per_channel}"
         )
-    wanted = (batch, heads, width, v.shape[-1])
-    if state is not None and state.shape != wanted:
-        raise ValueError(f"the state has shape {tuple(state.shape)}; these q, k and v make it {wanted}")
-    if documents is not None:
-        rising = all(a < b for a, b in pairwise(documents))
-        if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
-            raise ValueError(
-                f"documents is {tuple(documents)}; it must be cumulative lengths, rising from 0 to the {length} tokens"
-            )
+    check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
 
 
 def select_delta_backend(name: str) -> str:

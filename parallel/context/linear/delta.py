@@ -38,16 +38,6 @@ class Part(NamedTuple):
         """Return the only segment of a part that states enter or leave."""
         return self.segments[0]
 
-    @property
-    def continues(self) -> bool:
-        """Return whether a state enters."""
-        return self.link.before is not None
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens."""
-        return sum(segment.length for segment in self.segments)
-
     def of(self, x: Tensor) -> Tensor:
         """Return the part's tokens of x ``[B, T, ...]``."""
         found = [x[:, segment.tokens] for segment in self.segments]

@@ -49,7 +49,7 @@ BUDGET = {
     "parallel": 6600,
     "checkpoint": 1570,
     "data": 3400,
-    "train": 5630,
+    "train": 5650,
     "planner": 2890,
     "runtime": 2440,
     "slurm": 350,

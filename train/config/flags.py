@@ -33,6 +33,18 @@ EXPECTED = {bool: "true or false", int: "an integer of at most 64 bits", float: 
 LONGEST_TOML = 1_000_000
 NO_OTHERS: Mapping[str, type] = types.MappingProxyType({})
 METAVAR = {int: "N", float: "X", str: "TEXT"}
+OTHERS_WORDS = {
+    "--gpus": "--world-size",
+    "--num-gpus": "--world-size",
+    "--tp": "--tensor-model-parallel-size",
+    "--cp": "--context-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--learning-rate": "--lr",
+    "--context-length": "--seq-length",
+    "--max-steps": "--train-iters",
+}
+"""Other programs' words for our flags."""
+BINARY = {"k": 1 << 10, "m": 1 << 20}
 
 
 class ConfigError(UserError):
@@ -104,7 +116,9 @@ class Field(NamedTuple):
         try:
             return one.convert(self.base(text))
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {one.expects}") from error
+            short = re.fullmatch(r"(\d{1,9})([km])", text.lower()) if self.base is int else None
+            fix = f"; for {short[1]} x {(unit := BINARY[short[2]]):,} give {int(short[1]) * unit}" if short else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not {one.expects}{fix}") from error
 
 
 def _once(fn: Callable[[type], dict[str, Field]]) -> Callable[[type], dict[str, Field]]:
@@ -169,6 +183,8 @@ def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, t
         if name in table or name in get_type_hints(other) or name in {field.flag for field in table.values()}:
             return f"that is for {entry}"
     megatrons = megatron_flags() if name.startswith("--") else {}
+    if (ours := OTHERS_WORDS.get(name)) in known:
+        return f"did you mean {ours}?"
     close = difflib.get_close_matches(name, [*known, *megatrons], n=1, cutoff=0.7)
     if not close:
         here = [key for key in known if not section or config_fields(root)[key].section == section]

@@ -110,6 +110,8 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
     [
         ("--contxt-parallel-size 2", ["--contxt-parallel-size", "did you mean --context-parallel-size?"]),
         ("--seq-lenght 5", ["did you mean --seq-length?"]),
+        ("--cp 2", ["--cp", "did you mean --context-parallel-size?"]),
+        ("--seq-length 512K", ["'512K' is not an integer", "for 512 x 1,024 give 524288"]),
         ("--nope", ["unknown argument --nope; --help lists them all"]),
         ("--seq 5", ["unknown argument --seq"]),
         ("stray", ["unknown argument stray"]),

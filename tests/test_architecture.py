@@ -45,7 +45,7 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 250,
     "model": 4150,
-    "kernels": 3710,
+    "kernels": 3840,
     "parallel": 6600,
     "checkpoint": 1570,
     "data": 3400,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1880,
     "bench": 2850,
-    "tests": 40360,
+    "tests": 40450,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -121,7 +121,7 @@ def described(run: Run[Config]) -> str:
     if (attention := attention_title(model)) is not None:
         title += f", {attention}"
     method = "linear attention" if alone else config.context.title
-    if model.softmax_every is not None and not alone:
+    if model.own_softmax_layout and not alone:
         method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {config.hybrid.hybrid_softmax_layout}"
     drawn = "drawn " if config.data.mock_data else ""
     return run.summary(title, method, f"sequences of {config.train.seq_length} {drawn}tokens{config.data.packing}")

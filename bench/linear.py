@@ -43,7 +43,7 @@ from kernels import reference
 from kernels.linear_attention import linear_attention
 from kernels.linear_scan import SCAN_CHUNK
 from model.attention import sdpa
-from model.transnormer import alibi_slopes
+from model.linear.transnormer import alibi_slopes
 from runtime.errors import UserError
 from runtime.machine import OtherLoad, describe, results_file, usable_cores
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command

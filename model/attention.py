@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.linear_attention import linear_attention
 from model.config import ModelConfig, SoftmaxType
-from model.layers import Linear, RMSNorm, Rotary
+from model.layers import JointRMSNorm, Linear, RMSNorm, Rotary, ZeroCentredRMSNorm
 from model.windows import Window
 from runtime.errors import UserError
 
@@ -136,9 +136,12 @@ def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: An
 
 
 class HybridAttention(NamedTuple):
-    """The two attention cores of a hybrid model."""
+    """The two attention cores of a hybrid model.
 
-    linear: LinearAttend = linear
+    ``linear`` is a LinearAttend, or in a model with a delta rule a ``model.linear.delta.DeltaAttend``.
+    """
+
+    linear: Any = linear
     softmax: Attend = sdpa
 
 
@@ -166,7 +169,7 @@ class LinearCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections, optional norms and rotary positions, attend, output projection: [B, T, C] -> [B, T, C].
+    """Projections, optional norms and rotary positions, attend, optional gate, output projection: [B, T, C], as x.
 
     The projections are separate linears, so that tensor parallelism can split each by heads.
 
@@ -186,10 +189,11 @@ class Attention(nn.Module):
         window: Window | None = None,
         softmax_type: SoftmaxType = "vanilla",
         qkv_bias: bool = False,
-        qk_norm: float | None = None,
+        qk_norm: Callable[[int], nn.Module] | None = None,
+        output_gate: bool = False,
         layer: int = 0,
     ) -> None:
-        """Build it; ``bias`` is of all four projections, ``qk_norm`` the epsilon of the norms of queries and keys."""
+        """Build it; ``bias`` is of all four projections, ``qk_norm`` makes the norm of so many heads [B, T, H, D]."""
         super().__init__()
         self.layer = layer
         """Its place in ``States``."""
@@ -201,8 +205,9 @@ class Attention(nn.Module):
         self.wq = Linear(hidden_size, num_heads * head_dim, bias=bias or qkv_bias)
         self.wk = Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
         self.wv = Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
-        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
-        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
+        self.wu = Linear(hidden_size, num_heads * head_dim, bias=False) if output_gate else None
+        self.q_norm = None if qk_norm is None else qk_norm(num_heads)
+        self.k_norm = None if qk_norm is None else qk_norm(num_query_groups)
         self.wo = Linear(num_heads * head_dim, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any = None, states: States | None = None) -> Tensor:
@@ -216,7 +221,8 @@ class Attention(nn.Module):
         out = attention(
             self._placed(self.wq(x).unflatten(-1, (-1, self.head_dim)), self.q_norm, rotary)
         )  # [B, T, H, D]
-        return self.wo(out.flatten(-2))
+        out = out.flatten(-2)
+        return self.wo(out if self.wu is None else out * self.wu(x).sigmoid())
 
     @staticmethod
     def _placed(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
@@ -245,7 +251,13 @@ class Attention(nn.Module):
 
 def attention_of(config: ModelConfig, layer: int, attend: Attend, bias: bool = False) -> Attention:
     """Build the softmax attention of a layer, counted from 0."""
-    heads, groups = config.num_attention_heads, config.query_groups
+    heads, groups, kind = config.num_attention_heads, config.query_groups, config.traits.qk_norm
+    norm: Callable[[int], nn.Module] | None = None
+    if kind == "joint":
+        norm = lambda heads: JointRMSNorm(heads * config.head_dim, eps=config.norm_epsilon)  # noqa: E731
+    elif kind == "head" or config.qk_layernorm:
+        own = norm_of(config)
+        norm = lambda heads: own(config.head_dim, eps=config.norm_epsilon)  # noqa: E731
     return Attention(
         config.hidden_size,
         heads,
@@ -256,6 +268,12 @@ def attention_of(config: ModelConfig, layer: int, attend: Attend, bias: bool = F
         window=config.window(layer),
         softmax_type=config.softmax_type,
         qkv_bias=config.add_qkv_bias,
-        qk_norm=config.norm_epsilon if config.qk_layernorm else None,
+        qk_norm=norm,
+        output_gate=config.traits.output_gate,
         layer=layer,
     )
+
+
+def norm_of(config: ModelConfig) -> type[nn.RMSNorm]:
+    """Return the kind of the model's RMS norms."""
+    return ZeroCentredRMSNorm if config.traits.zero_centred else RMSNorm

@@ -15,6 +15,7 @@ from kernels.cache import States
 from kernels.products import linear
 from model.config import ModelConfig
 from model.layers import Linear, Rotary
+from model.linear.delta import initial_bias, initial_rate
 from model.lora import initial_adapter, is_adapter
 from runtime.tensors import Part, initial_weight_slice
 
@@ -96,7 +97,7 @@ class LanguageModel(nn.Module):
 
     def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return what every layer is told of the positions; ``dtype`` is the activations'."""
-        return Rotary(positions, self.config.head_dim, self.config, dtype)
+        return Rotary(positions, self.config.rotary_dim, self.config, dtype)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., C]."""
@@ -166,13 +167,29 @@ def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     if name.endswith(".bias"):
         return torch.zeros(*shape)[part]
     if name.endswith("norm.weight"):
-        return torch.ones(*shape)[part]
+        zero = config.traits.zero_centred and not name.endswith(".out_norm.weight")
+        return torch.full(tuple(shape), float(not zero))[part]
+    if name.endswith((".A_log", ".dt_bias")) or ".conv_" in name:
+        return _initial_delta(config, name, shape, seed, part)
     if name.endswith("lrpe.theta"):
         return (10000.0 ** (-2 / shape[0] * torch.arange(shape[0], dtype=torch.float64))).float()[part]
     std = config.init_method_std
     if name.endswith(("attention.wo.weight", "mlp.down.weight")):
         std /= math.sqrt(2 * config.num_layers)
     return initial_weight_slice(partial(nn.init.normal_, std=std), name, shape, seed, part)
+
+
+def _initial_delta(config: ModelConfig, name: str, shape: Sequence[int], seed: int, part: Part) -> Tensor:
+    """Return the initial value of a part of a delta rule's gates or convolution, as the published models have them."""
+    if name.endswith(".dt_bias") and config.traits.dt_ones and config.linear_gate == "per_head":
+        return torch.ones(*shape)[part]
+    bound = config.linear_conv_kernel_dim**-0.5  # nn.Conv1d's
+    draw: Callable[..., Tensor] = partial(nn.init.uniform_, a=-bound, b=bound)
+    if name.endswith(".A_log"):
+        draw = partial(initial_rate, least=1.0 if config.linear_gate == "per_channel" else 0.01)
+    elif name.endswith(".dt_bias"):
+        draw = initial_bias
+    return initial_weight_slice(draw, name, shape, seed, part)
 
 
 def drop_layers(layers: nn.ModuleList, kept: range) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from model.lora import LoraConfig
 from model.rope import RopeConfig
+from model.traits import EVERY, HYBRIDS, SIZES, TRAITS, DeltaConfig, Traits
 from model.windows import MOST_LAYERS, Window, Windows, windows_of
 from runtime.errors import UserError, at_least, require, wrong
 
@@ -21,21 +22,30 @@ OWN = {
     "add_qkv_bias": (("llama",), "has none of its own; leave it out"),
     "qk_layernorm": (("llama",), "has none of its own; leave it out"),
     "softmax_every": (
-        ("transnormer",),
-        "has one kind of attention; leave it out, or set model_type to transnormer",
+        ("transnormer", *HYBRIDS),
+        "has one kind of attention; leave it out, or set model_type to transnormer, qwen3_5 or olmo_hybrid",
     ),
+    "rotary_percent": (("qwen3_5",), "turns all channels of a head, or none; leave it out"),
 }
+OWN |= dict.fromkeys(
+    (*SIZES, "linear_conv_kernel_dim", "linear_gate"),
+    (HYBRIDS, "has no delta rule; leave it out, or set model_type to qwen3_5 or olmo_hybrid"),
+)
 """Settings of some kinds of model alone: these, and the words for the others."""
-LINEARS = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
+LINEARS = ("wq", "wk", "wv", "wu", "wb", "wa", "wo", "gate", "up", "down")
+GATES = {"llama": ("gate",), "transnormer": ("wu", "gate"), "qwen3_5": ("wu", "wb", "wa", "gate")}
+GATES["olmo_hybrid"] = GATES["qwen3_5"]
+"""Linear layers besides those that every kind of model has."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(RopeConfig, LoraConfig):
+class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     """Kind and shape of the model."""
 
-    model_type: Literal["llama", "gpt", "transnormer", "linear_transformer"] = "llama"
+    model_type: Literal["llama", "gpt", "transnormer", "linear_transformer", "qwen3_5", "olmo_hybrid"] = "llama"
     """llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases; transnormer: TransNormerLLM, and
-    linear_transformer: a gpt with elu + 1 features, both with linear attention in the place of softmax attention."""
+    linear_transformer: a gpt with elu + 1 features, both with linear attention in the place of softmax attention;
+    qwen3_5 and olmo_hybrid: LLaMAs in which three layers of four have a gated delta rule."""
     num_layers: int = 4
     """Transformer layers."""
     hidden_size: int = 256
@@ -62,7 +72,7 @@ class ModelConfig(RopeConfig, LoraConfig):
     """Normalise each head's queries and keys by an RMS norm in a llama, as Qwen3 does."""
     softmax_every: int | None = None
     """Give every so many-th layer of a transnormer softmax attention with rope (a hybrid: 8 is seven linear layers,
-    then one of softmax); by default none has it."""
+    then one of softmax); by default none has it, and in a qwen3_5 or olmo_hybrid every fourth."""
     window_size: str | None = None
     """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the mask is causal, and
     -1 before is all of them. By default every layer sees all earlier tokens. In a hybrid, of the softmax layers."""
@@ -98,12 +108,12 @@ class ModelConfig(RopeConfig, LoraConfig):
         self._check_kind()
         self._check_softmax()
         self._check_positions()
-        self.check_rope(self.head_dim, rotates=self.some_softmax and not self.learned_positions)
+        self.check_rope(self.rotary_dim, rotates=self.rotates)
         self.adapted_linears()
 
     def _check_kind(self) -> None:
         """Check settings that need linear attention, and those that it excludes."""
-        kind, every, heads = self.model_type, self.softmax_every, self.num_attention_heads
+        kind, every, heads = self.model_type, self.softmax_period, self.num_attention_heads
         for name, (kinds, why) in OWN.items():
             require(self, kind in kinds or self._is_default(name), name, f"model_type {kind} {why}")
         if every is not None and not 2 <= every <= self.num_layers:
@@ -111,8 +121,10 @@ class ModelConfig(RopeConfig, LoraConfig):
                 self,
                 "softmax_every",
                 f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last one alone), or left "
-                "out; softmax attention in every layer is model_type llama",
+                f"out{f' for {EVERY}' * self.traits.delta}; softmax attention in every layer is model_type llama",
             )
+        if self.traits.delta:
+            self._check_delta()
         if not self.linear_attention:
             return
         if self.query_groups != heads:
@@ -125,6 +137,19 @@ class ModelConfig(RopeConfig, LoraConfig):
             require(self, self._is_default(name), name, must)
         if kind == "linear_transformer" and self.hidden_size % 2:
             raise wrong(self, "hidden_size", "it must be even: sinusoidal positions come in pairs")
+
+    def _check_delta(self) -> None:
+        """Check the heads of layers with a gated delta rule."""
+        self.check_delta()
+        keys, values = self.key_heads, self.value_heads
+        must = f"it must be a multiple of linear_num_key_heads {keys}"
+        require(self, values % keys == 0, "linear_num_value_heads", must)
+        must = f"a gate per channel takes one key head per value head, {values} here and {keys}; leave it out"
+        require(self, values == keys or self.linear_gate == "per_head", "linear_gate", must)
+        if not self.traits.rope:
+            for name in ("position_embedding_type", "rotary_base"):
+                must = f"model_type {self.model_type} has no positions but the order of its tokens; leave it out"
+                require(self, self._is_default(name), name, must)
 
     def _check_softmax(self) -> None:
         """Check windows and sinks, which layers of softmax attention alone have."""
@@ -142,12 +167,15 @@ class ModelConfig(RopeConfig, LoraConfig):
 
     def _check_positions(self) -> None:
         """Check the settings of positions that softmax attention has: a table of learned ones, or rope."""
-        if not self.some_softmax:
-            return
-        if not self.learned_positions:
+        if self.rotates:
+            width = self.rotary_dim
+            must = f"{width} of {self.head_dim} channels would turn, which must be an even number above 0"
+            require(self, width > 0 and (self.rotary_percent == 1 or width % 2 == 0), "rotary_percent", must)
             width, name = self.head_dim, "hidden_size" if self.kv_channels is None else "kv_channels"
             heads = f"the {self.num_attention_heads} heads are {width} wide"
-            require(self, width % 2 == 0, name, f"{heads}, which must be even: rotary positions turn channels in pairs")
+            must = f"{heads}, which must be even: rotary positions turn channels in pairs"
+            require(self, self.rotary_percent < 1 or width % 2 == 0, name, must)
+        if not self.learned_positions:
             return
         if self.model_type != "gpt":
             must = f"model_type {self.model_type} has rope alone; leave it out, or set model_type to gpt"
@@ -170,15 +198,34 @@ class ModelConfig(RopeConfig, LoraConfig):
         return self.model_type in ("transnormer", "linear_transformer")
 
     @property
+    def traits(self) -> Traits:
+        """Properties that the kind of model fixes."""
+        return TRAITS.get(self.model_type, Traits())
+
+    @property
+    def softmax_period(self) -> int | None:
+        """Layers from one with softmax attention to the next; None if all have the same attention."""
+        return self.softmax_every or (EVERY if self.traits.delta else None)
+
+    @property
+    def own_softmax_layout(self) -> bool:
+        """Return whether layers of softmax attention may lie in another layout than those of linear attention."""
+        return self.linear_attention and self.softmax_every is not None
+
+    @property
+    def recurrent(self) -> bool:
+        """Return whether some layers keep a state of constant size, not keys and values."""
+        return self.linear_attention or self.traits.delta
+
+    @property
     def some_softmax(self) -> bool:
         """Return whether some layer has softmax attention."""
         return not self.linear_attention or self.softmax_every is not None
 
     def has_softmax(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, has softmax attention."""
-        if self.softmax_every is not None:
-            return (layer + 1) % self.softmax_every == 0
-        return not self.linear_attention
+        every = self.softmax_period
+        return not self.linear_attention if every is None else (layer + 1) % every == 0
 
     def window(self, layer: int) -> Window | None:
         """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or is linear."""
@@ -190,8 +237,8 @@ class ModelConfig(RopeConfig, LoraConfig):
 
     def adapted_linears(self) -> tuple[str, ...]:
         """Return the linear layers that get an adapter, by their names in a layer; none without lora_rank."""
-        gates = {"llama": ("gate",), "transnormer": ("wu", "gate")}.get(self.model_type, ())
-        linears = (name for name in LINEARS if name in gates or name not in ("wu", "gate"))
+        gates, optional = GATES.get(self.model_type, ()), GATES["qwen3_5"]
+        linears = (name for name in LINEARS if name in gates or name not in optional)
         return self.adapted(tuple(linears), self.hidden_size)
 
     @property
@@ -207,6 +254,11 @@ class ModelConfig(RopeConfig, LoraConfig):
         return self.position_embedding_type == "learned_absolute"
 
     @property
+    def rotates(self) -> bool:
+        """Return whether queries and keys of softmax attention are turned by their positions."""
+        return self.some_softmax and not self.learned_positions and self.traits.rope
+
+    @property
     def position_table(self) -> int | None:
         """Entries in the table of learned positions; None without one."""
         return self.max_position_embeddings if self.learned_positions else None
@@ -215,6 +267,31 @@ class ModelConfig(RopeConfig, LoraConfig):
     def head_dim(self) -> int:
         """Width of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rope turns."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads of a delta rule."""
+        return self.linear_num_key_heads or self.num_attention_heads
+
+    @property
+    def value_heads(self) -> int:
+        """Value heads of a delta rule."""
+        return self.linear_num_value_heads or self.key_heads
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a delta rule's key head."""
+        return self.linear_key_head_dim or self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a delta rule's value head."""
+        return self.linear_value_head_dim or self.key_dim
 
     @property
     def query_groups(self) -> int:
@@ -242,6 +319,8 @@ RESOLVED = {
     "num_query_groups": "query_groups",
     "kv_channels": "head_dim",
     "vocab_size": "vocabulary",
+    "softmax_every": "softmax_period",
+    **dict(zip(SIZES, ("key_heads", "value_heads", "key_dim", "value_dim"), strict=True)),
 }
 """Fields that may be left out, and the properties that resolve them."""
 
@@ -253,7 +332,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
         name: getattr(config, RESOLVED.get(name, name)) for name in (*sizes, "kv_channels", "vocab_size")
     }
     linear = {"transnormer": "lrpe", "linear_transformer": "sinusoidal"}
-    softmax = "learned_absolute" if config.learned_positions else "rope"
+    softmax = "learned_absolute" if config.learned_positions else "rope" if config.traits.rope else "none"
     found["position_embedding_type"] = linear.get(config.model_type, softmax)
     found["max_position_embeddings"] = config.position_table
     found |= {
@@ -263,8 +342,11 @@ def architecture_of(config: ModelConfig) -> Architecture:
         found["linear_decay"] = config.linear_decay or ("released" if config.model_type == "transnormer" else None)
         found["no_scale_embedding"] = config.no_scale_embedding
     # Without an entry where older checkpoints have none.
-    if config.softmax_every is not None:
-        found["softmax_every"] = config.softmax_every
+    if config.softmax_period is not None:
+        found["softmax_every"] = config.softmax_period
+    if config.traits.delta:
+        named = (*SIZES, "linear_conv_kernel_dim", "linear_gate", "rotary_percent")
+        found |= {name: getattr(config, RESOLVED.get(name, name)) for name in named}
     windows = [config.window(layer) for layer in range(config.num_layers)]
     if any(windows):
         left, right = next(window for window in windows if window)

@@ -19,6 +19,29 @@ from model.rope import RopeConfig, frequencies
 # x and one number per token. Hugging Face also rounds before the weight, which changes a quarter of bf16 outputs.
 RMSNorm = nn.RMSNorm
 
+
+class ZeroCentredRMSNorm(nn.RMSNorm):
+    """RMS norm times 1 + weight, all in float32, since 1 + weight in bfloat16 has few of the weight's digits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by(x, weight=self.weight)
+
+    def by(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Do as `forward` with this weight: under tensor parallelism the module's own is no plain tensor."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.normalized_shape, 1 + weight.to(wide), self.eps).to(x.dtype)
+
+
+class JointRMSNorm(nn.RMSNorm):
+    """RMS norm over the channels of all heads at once: [B, T, H, D] -> [B, T, H, D]."""
+
+    joint = True
+    """Read by parallel/tensor/split.py."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
 # With weight and bias; also computes in float32 and rounds once.
 LayerNorm = nn.LayerNorm
 
@@ -33,22 +56,29 @@ class Linear(nn.Linear):
 class Rotary:
     """Rotary position embedding (Su et al. 2021) for explicit global positions, in Hugging Face's half-split layout.
 
-    Channels i and i + D/2 rotate by position * base^(-2i/D) rad, or as its scaling says (``model.rope``). Angles are
+    Of the first R channels of a head, i and i + R/2 rotate by position * base^(-2i/R) rad, or as its scaling says
+    (``model.rope``); the others stay. Angles are
     computed in float64: float32 is off by up to 0.03 rad at position 512K. Created once per forward, for every
     layer. Deliberately not a tensor, tuple or dataclass: FSDP's mixed precision casts the tensors that it finds in what
     a layer takes to bf16.
     """
 
-    def __init__(self, positions: Tensor, head_dim: int, rope: RopeConfig, dtype: torch.dtype) -> None:
-        """Compute cos and sin, float32 or wider, for integer positions [T] or [B, T]; dtype is the activations'."""
-        turns, scale = frequencies(rope, head_dim, positions)  # [D/2]
-        angles = positions.to(torch.float64)[..., None, None] * turns  # [T, 1, D/2] or [B, T, 1, D/2]
+    def __init__(self, positions: Tensor, channels: int, rope: RopeConfig, dtype: torch.dtype) -> None:
+        """Compute cos and sin of R ``channels``, float32 or wider, for integer positions [T] or [B, T].
+
+        dtype is the activations'.
+        """
+        turns, scale = frequencies(rope, channels, positions)  # [R/2]
+        angles = positions.to(torch.float64)[..., None, None] * turns  # [T, 1, R/2] or [B, T, 1, R/2]
         dtype = torch.promote_types(dtype, torch.float32)
         self.cos, self.sin = ((scale * part).to(dtype) for part in (angles.cos(), angles.sin()))
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate x [B, T, H, D] by its tokens' angles; computed in float32 or wider, returned in x's dtype."""
-        return rotate(x, self.cos, self.sin)
+        turned = 2 * self.cos.shape[-1]
+        if turned == x.shape[-1]:
+            return rotate(x, self.cos, self.sin)
+        return torch.cat((rotate(x[..., :turned], self.cos, self.sin), x[..., turned:]), -1)
 
 
 class SwiGLU(nn.Module):
@@ -97,3 +127,11 @@ class PreNormLayer(nn.Module):
     def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), places, mask, states)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class PostNormLayer(PreNormLayer):
+    """A layer that normalises what it adds to the residual stream, as OLMo 2 and 3 do (arXiv:2501.00656)."""
+
+    def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
+        x = x + self.attention_norm(self.attention(x, places, mask, states))
+        return x + self.mlp_norm(self.mlp(x))

@@ -1,20 +1,45 @@
-"""LLaMA (Touvron et al. 2023): RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+"""LLaMA (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
+
+Its kin (``model.traits``) have other norms or gates, and Qwen3.5 and OLMo Hybrid a gated delta rule in three layers of
+four.
+"""
 
 from functools import partial
+from typing import Any
 
-from model.attention import Attend, attention_of, sdpa
-from model.base import LanguageModel
+import torch
+from torch import Tensor
+
+from model.attention import Attend, HybridAttention, attention_of, norm_of, sdpa
+from model.base import LanguageModel, RecurrentModel
 from model.config import ModelConfig
-from model.layers import PreNormLayer, RMSNorm, SwiGLU
+from model.layers import PostNormLayer, PreNormLayer, SwiGLU
+from model.linear.delta import DeltaAttention, OneDevice
+
+
+def layer_of(config: ModelConfig, layer: int, attends: HybridAttention) -> PreNormLayer:
+    """Build a layer, counted from 0: softmax attention or a delta rule, and a feed-forward."""
+    softmax = config.has_softmax(layer)
+    core = attention_of(config, layer, attends.softmax) if softmax else DeltaAttention(config, layer, attends.linear)
+    kind = PostNormLayer if softmax and config.traits.post_norm else PreNormLayer
+    norm = partial(norm_of(config), config.hidden_size, eps=config.norm_epsilon)
+    return kind(norm, core, SwiGLU(config.hidden_size, config.ffn_size))
 
 
 class Llama(LanguageModel):
     """LLaMA language model: token ids -> logits."""
 
-    def __init__(self, config: ModelConfig, attend: Attend = sdpa) -> None:
-        norm = partial(RMSNorm, config.hidden_size, eps=config.norm_epsilon)
-        layers = (
-            PreNormLayer(norm, attention_of(config, layer, attend), SwiGLU(config.hidden_size, config.ffn_size))
-            for layer in range(config.num_layers)
-        )
-        super().__init__(config, norm(), layers)
+    def __init__(self, config: ModelConfig, attend: Attend | HybridAttention = sdpa) -> None:
+        attends = attend if isinstance(attend, HybridAttention) else HybridAttention(softmax=attend)
+        layers = (layer_of(config, layer, attends) for layer in range(config.num_layers))
+        super().__init__(config, norm_of(config)(config.hidden_size, eps=config.norm_epsilon), layers)
+
+    def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
+        return LanguageModel.places(self, positions, dtype) if self.config.rotates else None
+
+
+class DeltaHybrid(Llama, RecurrentModel):
+    """Qwen3.5 or OLMo Hybrid: a LLaMA most of whose layers have a gated delta rule."""
+
+    def __init__(self, config: ModelConfig, attend: HybridAttention | None = None) -> None:
+        super().__init__(config, attend or HybridAttention(OneDevice(), sdpa))

@@ -11,10 +11,11 @@ from model.attention import Attend, HybridAttention, LinearAttend
 from model.base import LanguageModel
 from model.config import ModelConfig
 from model.gpt import GPT
-from model.linear_transformer import LinearTransformer
-from model.llama import Llama
+from model.linear.delta import Taps
+from model.linear.linear_transformer import LinearTransformer
+from model.linear.transnormer import TransNormer
+from model.llama import DeltaHybrid, Llama
 from model.lora import add_adapters
-from model.transnormer import TransNormer
 from model.windows import Window
 
 MODELS: dict[str, Callable[..., LanguageModel]] = {
@@ -22,8 +23,11 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
     "gpt": GPT,
     "transnormer": TransNormer,
     "linear_transformer": LinearTransformer,
+    "qwen3_5": DeltaHybrid,
+    "olmo_hybrid": DeltaHybrid,
 }
 TITLES = {"llama": "LLaMA", "gpt": "GPT", "transnormer": "TransNormer", "linear_transformer": "Linear Transformer"}
+TITLES |= {"qwen3_5": "Qwen3.5", "olmo_hybrid": "OLMo Hybrid"}
 
 
 def build_model(config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> LanguageModel:
@@ -61,8 +65,9 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     * head width * seq_length for a full mask; the causal mask needs half, and half is counted, as in Megatron-LM's
     num_floating_point_operations. PaLM and nanoGPT count the full square and so report a higher utilisation. Under a
     window a token has the keys that it sees in the place of that half. Linear attention adds 12 per element of a
-    layer's state, which each token writes and reads. Each layer of a hybrid counts as its kind. Sinks add
-    nothing that counts.
+    layer's state, which each token writes and reads, and a delta rule 18: a token reads the state at its key, writes
+    there, and reads it at its query (Yang, Kautz and Hatamizadeh 2024, equation 10); the convolution before it adds 6
+    per tap. Each layer of a hybrid counts as its kind. Sinks add nothing that counts.
     """
     fixed, windows = _counted(config)
     keys = sum(layers * mean_keys(window, seq_length) for window, layers in windows)
@@ -78,7 +83,9 @@ def _counted(config: ModelConfig) -> tuple[float, tuple[tuple[Window | None, int
         matrices.append(model.output_weight)
     products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in matrices)
     windows = Counter(map(config.window, softmax_layers(config)))
-    return products + 12 * state_elements(config), tuple(windows.items())
+    taps = sum(module.weight.numel() for module in model.modules() if isinstance(module, Taps))
+    state = (18 if config.traits.delta else 12) * state_elements(config)
+    return products + state + 6 * taps, tuple(windows.items())
 
 
 def mean_keys(window: Window | None, seq_length: int) -> float:
@@ -107,7 +114,11 @@ def attention_title(config: ModelConfig) -> str | None:
 
 
 def state_elements(config: ModelConfig) -> int:
-    """Count the state elements of all linear attention layers, per sequence."""
+    """Count the state elements of all layers of linear attention or a delta rule, per sequence."""
+    if config.traits.delta:
+        return (
+            (config.num_layers - len(softmax_layers(config))) * config.value_heads * config.key_dim * config.value_dim
+        )
     one, layers = config.num_attention_heads * config.head_dim**2, config.num_layers - len(softmax_layers(config))
     if config.model_type == "transnormer":
         return one * (layers + (not config.has_softmax(0)))  # LRPE doubles the first layer's keys

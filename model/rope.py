@@ -1,6 +1,6 @@
 """Frequencies of rotary positions (rope), plain or scaled to a longer context.
 
-The formulas and their settings are those of transformers' ROPE_INIT_FUNCTIONS; D is the width of a head.
+The formulas and their settings are those of transformers' ROPE_INIT_FUNCTIONS; D is the channels of a head that turn.
 """
 
 import math
@@ -34,6 +34,8 @@ class RopeConfig:
 
     rotary_base: float = 10000.0
     """Base of the angles of rope."""
+    rotary_percent: float = 1.0
+    """Share of a head's channels that rope turns, the first ones, in a qwen3_5, whose released models have 0.25."""
     rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
     """Scale rope to a longer context: all positions divided by the factor (linear), a base that grows with the length
     (dynamic NTK), only slow channels divided (yarn, llama3). By default rope is not scaled."""
@@ -66,6 +68,7 @@ class RopeConfig:
     def check_rope(self, head_dim: int, *, rotates: bool) -> None:
         """Check the scaling; ``rotates``: whether the model has rope. Raises UserError."""
         kind = self.rope_scaling_type
+        require(self, 0 < self.rotary_percent <= 1, "rotary_percent", "it must be above 0, and 1 (all) at most")
         if kind is not None and not rotates:
             raise UserError(
                 f"rope_scaling_type is {kind}, and this model has no rope; leave it out, or set model_type to llama"

@@ -28,6 +28,8 @@ ATTENTION = frozenset(
         "longmesh::context_attention",
         "longmesh::linear_attention",
         "longmesh::state_attention",
+        "longmesh::delta_rule",
+        "longmesh::delta_attention",
         "longmesh::heads_to_tokens",
         "longmesh::relayout_out",
         "aten::_scaled_dot_product_flash_attention_for_cpu",

@@ -73,7 +73,7 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
         ConfigError: there are two to choose from, and no cluster file matches this device.
     """
     model, mesh, hybrid = config.model, config.mesh, config.hybrid
-    if model.softmax_every is None or hybrid.hybrid_softmax_layout != "auto":
+    if not model.own_softmax_layout or hybrid.hybrid_softmax_layout != "auto":
         return config
     if mesh.context_parallel_size == 1 or len(hybrid.layouts) == 1:
         return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout="contiguous"))

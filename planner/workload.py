@@ -15,6 +15,7 @@ from model.config import ModelConfig
 from model.dit import multiply_adds, num_dit_parameters
 from model.dit_config import DiTConfig
 from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers
+from model.traits import HYBRIDS
 from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
 from parallel.context.mask import Window
@@ -26,8 +27,9 @@ from planner.step_memory import StepShape
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 
-GATED = ("llama", "transnormer")
+GATED = ("llama", "transnormer", *HYBRIDS)
 FUSED_RESIDUAL = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
+FUSED_RESIDUAL |= dict.fromkeys(HYBRIDS, 9.0)
 """``StepShape.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's."""
 WORKSPACES = 2 * (32 << 20)
 """Bytes that torch gives cuBLAS and cuBLASLt to work in, on Hopper; on older GPUs fewer."""
@@ -61,7 +63,7 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
 
 def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster) -> StepShape:
     """Return the work with the seconds of a hybrid's layers of softmax attention, in the faster of its layouts."""
-    if not isinstance(config, Config) or config.model.softmax_every is None:
+    if not isinstance(config, Config) or not config.model.own_softmax_layout:
         return work
     seconds = fastest(layout_costs(config, cluster)).seconds
     return replace(work, softmax_layers=len(softmax_layers(config.model)), softmax_seconds=seconds)

@@ -44,20 +44,20 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 250,
-    "model": 4150,
+    "model": 4600,
     "kernels": 3840,
-    "parallel": 6600,
+    "parallel": 6610,
     "checkpoint": 1570,
     "data": 3400,
-    "train": 5650,
-    "planner": 2890,
+    "train": 5690,
+    "planner": 2900,
     "runtime": 2440,
     "slurm": 350,
     "tools": 4380,
     "parity": 1020,
     "papers": 1880,
     "bench": 2850,
-    "tests": 40450,
+    "tests": 40730,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -48,6 +48,31 @@ def test_qwen3_has_its_number_of_parameters():
     assert 36 * layer + 2 * 151936 * width + width == num_parameters(model) == 8_190_735_360
 
 
+QWENS = {
+    "qwen3_5_0.8b": 752_393_024,
+    "qwen3_5_4b": 4_205_751_296,
+    "qwen3_5_9b": 8_953_803_264,
+    "qwen3_5_27b": 26_895_998_464,
+    "qwen3_5_tiny": 547_552,
+}
+"""Text parts; the published names count a vision part and a layer that predicts more tokens besides."""
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_qwen3_5_has_its_number_of_parameters(name):
+    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    model = replace(model, vocab_size=model.vocab_size or 4096)
+    width, heads, groups, inside = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
+    keys, values = model.key_heads * model.key_dim, model.value_heads * model.value_dim
+    delta = width * (2 * keys + 3 * values + 2 * model.value_heads) + 4 * (2 * keys + values)
+    delta += 2 * model.value_heads + model.value_dim  # rates and biases of the gates, the norm of a head
+    softmax = width * inside * (3 * heads + 2 * groups) + 2 * inside  # a gate, norms of q and k
+    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * width + width
+    layers = model.num_layers
+    total = 3 * layers // 4 * delta + layers // 4 * softmax + layers * (3 * width * model.ffn_size + 2 * width) + tables
+    assert total == num_parameters(model) == QWENS[name]
+
+
 TRANSNORMERS = {"transnormer_0.4b": 398_984_192, "transnormer_1b": 1_020_266_496, "transnormer_7b": 6_931_091_456}
 
 

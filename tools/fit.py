@@ -85,7 +85,7 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
 def _wants_bf16(config: Any) -> bool:
     """Return whether attention would refuse float32, as every GPU kernel of softmax attention does."""
     context, linear = config.context, getattr(config.model, "linear_attention", False)
-    softmax = not linear or getattr(config.model, "softmax_every", None) is not None
+    softmax = not linear or getattr(config.model, "own_softmax_layout", False)
     plain = context.context_parallel_method == "none" or context.attention_backend == "reference"
     return softmax and not plain and not config.train.bf16
 

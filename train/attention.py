@@ -11,9 +11,12 @@ from torch import Tensor
 
 from kernels import cudnn, installed
 from kernels.attention import select_backend, takes_whole
+from kernels.delta.rule import select_delta_backend
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
+from model.config import ModelConfig
 from model.dit import full_sdpa
+from model.linear.delta import DeltaAttend, OneDevice
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.linear.relayout import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle
@@ -26,8 +29,11 @@ def context_of(
     config: Config, group: dist.ProcessGroup | None
 ) -> tuple[ContextParallel, Attend | LinearAttend | HybridAttention]:
     """Return the configuration's context parallelism, and the attention that the model calls."""
-    if config.model.softmax_every is not None:
+    if config.model.own_softmax_layout:
         return _hybrid_context_of(config, group)
+    if config.model.traits.delta:
+        cp, softmax = softmax_context(config, group, sdpa)
+        return cp, HybridAttention(_delta_of(config), softmax)
     if config.model.linear_attention:
         return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size)
     return softmax_context(config, group, sdpa)
@@ -59,6 +65,22 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
     return outside, HybridAttention(linear, softmax if alone else InsideAttention(inside, outside))
 
 
+def _delta_of(config: Config) -> DeltaAttend:
+    """Return the delta rule and its convolution, in whatever layout the softmax layers have."""
+    if config.mesh.context_parallel_size > 1:
+        raise ConfigError(
+            f"context_parallel_size is {config.mesh.context_parallel_size}, and layers with a delta rule run on one "
+            "process of each sequence so far; leave it out"
+        )
+    return OneDevice(_documents, "reference" if config.context.attention_backend == "reference" else "auto")
+
+
+def _documents(mask: PlanHandle | None) -> tuple[int, ...] | None:
+    """Return the cumulative lengths of a mask's documents, padding among them, on one process; None without any."""
+    plan = None if mask is None else PLANS[mask.tensor]
+    return (0, *plan.boundaries, plan.padded_len) if plan and plan.boundaries else None
+
+
 def _linear_context_of(
     config: Config, group: dist.ProcessGroup | None, multiple: int
 ) -> tuple[ContextParallel, LinearAttend]:
@@ -67,9 +89,7 @@ def _linear_context_of(
     backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: PlanHandle | None = None) -> Tensor:
-        plan = None if mask is None else PLANS[mask.tensor]
-        documents = (0, *plan.boundaries, plan.padded_len) if plan and plan.boundaries else None
-        return linear_attention(q, k, v, log_decay, documents=documents, backend=backend)[0]
+        return linear_attention(q, k, v, log_decay, documents=_documents(mask), backend=backend)[0]
 
     length = config.joined_length
     if config.mesh.context_parallel_size == 1:
@@ -136,11 +156,13 @@ def kernel_lines(config: CommonConfig) -> list[str]:
     """Say in a line which attention kernel runs and, on a GPU, which cuDNN is loaded; in another, if it is slow."""
     device, asked, model = config.mesh.device_type, config.context.attention_backend, config.model
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
-    linear, every = getattr(model, "linear_attention", False), getattr(model, "softmax_every", None)
+    linear, own = getattr(model, "linear_attention", False), getattr(model, "own_softmax_layout", False)
     said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
+    if isinstance(model, ModelConfig) and model.traits.delta:
+        said = [f"{select_delta_backend('reference' if asked == 'reference' else 'auto')} (delta rule)"]
     warned, here = None, installed.gpu()
-    if not linear or every is not None:
-        softmax = asked if every is None or asked == "reference" else "auto"  # a hybrid's backend is the linear one's
+    if not linear or own:
+        softmax = asked if not own or asked == "reference" else "auto"  # a hybrid's backend is the linear one's
         kernel = _softmax_kernel(config, softmax, dtype)
         said.append(installed.in_words(kernel, here) if device == "cuda" else kernel)
         if device == "cuda" and (own := installed.OWN.get(here.capability[0])):
@@ -153,7 +175,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
 def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
     """Return the kernel that softmax attention's whole tiles run by, or torch's where it is called without a method."""
     device, here = config.mesh.device_type, installed.gpu()
-    hybrid_alone = getattr(config.model, "softmax_every", None) and config.mesh.context_parallel_size == 1
+    hybrid_alone = getattr(config.model, "own_softmax_layout", False) and config.mesh.context_parallel_size == 1
     if config.context.context_parallel_method != "none" and (config.packed or not hybrid_alone):
         kernel = select_backend(backend, device, dtype, config.packed).name
     elif device == "cuda" and dtype == torch.float32:

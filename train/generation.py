@@ -69,7 +69,7 @@ def opened(
     config, processes = load_config(config_file(run)), launched_world_size()
     sizes = dict.fromkeys(SIZES, 1) | sizes
     pp, cp, tp = (sizes[name] for name in SIZES)
-    if config.model.linear_attention and max(cp, tp, pp) > 1:
+    if config.model.recurrent and max(cp, tp, pp) > 1:
         raise ConfigError(
             f"model_type is {config.model.model_type}, whose states of linear attention one process keeps; "
             "leave out the sizes of context, tensor and pipeline parallelism"

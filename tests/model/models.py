@@ -1,6 +1,9 @@
 """Small language models of every kind, and their weights as training leaves them, for the tests of these."""
 
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
@@ -12,6 +15,20 @@ GPT = replace(LLAMA, model_type="gpt", max_position_embeddings=100, num_query_gr
 TRANSNORMER = replace(LLAMA, model_type="transnormer", num_query_groups=None)
 LINEAR = replace(LLAMA, model_type="linear_transformer", num_query_groups=None)
 HYBRID = replace(TRANSNORMER, softmax_every=2)
+QWEN3_5 = replace(
+    LLAMA,
+    model_type="qwen3_5",
+    softmax_every=2,
+    kv_channels=16,
+    rotary_percent=0.25,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
+OLMO_HYBRID = replace(LLAMA, model_type="olmo_hybrid", softmax_every=2, linear_key_head_dim=6, linear_value_head_dim=12)
+KDA = replace(QWEN3_5, linear_gate="per_channel", linear_num_key_heads=4)
+DELTAS = [QWEN3_5, OLMO_HYBRID, KDA]
 KINDS = [LLAMA, GPT, TRANSNORMER, LINEAR]
 
 
@@ -36,3 +53,11 @@ def used(config, attend=None, dtype=torch.float32):
 
 def tokens(length=12, vocabulary=40):
     return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(3))
+
+
+@contextmanager
+def without_float32(module):
+    """Let a module of transformers' compute in float64 what it casts to float32."""
+    wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
+    with patch.object(module, "torch", wide), patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield

@@ -98,7 +98,7 @@ def beyond_rope(config: Config) -> str | None:
     model, length = config.model, config.train.seq_length
     kind, meant = model.rope_scaling_type, model.max_position_embeddings or 0
     reach = max(meant, model.scaled_length, int(meant * (model.rope_scaling_factor or 1)) if kind == "linear" else 0)
-    if not 0 < reach < length or model.position_table is not None:
+    if not 0 < reach < length or not model.rotates:
         return None
     trained = model.rope_scaling_original_max_position_embeddings or meant
     original = "" if kind == "linear" else f" --rope-scaling-original-max-position-embeddings {trained}"
@@ -157,7 +157,7 @@ def fitted(
 
     Args:
         method: of context parallelism, which may be auto; by default the run's own on as many ranks, else striped, or
-            lasp of a model with linear attention.
+            lasp of a model with linear attention, zigzag of one with a delta rule.
         sizes: those of the mesh, all that ``parallel.mesh.SIZES`` names.
 
     Raises UserError: sizes that do not fit the processes or the model.
@@ -171,7 +171,8 @@ def fitted(
     elif method == "auto":
         context = ContextConfig(context_parallel_method="auto", cluster=context.cluster)
     elif cp != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):
-        method = method or ("lasp" if config.model.linear_attention else "striped")
+        default = "zigzag" if config.model.traits.delta else "striped"  # which a state cannot pass along
+        method = method or ("lasp" if config.model.linear_attention else default)
         named = config_fields(Config)["context_parallel_method"].convert(method)
         context = ContextConfig(context_parallel_method=named)
     found = replace(

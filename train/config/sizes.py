@@ -8,7 +8,7 @@ from model.config import ModelConfig
 from model.dit_config import DiTConfig
 from parallel.context.config import HybridConfig
 from parallel.context.errors import ContextError
-from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS
+from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS, method_of
 from parallel.recompute import RecomputeConfig
 from runtime.errors import nearest
 from train.config.common import CommonConfig
@@ -130,6 +130,14 @@ def validate_method(config: Config) -> None:
     """Raise ConfigError for a method that does not support the model's kind of attention."""
     kind, linear = config.model.model_type, config.model.linear_attention
     method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
+    if config.model.traits.delta and cp > 1 and method in METHODS:
+        asked = config.context.context_parallel_layout
+        if (method_of(method).layout(causal=True) if asked == "auto" else asked) == "striped":
+            raise ConfigError(
+                f"context_parallel_method is {method} in the layout striped, and model_type {kind} has layers with a "
+                "delta rule, whose states pass along consecutive tokens, which no rank of that layout has; use zigzag, "
+                "or exchange for packed documents"
+            )
     if linear and cp > 1 and method not in (*LINEAR_METHODS, "auto"):
         raise ConfigError(
             f"context_parallel_method is {method} with context_parallel_size {cp}, and model_type {kind} has linear "
@@ -156,12 +164,15 @@ def validate_method(config: Config) -> None:
 def _validate_hybrid(config: Config) -> None:
     """Check that a softmax method and layout have softmax layers, and fit the ranks and heads."""
     model, hybrid, tp = config.model, config.hybrid, config.mesh.tensor_model_parallel_size
-    if model.softmax_every is None:
+    if not model.own_softmax_layout:
         for name in ("hybrid_softmax_method", "hybrid_softmax_layout"):
             if (value := getattr(hybrid, name)) != getattr(HybridConfig, name):
                 raise ConfigError(
                     f"{name} is {value} and softmax_every is not set, so that no layer has softmax attention beside "
                     "others of linear attention; leave it out, or give a transnormer --softmax-every"
+                    if not model.traits.delta
+                    else f"{name} is {value}, and all layers of a {model.model_type} have one layout; leave it out, "
+                    "and give --context-parallel-method"
                 )
         return
     try:
@@ -219,6 +230,16 @@ def _validate_shares(model: ModelConfig | DiTConfig, tp: int) -> None:
         if value % tp:
             sizes = ", ".join(map(str, divisors(math.gcd(heads, model.ffn_size))))
             raise ConfigError(f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}")
+    if isinstance(model, ModelConfig) and model.traits.delta and model.key_heads % tp:
+        sizes = ", ".join(map(str, divisors(math.gcd(heads, model.ffn_size, model.key_heads))))
+        raise ConfigError(
+            f"{size} does not divide linear_num_key_heads {model.key_heads}; sizes that fit this model: {sizes}"
+        )
+    if isinstance(model, ModelConfig) and model.traits.qk_norm == "joint" and groups % tp:
+        raise ConfigError(
+            f"num_query_groups is {groups}, not a multiple of {size}, and a {model.model_type} normalises all keys of "
+            f"a token at once, each by one rank; sizes that fit: {', '.join(map(str, divisors(groups)))}"
+        )
     if groups % tp and tp % groups:
         fitting = (g for g in divisors(heads) if g % tp == 0 or tp % g == 0)
         raise ConfigError(

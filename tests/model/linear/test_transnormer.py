@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
-from model.transnormer import LRPE, TransNormer, alibi_slopes, log_decay_of
+from model.linear.transnormer import LRPE, TransNormer, alibi_slopes, log_decay_of
 from tests.model.models import TRANSNORMER, built, tied, tokens
 
 UNTIED = dataclasses.replace(

@@ -1,0 +1,1 @@
+"""Layers whose attention keeps a state of constant size, and the models that are made of them alone."""

@@ -1,0 +1,186 @@
+"""A layer's attention by the gated delta rule: Gated DeltaNet, and Kimi Delta Attention with gates per channel.
+
+Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464; Kimi Linear 2025, arXiv:2510.26692.
+
+Shapes: B sequences, T tokens, K key heads of width D, H value heads of width E, C width of the residual stream.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.cache import States
+from kernels.delta.convolution import causal_convolution
+from kernels.delta.rule import delta_rule
+from kernels.pointwise import gated
+from model.attention import refuse_mask
+from model.config import ModelConfig
+from model.layers import Linear, RMSNorm
+
+L2_EPSILON = 1e-6
+"""Added to the squares of queries and keys before they are normalised."""
+
+
+class DeltaAttend(Protocol):
+    """The core of a layer with a delta rule, and the convolution before it: they alone see other tokens."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any = None) -> Tensor:
+        """Return ``kernels.delta.rule.delta_rule`` of the whole sequence [B, T, H, E]; ``mask`` as in Attend."""
+
+    def convolve(self, x: Tensor, weight: Tensor, mask: Any = None) -> Tensor:
+        """Return the causal convolution [B, T, X] of x [B, T, X] with weight [X, taps]."""
+
+
+class OneDevice:
+    """A DeltaAttend of one device that holds the whole sequence in order."""
+
+    def __init__(self, documents: Callable[[Any], Sequence[int] | None] = refuse_mask, backend: str = "auto") -> None:
+        """Set it up; ``documents`` returns the cumulative lengths that a mask says."""
+        self._documents, self._backend = documents, backend
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any = None) -> Tensor:
+        return delta_rule(q, k, v, g, beta, documents=self._documents(mask), backend=self._backend)[0]
+
+    def convolve(self, x: Tensor, weight: Tensor, mask: Any = None) -> Tensor:
+        """Do as in DeltaAttend."""
+        return causal_convolution(x, weight, documents=self._documents(mask))
+
+
+class Taps(nn.Module):
+    """The weight of a convolution of each channel, [channels * taps], a vector as a norm's: it does not decay."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.taps = taps
+        self.weight = nn.Parameter(torch.empty(channels * taps))
+
+    def forward(self) -> Tensor:
+        """Return it as [channels, taps]; the last is of the token itself."""
+        return self.by(weight=self.weight)
+
+    def by(self, weight: Tensor) -> Tensor:
+        """Do as `forward` with the weight of these channels: under tensor parallelism a device holds some of them."""
+        return weight.unflatten(0, (-1, self.taps))
+
+
+class Gates(nn.Module):
+    """Log gates -exp(A_log) softplus(a + dt_bias) <= 0 of a projection a [B, T, H], or of each channel [B, T, H * D].
+
+    They and their parameters are float32 when the rest is bfloat16.
+    """
+
+    full_precision = True
+    """Read by parallel/data.py and LanguageModel.cast."""
+
+    def __init__(self, heads: int, channels: int = 1) -> None:
+        super().__init__()
+        self.channels = channels
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads * channels))
+
+    def forward(self, a: Tensor) -> Tensor:
+        """Return [B, T, H], or [B, T, H, D], of these heads."""
+        return self.by(a, A_log=self.A_log, dt_bias=self.dt_bias)
+
+    def by(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+        """Do as `forward` with the parameters of these heads."""
+        rates = F.softplus(a.to(torch.promote_types(a.dtype, torch.float32)) + dt_bias)
+        if self.channels == 1:
+            return -A_log.exp() * rates
+        return -A_log.exp()[:, None] * rates.unflatten(-1, (-1, self.channels))
+
+
+class Bottleneck(nn.Module):
+    """A projection through few channels: [..., C] -> [..., out]."""
+
+    def __init__(self, hidden_size: int, channels: int, out: int) -> None:
+        super().__init__()
+        self.narrow, self.wide = Linear(hidden_size, channels, bias=False), Linear(channels, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x))
+
+
+class DeltaAttention(nn.Module):
+    """Projections, a convolution and SiLU of q, k and v, the gated delta rule, a norm and gate per head, the output.
+
+    The projections are separate linears, so that tensor parallelism can split each by key heads and their value heads;
+    the convolution is one, so that what it reads of other devices travels once.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, attend: DeltaAttend) -> None:
+        super().__init__()
+        self.layer = layer
+        """Its place in ``States``."""
+        self.attend, self.convolve = attend, attend.convolve
+        width, taps, traits = config.hidden_size, config.linear_conv_kernel_dim, config.traits
+        self.key_dim, self.value_dim, self.most_beta = config.key_dim, config.value_dim, traits.most_beta
+        heads, keys, values = config.value_heads, config.key_heads * self.key_dim, config.value_heads * self.value_dim
+        self.wq, self.wk, self.wv = (Linear(width, out, bias=False) for out in (keys, keys, values))
+        self.conv_q, self.conv_k, self.conv_v = (Taps(channels, taps) for channels in (keys, keys, values))
+        self.per_channel = config.linear_gate == "per_channel"
+        channels = self.key_dim if self.per_channel else 1
+        through = partial(Bottleneck, width, self.value_dim) if self.per_channel else partial(Linear, width, bias=False)
+        self.wu, self.wa, self.wb = through(values), through(heads * channels), Linear(width, heads, bias=False)
+        self.gates = Gates(heads, channels)
+        self.out_norm = RMSNorm(self.value_dim, eps=traits.out_epsilon or config.norm_epsilon)
+        self.wo = Linear(values, width, bias=False)
+
+    def forward(self, x: Tensor, places: Any = None, mask: Any = None, states: States | None = None) -> Tensor:
+        """Apply it to x [B, T, C]; with states, read and replace this layer's."""
+        parts = [w(x) for w in (self.wq, self.wk, self.wv)]  # heads of this device, [B, T, K D or H E]
+        weight = torch.cat([conv() for conv in (self.conv_q, self.conv_k, self.conv_v)])
+        rows = torch.cat(parts, -1)
+        convolved = F.silu(self._convolved(rows, weight, mask, states))
+        q, k, v = convolved.split([part.shape[-1] for part in parts], -1)
+        q, k = (y.unflatten(-1, (-1, self.key_dim)) for y in (q, k))
+        q, k = normalised(q, self.key_dim**-0.5), normalised(k)  # [B, T, K, D]
+        v = v.unflatten(-1, (-1, self.value_dim))  # [B, T, H, E]
+        g, b = self.gates(self.wa(x)), self.wb(x)  # [B, T, H] or [B, T, H, D]; [B, T, H]
+        beta = self.most_beta * b.to(g.dtype).sigmoid()
+        out = self.out_norm(self._core(q, k, v, g, beta, mask, states))  # [B, T, H, E]
+        z = self.wu(x).view_as(out)
+        return self.wo((out * z.sigmoid() if self.per_channel else gated(z, out)).flatten(-2))
+
+    def _convolved(self, rows: Tensor, weight: Tensor, mask: Any, states: States | None) -> Tensor:
+        if states is None:
+            return self.convolve(rows, weight, *(() if mask is None else (mask,)))
+        refuse_mask(mask)
+        before, state = states.layers[self.layer] or (None, None)
+        gap = weight.shape[1] - 1
+        seen = F.pad(rows, (0, 0, gap, 0)) if before is None else torch.cat((before, rows), 1)
+        states.layers[self.layer] = seen[:, seen.shape[1] - gap :], state
+        return causal_convolution(rows, weight, before)
+
+    def _core(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any, states: States | None
+    ) -> Tensor:
+        if states is None:
+            return self.attend(q, k, v, g, beta, *(() if mask is None else (mask,)))
+        before, state = states.layers[self.layer]
+        backend = "reference" if q.shape[1] == 1 else "auto"  # which goes token by token
+        out, state = delta_rule(q, k, v, g, beta, state, backend=backend)
+        states.layers[self.layer] = before, state
+        return out
+
+
+def normalised(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Return each head's x [..., D] with norm ``scale``, computed in float32 or wider, in x's dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPSILON))).to(x.dtype)
+
+
+def initial_rate(x: Tensor, least: float, *, generator: torch.Generator) -> Tensor:
+    """Fill x with logs of numbers uniform from ``least`` to 16, the A_log of the published models."""
+    return x.uniform_(least, 16, generator=generator).log_()
+
+
+def initial_bias(x: Tensor, *, generator: torch.Generator) -> Tensor:
+    """Fill x with the softplus^-1 of numbers whose logs are uniform from those of 0.001 to 0.1, as Mamba does."""
+    steps = x.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_().clamp_(min=1e-4)
+    return x.copy_(steps + (-torch.expm1(-steps)).log())

@@ -1,0 +1,68 @@
+"""Properties that each model_type of the LLaMA's kin fixes, beside the settings that it shares with the others."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from runtime.errors import at_least, require
+
+
+class Traits(NamedTuple):
+    """Properties of all models of a kind; the defaults are a LLaMA's."""
+
+    zero_centred: bool = False
+    """Norms multiply by 1 + weight, but for that of a delta rule's output."""
+    post_norm: bool = False
+    """Layers of softmax attention normalise what they add to the residual stream, not what they read of it."""
+    qk_norm: Literal["head", "joint"] | None = None
+    """RMS norms of queries and keys: of each head, or over all heads at once; None leaves it to qk_layernorm."""
+    output_gate: bool = False
+    """Softmax attention's output is multiplied by the sigmoid of a projection."""
+    rope: bool = True
+    """Queries and keys of softmax attention are turned by their positions."""
+    delta: bool = False
+    """Layers without softmax attention have a gated delta rule."""
+    most_beta: float = 1.0
+    """Largest share of its change that a token's key writes: above 1 eigenvalues are negative."""
+    out_epsilon: float | None = None
+    """Epsilon of the norm of a delta rule's output; None is that of all norms."""
+    dt_ones: bool = False
+    """The bias of a delta rule's gates begins at 1, not as softplus^-1 of 0.001 to 0.1."""
+
+
+TRAITS = {
+    "qwen3_5": Traits(zero_centred=True, qk_norm="head", output_gate=True, delta=True, dt_ones=True),
+    "olmo_hybrid": Traits(post_norm=True, qk_norm="joint", rope=False, delta=True, most_beta=2.0, out_epsilon=1e-5),
+}
+"""By model_type; others are as a LLaMA."""
+HYBRIDS = tuple(kind for kind, traits in TRAITS.items() if traits.delta)
+EVERY = 4
+"""Layers from one with softmax attention to the next, in these by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Layers with a gated delta rule, in a qwen3_5 or olmo_hybrid."""
+
+    linear_num_key_heads: int | None = None
+    """Key heads of a layer with a gated delta rule (qwen3_5, olmo_hybrid); by default num_attention_heads."""
+    linear_num_value_heads: int | None = None
+    """Value heads of a layer with a gated delta rule, a multiple of its key heads; by default as many."""
+    linear_key_head_dim: int | None = None
+    """Width of a key head of a layer with a gated delta rule; by default that of a head of softmax attention."""
+    linear_value_head_dim: int | None = None
+    """Width of a value head of a layer with a gated delta rule; by default that of a key head."""
+    linear_conv_kernel_dim: int = 4
+    """Tokens that the convolution before a gated delta rule sees, its own among them."""
+    linear_gate: Literal["per_head", "per_channel"] = "per_head"
+    """Gate of a delta rule: a number per head (Gated DeltaNet), or one per channel of each key, with output gates
+    through a bottleneck too (Kimi Delta Attention)."""
+
+    def check_delta(self) -> None:
+        """Check the sizes. Raises UserError."""
+        for name in SIZES:
+            value = getattr(self, name)
+            require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
+        at_least(self, 1, "linear_conv_kernel_dim")
+
+
+SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")

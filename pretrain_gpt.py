@@ -65,7 +65,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
 
     start.load(run.parts, run.optimizer)
     if is_first():
-        print(described(run), *kernel_lines(run.config), sep="\n", flush=True)
+        print(described(run, train_data.fill), *kernel_lines(run.config), sep="\n", flush=True)
     return Trainer(
         run=run,
         start=start,
@@ -111,8 +111,8 @@ def resolve(config: Config, mesh: Mesh) -> Run[Config]:
     )
 
 
-def described(run: Run[Config]) -> str:
-    """Describe the run in one line: the model, the mesh and the data."""
+def described(run: Run[Config], fill: float) -> str:
+    """Describe the run in one line: the model, the mesh and the data, of which a share ``fill`` of places is tokens."""
     config, model = run.config, run.config.model
     alone = model.linear_attention and run.mesh.cp.size() == 1
     title = f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters"
@@ -124,7 +124,10 @@ def described(run: Run[Config]) -> str:
     if model.own_softmax_layout and not alone:
         method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {config.hybrid.hybrid_softmax_layout}"
     drawn = "drawn " if config.data.mock_data else ""
-    return run.summary(title, method, f"sequences of {config.train.seq_length} {drawn}tokens{config.data.packing}")
+    packing = config.data.packing
+    if config.data.pack_documents:
+        packing += f", none cut that fits, {1 - fill:.2%} padding"
+    return run.summary(title, method, f"sequences of {config.train.seq_length} {drawn}tokens{packing}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """Conversations to token ids and a loss mask, each within one sequence, and packed. S tokens of a sequence."""
 
-from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +12,7 @@ from data.chat.conversations import turns_of
 from data.chat.template import ChatTemplate, UnboundedError
 from data.text.corpus import Row
 from data.text.indexed import write_index
+from data.text.packing import best_fit_decreasing, by_bin
 from data.text.workers import Tokens, joined
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
@@ -97,37 +96,6 @@ def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[tuple[np.n
     return pieces
 
 
-def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins: each, the longest first, into the bin with the least room that is enough.
-
-    It takes at most 11/9 of the least possible number of bins, and 1 more (Johnson et al. 1974, "Worst-case performance
-    bounds for simple one-dimensional packing algorithms").
-
-    Returns the numbers of the items of each bin, ascending, given their lengths, each in [1, capacity]. The same
-    lengths give the same bins.
-    """
-    bins: list[list[int]] = []
-    rooms: list[int] = []  # ascending and distinct: the rooms that some bin has
-    with_room: defaultdict[int, list[int]] = defaultdict(list)
-    for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
-        at = bisect_left(rooms, lengths[item])
-        if at == len(rooms):
-            number, room = len(bins), capacity
-            bins.append([])
-        else:
-            room = rooms[at]
-            number = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[at]
-        bins[number].append(item)
-        left = room - lengths[item]
-        if left and left not in with_room:
-            insort(rooms, left)
-        if left:
-            with_room[left].append(number)
-    return [sorted(items) for items in bins]
-
-
 def write_packed(
     sources: Sequence[tuple[Path, np.dtype]], pairs: Sequence[tuple[Path, Path]], lengths: np.ndarray, capacity: int
 ) -> int:
@@ -140,11 +108,10 @@ def write_packed(
         pairs: the files to write.
         lengths: values of each item, int32, each in [1, capacity].
     """
-    bins = best_fit_decreasing(lengths.tolist(), capacity)
+    bins = best_fit_decreasing(lengths, capacity)
     # Packed by length, and training takes the validation split from the end: that is to be a sample of all.
-    bins = [bins[number] for number in np.random.default_rng(0).permutation(len(bins))]
-    items = np.fromiter(chain.from_iterable(bins), np.int64)
-    bounds = np.cumsum([0, *map(len, bins)], dtype=np.int64)
+    drawn = np.random.default_rng(0).permutation(int(bins.max()) + 1)
+    items, bounds = by_bin(np.argsort(drawn)[bins])
     ends = np.cumsum(lengths, dtype=np.int64)
     for (source, dtype), (data, index) in zip(sources, pairs, strict=True):
         values = np.memmap(source, dtype=dtype, mode="r")
@@ -152,4 +119,4 @@ def write_packed(
             for item in items:
                 file.write(values[ends[item] - lengths[item] : ends[item]].tobytes())
         write_index(index, dtype, lengths[items], bounds)
-    return len(bins)
+    return len(drawn)

@@ -53,6 +53,10 @@ class EpochedDataset:
     """Token that ends a document, if samples are to tell where documents start."""
     check: Callable[[], None] = lambda: None
     """Called before each sample; raises DataError if the files have changed."""
+    share: float = 1.0
+    """Share of the tokens that are drawn from its file."""
+    fill: float = 1.0
+    """Share of the places of samples that hold tokens; the rest is padding."""
 
     def __post_init__(self) -> None:
         self._epochs = {0: self.first}
@@ -109,7 +113,8 @@ class EpochedDataset:
 class BlendedDataset:
     """Interleave endless datasets by weight; each keeps the order of its samples.
 
-    In each period of 65,536 samples, dataset i comes round(65536 * weight_i) times, spread evenly.
+    In each period of 65,536 samples, dataset i comes round(65536 * weight_i) times, spread evenly, if none is padded;
+    padded ones come more often, so that their tokens are as the weights say.
 
     Args:
         datasets: the datasets to blend.
@@ -118,7 +123,10 @@ class BlendedDataset:
 
     def __init__(self, datasets: Sequence[EpochedDataset], weights: Sequence[float]) -> None:
         self._datasets = list(datasets)
-        self._counts = _shares(np.asarray(weights, dtype=np.float64), _PERIOD)
+        fills = np.array([dataset.fill for dataset in self._datasets])
+        self._counts = _shares(np.asarray(weights, dtype=np.float64) / fills, _PERIOD)
+        self.fill = float(self._counts @ fills) / _PERIOD
+        """As a dataset's."""
         owners = np.repeat(np.arange(len(self._counts)), self._counts)
         ranks = np.concatenate([np.arange(count) for count in self._counts])
         order = np.argsort((ranks + 0.5) / self._counts[owners], kind="stable")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from runtime.errors import DataError, at_least
@@ -23,6 +24,14 @@ class DataConfig:
     """Tokenizer file: a sentencepiece .model or a Hugging Face tokenizer.json."""
     data_cache_path: str | None = None
     """Folder for the sample indices, seen by all processes; by default PREFIX/cache beside the data."""
+    blend_by_length: tuple[str, ...] = ()
+    """TOKENS:SHARE ...: the share of the training tokens of each file that is from documents of more than so many
+    tokens, up to the next TOKENS: 4096:0.2 32768:0.5 leaves 0.3 for those of up to 4096. By default as the files have
+    it."""
+    pack_documents: bool = False
+    """Fill samples with whole documents by best fit, where Megatron cuts them from one stream: only a document of more
+    than seq_length tokens is cut, no label is another document's token, and what is left of a sample is padding without
+    loss."""
     eod_mask_loss: bool = False
     """Leave out the loss at end-of-document tokens: what follows them is another document's beginning."""
     reset_position_ids: bool = False
@@ -36,7 +45,15 @@ class DataConfig:
     """Processes that read batches ahead; 0 reads in the training process."""
 
     REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "mock_data": ("data_path", "tokenizer_model", "reset_position_ids", "reset_attention_mask", "sft"),
+        "mock_data": (
+            "data_path",
+            "tokenizer_model",
+            "reset_position_ids",
+            "reset_attention_mask",
+            "sft",
+            "pack_documents",
+            "blend_by_length",
+        ),
         "data_path": ("mock_data",),
     }
     """The fields of --config's file that a flag takes the place of."""
@@ -45,6 +62,7 @@ class DataConfig:
         split_shares(self.split)
         if self.data_path:
             blend(self.data_path)
+        length_shares(self.blend_by_length)
         if self.mock_data and (there := [name for name in self.REPLACES["mock_data"] if getattr(self, name)]):
             raise DataError(
                 f"mock_data draws tokens, with which {', '.join(there)} cannot go; leave these out, or mock_data "
@@ -64,7 +82,9 @@ class DataConfig:
             return f" of packed {'conversations' if self.sft else 'documents'}, each by itself"
         if self.reset_attention_mask:
             return " of packed documents, each attending to itself alone"
-        return " of packed documents, each with positions from 0" if self.reset_position_ids else ""
+        if self.reset_position_ids:
+            return " of packed documents, each with positions from 0"
+        return " of packed documents" if self.pack_documents else ""
 
 
 def split_shares(split: str) -> list[float]:
@@ -77,6 +97,28 @@ def split_shares(split: str) -> list[float]:
     if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) == 0:
         raise DataError(f'split is "{split}"; it must be one to three shares that are not all 0, such as "95,5,0"')
     return [share / sum(shares) for share in (*shares, 0.0, 0.0)[:3]]
+
+
+def length_shares(blend_by_length: Sequence[str]) -> list[tuple[int, float]]:
+    """Parse ("4096:0.2", "32768:0.5") into [(0, 0.3), (4096, 0.2), (32768, 0.5)]; nothing is [(0, 1.0)].
+
+    Raises DataError: a word of another form, thresholds that do not ascend from 1, or shares that are not above 0 and
+    in all below 1.
+    """
+    try:
+        pairs = [word.split(":") for word in blend_by_length]
+        shares = [(int(threshold), float(share)) for threshold, share in pairs]
+    except ValueError:
+        shares = [(0, 0.0)]
+    thresholds, rest = [0, *(threshold for threshold, _ in shares)], 1 - sum(share for _, share in shares)
+    ascending = all(a < b for a, b in pairwise(thresholds))
+    if not (ascending and all(share > 0 for _, share in shares) and rest > 1e-6):  # nan fails every comparison
+        raise DataError(
+            f"blend_by_length is {' '.join(blend_by_length)}; it must be TOKENS:SHARE ..., with ascending numbers of "
+            "tokens from 1 and shares above 0 whose sum is below 1, the rest being of shorter documents: 4096:0.2 "
+            "32768:0.5"
+        )
+    return [(0, rest), *shares]
 
 
 def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:

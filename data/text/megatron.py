@@ -2,22 +2,24 @@
 
 import json
 import logging
+import math
 import os
 import warnings
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from data.chat.samples import conversation_splits
 from data.fingerprint import check_digests, write_digests
-from data.text.blend import BlendedDataset, EpochedDataset
-from data.text.config import DataConfig, blend, split_shares
+from data.text.blend import BlendedDataset, Epoch, EpochedDataset
+from data.text.config import DataConfig, blend, length_shares, split_shares
 from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
+from data.text.mock import MockSamples, MockTokenizer
+from data.text.packing import PackedEpoch, PackedSamples, packed_documents, read_packing, write_packing
 from runtime.errors import DataError
 from runtime.files import InUseError, owned, replacing, sha256
 
@@ -27,39 +29,6 @@ if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class MockTokenizer:
-    """Stands where a run's tokenizer would."""
-
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class MockSamples:
-    """Endless samples of ``seq_length`` tokens; small ids are frequent, so that there is something to learn."""
-
-    seq_length: int
-    vocab_size: int
-    seed: int
-
-    def __len__(self) -> int:
-        """Return the samples of an epoch, which is said in progress lines alone."""
-        return 1 << 20
-
-    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        """Return sample ``index``, a function of the seed and the index, or for None a filler without loss.
-
-        ``tokens`` and ``labels`` are int64, ``loss_mask`` is float32, each [S].
-        """
-        # The index first: words of zero at the end do not count, nor would index 0 behind a seed of two words.
-        uniform = np.random.default_rng((index or 0, self.seed)).random(self.seq_length + 1)
-        ids = torch.from_numpy((self.vocab_size * uniform**4).astype(np.int64))
-        loss_mask = torch.full((self.seq_length,), float(index is not None))
-        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": loss_mask}
-
-
 Samples = EpochedDataset | BlendedDataset | MockSamples
 
 
@@ -70,7 +39,7 @@ def build_datasets(
 
     With ``mock_data`` all three are drawn, whatever the shares.
 
-    Sample n is a pure function of (files, split, seq_length, seed, n): a dict of `tokens` and `labels`, int64
+    Sample n is a pure function of (files, config, seq_length, seed, n): a dict of `tokens` and `labels`, int64
     [seq_length], labels already shifted, `loss_mask`, float32 [seq_length], and, if documents are told apart,
     `starts`, bool [seq_length].
 
@@ -91,7 +60,7 @@ def build_datasets(
     first = not dist.is_initialized() or dist.get_rank() == 0
     with raise_together():
         megatron_core()  # takes seconds: import on all ranks at once, not in turns
-    splits: list[list[EpochedDataset | None]] = []
+    splits: list[list[list[EpochedDataset]]] = []
     # Rank 0 scans the files and writes first; the others map only finished files.
     for turn in (first, not first):
         with raise_together():
@@ -103,25 +72,63 @@ def build_datasets(
     return train, valid, test
 
 
-def _join(parts: list[EpochedDataset | None], weights: list[float] | None) -> Samples | None:
-    present = [part for part in parts if part is not None]
+def _join(parts: list[list[EpochedDataset]], weights: list[float] | None) -> Samples | None:
+    """Blend a split's datasets: those of each file by their shares, the files by weights or else their tokens."""
+    present = [dataset for of_file in parts for dataset in of_file]
+    by_file = weights or [sum(len(part) * part.fill for part in of_file) for of_file in parts]
+    shares = [weight * part.share for weight, of_file in zip(by_file, parts, strict=True) for part in of_file]
     if len(present) > 1:
-        return BlendedDataset(present, weights or [len(part) for part in present])
+        return BlendedDataset(present, shares)
     return present[0] if present else None
 
 
 def _splits(
     config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
-) -> list[EpochedDataset | None]:
-    """Return an endless dataset per split of a prefix, None where the share is 0."""
+) -> list[list[EpochedDataset]]:
+    """Return endless datasets per split of a prefix, none where the share is 0."""
     if config.sft:
-        return conversation_splits(prefix, tokenizer, split_shares(config.split), seq_length, seed, check)
+        found = conversation_splits(prefix, tokenizer, split_shares(config.split), seq_length, seed, check)
+        return [[] if dataset is None else [dataset] for dataset in found]
     if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
         raise DataError(
             f"{prefix} holds conversations, of which not all is learned ({prefix}{LOSS_MASK}.idx); give --sft "
             "--reset-attention-mask --reset-position-ids"
         )
     return _Source(config, prefix, seq_length, seed, tokenizer, check).splits()
+
+
+class Part(NamedTuple):
+    """Documents of a split, all or those of some lengths."""
+
+    split: str
+    longer: int = 0
+    """Tokens of which the documents have more."""
+    upto: float = math.inf
+    """Tokens of which they have no more."""
+    share: float = 1.0
+    """Share of the split's tokens that is drawn from them, below 1 unless they are all."""
+
+    @property
+    def name(self) -> str:
+        """Return the beginning of the names of its files."""
+        return f"{self.split}-{self.longer}"
+
+    @property
+    def lengths(self) -> str:
+        """Say which lengths, after the number of documents; empty for all."""
+        if self.share == 1:
+            return ""
+        return f" of more than {self.longer} tokens" + (f", up to {self.upto}" if self.upto < math.inf else "")
+
+
+def parts_of(config: DataConfig) -> list[Part]:
+    """Return the parts of a file by split; by length in training alone, as a validation is to be of all."""
+    wanted = [split for split, share in zip(SPLITS, split_shares(config.split), strict=True) if share > 0]
+    if not config.blend_by_length or SPLITS[0] not in wanted:
+        return [Part(split) for split in wanted]
+    longer, shares = zip(*length_shares(config.blend_by_length), strict=True)
+    by_length = [Part(SPLITS[0], *of) for of in zip(longer, (*longer[1:], math.inf), shares, strict=True)]
+    return by_length + [Part(split) for split in wanted[1:]]
 
 
 class _Source:
@@ -139,7 +146,7 @@ class _Source:
         self.dataset = megatron_core().IndexedDataset(self.prefix, mmap=False)
         self.reader = self.dataset.bin_reader = TokenReader(self.prefix)
         self.writes = check
-        self.wanted = [index for index, share in enumerate(split_shares(config.split)) if share > 0]
+        self.parts = parts_of(config)
 
     def gpt_config(self, epoch: int, cache: str) -> "GPTDatasetConfig":
         return megatron_core().GPTDatasetConfig(
@@ -155,52 +162,73 @@ class _Source:
             create_attention_mask=False,
         )
 
-    def splits(self) -> list[EpochedDataset | None]:
-        """Return an endless dataset per split, None where the share is 0."""
-        for index in self.wanted:
-            begin, end = self.documents(index)
-            tokens = int(self.indexed.lengths[begin:end].sum(dtype="int64"))
-            if tokens < self.seq_length + 1:
-                raise DataError(
-                    f'{self.prefix}: split "{self.config.split}" leaves the {SPLITS[index]} split {end - begin} '
-                    f"documents with {tokens} tokens, but one sample takes seq_length + 1 = {self.seq_length + 1}; "
-                    "documents are what is shared out: give it a larger share (or 0, with --eval-iters 0), more "
-                    "documents, or a smaller seq_length"
-                )
+    def splits(self) -> list[list[EpochedDataset]]:
+        """Return endless datasets per split, none where the share is 0."""
+        for part in self.parts:
+            self.check(part)
         cache = self.cache()
-        return [self.endless(index, cache) if index in self.wanted else None for index in range(len(SPLITS))]
+        return [[self.endless(part, cache) for part in self.parts if part.split == split] for split in SPLITS]
 
-    def endless(self, index: int, cache: str) -> EpochedDataset:
+    def check(self, part: Part) -> None:
+        """Raise DataError if a part does not fill one sample."""
+        documents, packing = self.documents(part), self.config.pack_documents
+        tokens, least = int(self.indexed.lengths[documents].sum(dtype="int64")), 1 if packing else self.seq_length + 1
+        if tokens >= least:
+            return
+        found = (
+            f'{self.prefix}: split "{self.config.split}" leaves the {part.split} split {len(documents)} documents'
+            f"{part.lengths} with {tokens} tokens, but one sample takes {'' if packing else 'seq_length + 1 = '}{least}"
+        )
+        if part.lengths:
+            raise DataError(f"{found}; give --blend-by-length lengths that every file has, or leave it out")
+        raise DataError(
+            f"{found}; documents are what is shared out: give it a larger share (or 0, with --eval-iters 0), more "
+            "documents, or a smaller seq_length"
+        )
+
+    def endless(self, part: Part, cache: str) -> EpochedDataset:
+        build: Callable[[int], Epoch]
         try:
-            first = self.gpt_dataset(index, 0, cache)
+            if self.config.pack_documents:
+                samples = PackedSamples(self.indexed, *read_packing(Path(cache, part.name)), self.seq_length)
+                build = partial(PackedEpoch, samples, 0, len(samples), self.seed, self.tokenizer.eod)
+                first, fill = build(0), samples.fill
+            else:
+                # Each reader builds later epochs' indices in memory, possibly a worker process in mid-run, where no
+                # collective and no write can happen. It takes about a second per 10 million documents.
+                build = partial(self.gpt_dataset, part)
+                first, fill = self.gpt_dataset(part, 0, cache), 1.0
         except (OSError, EOFError, ValueError) as error:
             raise DataError(
                 f"the index cache {cache} cannot be read ({error}); if it is damaged, remove it, and if another "
                 f"machine wrote it, give --data-cache-path a folder that all machines share"
             ) from error
-        # Each reader builds later epochs' indices in memory, possibly a worker process in mid-run, where no collective
-        # and no write can happen. It takes about a second per 10 million documents.
         return EpochedDataset(
             first,
-            lambda epoch: self.gpt_dataset(index, epoch, ""),
+            build,
             name=f"{self.prefix}.bin",
             vocab_size=self.tokenizer.vocab_size,
             masked_input=self.tokenizer.eod if self.config.eod_mask_loss else None,
             eod=self.tokenizer.eod if self.config.tells_documents else None,
             check=self.reader.check,
+            share=part.share,
+            fill=fill,
         )
 
-    def documents(self, index: int) -> tuple[int, int]:
-        """Return a split's range of documents [begin, end), rounded as BlendedMegatronDatasetBuilder does."""
-        begin, end = self.gpt_config(0, "").split_matrix[index]
-        return round(begin * len(self.indexed.lengths)), round(end * len(self.indexed.lengths))
+    def documents(self, part: Part) -> np.ndarray:
+        """Return the numbers of a part's documents, int32; splits are rounded as by BlendedMegatronDatasetBuilder."""
+        shares = self.gpt_config(0, "").split_matrix[SPLITS.index(part.split)]
+        begin, end = (round(share * len(self.indexed.lengths)) for share in shares)
+        lengths = self.indexed.lengths[begin:end]
+        chosen = slice(None) if part.share == 1 else (part.longer < lengths) & (lengths <= part.upto)
+        return np.arange(begin, end, dtype=np.int32)[chosen]
 
-    def gpt_dataset(self, index: int, epoch: int, cache: str) -> "GPTDataset":
-        """Build one epoch of a split; an empty `cache` keeps its indices in memory."""
-        megatron, documents = megatron_core(), np.arange(*self.documents(index), dtype=np.int32)
-        return megatron.GPTDataset(
-            self.dataset, self.prefix, documents, None, megatron.Split(index), self.gpt_config(epoch, cache)
-        )
+    def gpt_dataset(self, part: Part, epoch: int, cache: str = "") -> "GPTDataset":
+        """Build one epoch of a part; an empty `cache` keeps its indices in memory."""
+        megatron = megatron_core()
+        # It names a cache by the path and the split.
+        path, split = self.prefix + part.lengths, megatron.Split(SPLITS.index(part.split))
+        return megatron.GPTDataset(self.dataset, path, self.documents(part), None, split, self.gpt_config(epoch, cache))
 
     def cache(self) -> str:
         """Return the folder of the first epoch's indices, written by rank 0 if missing.
@@ -219,6 +247,10 @@ class _Source:
             "megatron": megatron_core().version,
             "digests": 1,
         }
+        if self.config.blend_by_length:
+            key["blend_by_length"] = length_shares(self.config.blend_by_length)
+        if self.config.pack_documents:
+            key["packing"] = 1
         root = Path(self.config.data_cache_path or os.path.join(self.prefix, "cache"))
         folder = root.absolute() / sha256(json.dumps(key, sort_keys=True))[:24]
         if not folder.is_dir() and self.writes:
@@ -232,6 +264,13 @@ class _Source:
             check_digests(folder)
         return str(folder)
 
+    def write(self, part: Part, folder: Path) -> None:
+        if self.config.pack_documents:
+            packing = packed_documents(self.indexed.lengths, self.documents(part), self.seq_length, self.seed)
+            write_packing(folder / part.name, *packing)
+        else:
+            self.gpt_dataset(part, 0, str(folder))
+
     def write_cache(self, folder: Path) -> None:
         try:
             # A second run waits for the first, which takes no longer than its own cache would.
@@ -240,8 +279,8 @@ class _Source:
                     return
                 with replacing(folder) as (draft,):
                     draft.mkdir()
-                    for index in self.wanted:
-                        self.gpt_dataset(index, 0, str(draft))
+                    for part in self.parts:
+                        self.write(part, draft)
                     write_digests(draft)
         except (OSError, InUseError) as error:
             # Without locks another run may have finished the same folder, which is as good as ours.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from data.text.megatron import MockTokenizer
+from data.text.mock import MockTokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig

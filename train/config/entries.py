@@ -42,7 +42,7 @@ class Config(CommonConfig):
     hybrid: HybridConfig = field(default_factory=HybridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
-    SAMPLE_ORDER = ("seed", "seq_length", "data_path", "split")
+    SAMPLE_ORDER = ("seed", "seq_length", "data_path", "split", "blend_by_length", "pack_documents")
     NOTED = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")
 
     @property

@@ -64,6 +64,8 @@ def spelled(name: str, value: Any) -> str:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
+    if value == []:
+        return f"leaving out --{flag}"
     words = value if isinstance(value, list) else ["none" if value is None else value]
     return " ".join([f"--{flag}", *map(str, words)])
 

@@ -76,8 +76,12 @@ def _validate_documents(config: Config) -> None:
             "sft is set, and each conversation of a sample is to see itself alone; give --reset-attention-mask and "
             "--reset-position-ids too"
         )
-    if config.data.sft and config.data.eod_mask_loss:
-        raise ConfigError("eod_mask_loss is set with sft, whose data say what carries loss; leave it out")
+    for name in ("pack_documents", "blend_by_length"):
+        if config.data.sft and getattr(config.data, name):
+            raise ConfigError(f"{name} is set with sft, whose conversations lie packed in their files; leave it out")
+    for name in ("sft", "pack_documents"):
+        if config.data.eod_mask_loss and getattr(config.data, name):
+            raise ConfigError(f"eod_mask_loss is set with {name}, whose data say what carries loss; leave it out")
     if not config.packed:
         return
     if config.model.learned_positions and not config.data.reset_position_ids:

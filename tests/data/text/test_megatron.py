@@ -188,6 +188,8 @@ def test_blend_without_weights_goes_by_size(tmp_path):
 
 
 class Numbered:
+    fill = 1.0
+
     def __init__(self, length):
         self.length = length
 

@@ -64,10 +64,15 @@ def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_atte
         (APART, "64 tokens of packed documents, each attending to itself alone"),
         (f"{APART} --reset-position-ids", "64 tokens of packed documents, each by itself"),
         (f"{APART} --reset-position-ids --sft", "64 tokens of packed conversations, each by itself"),
+        ("--pack-documents", "64 tokens of packed documents, none cut that fits, 0.25% padding"),
+        (
+            f"--pack-documents {APART} --reset-position-ids",
+            "64 tokens of packed documents, each by itself, none cut that fits, 0.25% padding",
+        ),
     ],
 )
 def test_the_first_line_says_how_sequences_are_packed(flags, words):
     config = parse_args([*DATA, "--seq-length", "64", "--vocab-size", "300", *flags.split()])
     mesh = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     run = SimpleNamespace(config=config, mesh=mesh, summary=lambda *parts: parts[-1])
-    assert pretrain_gpt.described(run) == f"sequences of {words}"
+    assert pretrain_gpt.described(run, 0.9975) == f"sequences of {words}"

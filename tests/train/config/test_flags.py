@@ -25,6 +25,7 @@ def test_megatrons_spelling_of_a_flag_and_underscores_are_taken():
         ("data_path", ["0.3", "a"], "--data-path 0.3 a"),
         ("save_interval", None, "--save-interval none"),
         ("adam_eps", 1e-8, "--adam-eps 1e-08"),
+        ("blend_by_length", [], "leaving out --blend-by-length"),
     ],
 )
 def test_a_field_is_spelled_as_a_command_line_has_it(name, value, words):
@@ -36,6 +37,7 @@ def test_toml_round_trip_of_every_field(tmp_path):
     changed |= {
         "data_path": ("a b", 'c "d" \\ é'),
         "allow_changed": ("lr", "data_path"),
+        "blend_by_length": ("9:0.5",),
         "position_embedding_type": "learned_absolute",
         "data_parallel_sharding_strategy": "fsdp",
         "pipeline_schedule": "Interleaved1F1B",

@@ -1,0 +1,76 @@
+"""Whole documents packed into samples train as each alone does, over any mesh, and a run goes on to the bit."""
+
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import UserError
+from runtime.ranks import run_ranks
+from tests.packed import TINY, alone, as_it_is, over_ranks, validation_on_rank, write_packed
+from tests.pretraining import on_rank
+from tests.test_packed import CP, GRADIENTS, LOSS, rows_joined
+from train.config.language import parse_args, validate
+from train.watching.metrics import METRICS, read_metrics
+
+CIRCLE = f"{CP} exchange --micro-batch-size 1 --balance-over dp_cp"
+
+
+@pytest.fixture(scope="module")
+def flags(default_data, tmp_path_factory):
+    """Documents of up to 151 tokens, of which samples of 61 cut some."""
+    folder = tmp_path_factory.mktemp("packed")
+    return [*write_packed(folder, Path(f"{default_data}.model"), longest=150), "--pack-documents"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "meshes"),
+    [(1, ("",)), (2, (f"{CP} striped",)), (4, (f"{CP} zigzag --micro-batch-size 1", f"{CP} exchange", CIRCLE))],
+)
+def test_a_step_is_that_of_its_documents_alone(ranks, meshes, flags):
+    want = alone(flags)
+    runs = [[*flags, *mesh.split()] for mesh in meshes]
+    for mesh, (got, wrong) in zip(meshes, over_ranks(ranks, runs, (as_it_is, rows_joined)), strict=True):
+        assert got.valid == want.valid
+        assert abs(got.loss - want.loss) <= LOSS * want.loss
+        assert got.difference(want) <= GRADIENTS
+        assert "micro-batch-size 1" in mesh or wrong.difference(want) > 100 * GRADIENTS
+
+
+def test_validation_counts_each_document_once_and_no_filler(flags):
+    arguments = [*flags, "--eval-iters", "9", *f"{CP} zigzag".split()]
+    loss = alone(arguments, validation=True).loss
+    assert run_ranks(validation_on_rank, 2, arguments) == [pytest.approx(loss, rel=LOSS)] * 2
+
+
+@pytest.mark.slow  # runs of one and of four processes
+@pytest.mark.parametrize("more", ["", "--blend-by-length 20:0.3 61:0.5"])
+def test_a_run_on_two_by_two_ranks_has_the_losses_of_one_and_goes_on_to_the_bit(flags, more, tmp_path):
+    def train(ranks, folder, *mesh):
+        save = str(tmp_path / folder)
+        steps = f"--eval-interval 2 --eval-iters 9 --train-iters 8 {more}"
+        arguments = [*TINY, *flags, *steps.split(), *mesh]
+        said = run_ranks(on_rank, ranks, [*arguments, "--save", save, "--load", save])[0]
+        assert "packed documents, each by itself, none cut that fits, " in said
+        names = ("lm_loss", "grad_norm", "validation_loss", "consumed_tokens")
+        return [[r[name] for name in names if name in r] for r in read_metrics(tmp_path / folder / METRICS)]
+
+    one, four = train(1, "one"), train(4, "four", *CIRCLE.split())
+    assert len(one) == 8
+    for mine, theirs in zip(four, one, strict=True):
+        assert mine == pytest.approx(theirs, rel=5e-6)
+    train(4, "stopped", *CIRCLE.split(), "--exit-interval", "4")
+    assert train(4, "stopped", *CIRCLE.split()) == four
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--pack-documents --sft --reset-position-ids", "pack_documents is set with sft"),
+        ("--blend-by-length 9:0.5 --sft --reset-position-ids", "blend_by_length is set with sft"),
+        ("--pack-documents --eod-mask-loss", "eod_mask_loss is set with pack_documents"),
+        ("--pack-documents --mock-data", "mock_data draws tokens, with which .*pack_documents"),
+    ],
+)
+def test_what_packing_does_not_go_with(more, message):
+    with pytest.raises(UserError, match=message):
+        validate(parse_args(["--data-path", "x", "--reset-attention-mask", "--tokenizer-model", "x", *more.split()]), 1)

@@ -43,13 +43,13 @@ ENTRIES = {"pretrain_gpt", "pretrain_dit"}
 PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
-    "entry": 250,
+    "entry": 260,
     "model": 4600,
     "kernels": 3840,
     "parallel": 6610,
     "checkpoint": 1570,
-    "data": 3400,
-    "train": 5690,
+    "data": 3630,
+    "train": 5700,
     "planner": 2900,
     "runtime": 2440,
     "slurm": 350,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1880,
     "bench": 2850,
-    "tests": 40730,
+    "tests": 41050,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

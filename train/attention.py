@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import cudnn, installed
 from kernels.attention import select_backend, takes_whole
-from kernels.delta.rule import select_delta_backend
+from kernels.delta.scan import select_delta_backend
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.config import ModelConfig
@@ -159,7 +159,9 @@ def kernel_lines(config: CommonConfig) -> list[str]:
     linear, own = getattr(model, "linear_attention", False), getattr(model, "own_softmax_layout", False)
     said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
     if isinstance(model, ModelConfig) and model.traits.delta:
-        said = [f"{select_delta_backend('reference' if asked == 'reference' else 'auto')} (delta rule)"]
+        name, per_channel = "reference" if asked == "reference" else "auto", model.linear_gate == "per_channel"
+        found = select_delta_backend(name, device, dtype, per_channel=per_channel, width=model.key_dim)
+        said = [f"{found} (delta rule)"]
     warned, here = None, installed.gpu()
     if not linear or own:
         softmax = asked if not own or asked == "reference" else "auto"  # a hybrid's backend is the linear one's

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.delta import scan as chunked
+from kernels.delta import scan as scans
+from kernels.delta.scan import select_delta_backend
 from kernels.linear_attention import check_sequence
-from runtime.errors import UserError
-
-DELTA_BACKENDS = ("chunked", "reference")
 
 
 def delta_rule(
@@ -54,9 +52,10 @@ def delta_rule(
         UserError: the backend does not exist.
     """
     check(q, k, v, g, beta, state, documents)
-    if select_delta_backend(backend) == "reference":
+    name = select_delta_backend(backend, q.device.type, q.dtype, per_channel=g.ndim == 4, width=q.shape[-1])
+    if name == "reference":
         return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
-    out, states = torch.ops.longmesh.delta_rule(q, k, v, forgetting(g, documents), beta, state)
+    out, states = torch.ops.longmesh.delta_rule(q, k, v, forgetting(g, documents), beta, state, name)
     return out, states[-1]
 
 
@@ -88,23 +87,6 @@ def check(
     check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
 
 
-def select_delta_backend(name: str) -> str:
-    """Return the backend; ``auto`` takes the fastest available.
-
-    ``chunked`` is torch on any device, ``reference`` goes token by token.
-
-    Raises:
-        UserError: the backend does not exist.
-    """
-    if name == "auto":
-        return "chunked"
-    if name not in DELTA_BACKENDS:
-        raise UserError(
-            f"attention_backend is {name!r}, which has no delta rule; use auto, {', '.join(DELTA_BACKENDS)}"
-        )
-    return name
-
-
 def forgetting(g: Tensor, documents: Sequence[int] | None) -> Tensor:
     """Return gates that forget everything, -inf, where a document begins after the first."""
     if documents is None or len(documents) == 2:
@@ -118,36 +100,46 @@ def forgetting(g: Tensor, documents: Sequence[int] | None) -> Tensor:
 # One operator: recompute policies and torch.compile see a single node.
 @torch.library.custom_op("longmesh::delta_rule", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        out, states = chunked.scan(q, k, v, g, beta, state)
+        out, states = scans.scan(q, k, v, g, beta, state, backend=backend)
     return out.to(v.dtype), states
 
 
 @_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Any) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), chunked.empty_states(k, v)
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Any, backend: str) -> Any:
+    return v.new_empty(v.shape), scans.empty_states(k, v)
 
 
 @torch.library.custom_op("longmesh::delta_rule_backward", mutates_args=())
 def _backward_op(
-    dout: Tensor, dstates: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor
+    dout: Tensor,
+    dstates: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dfinal = None if dstates is None else dstates[-1]
     with torch.autocast(q.device.type, enabled=False):
-        *found, dstate = chunked.backward(dout, dfinal, q, k, v, g, beta, states)
+        *found, dstate = scans.backward(dout, dfinal, q, k, v, g, beta, states, backend=backend)
     dq, dk, dv, dg, dbeta = (dx.to(x.dtype) for dx, x in zip(found, (q, k, v, g, beta), strict=True))
     return dq, dk, dv, dg, dbeta, dstate.clone()
 
 
 @_backward_op.register_fake
-def _(dout: Tensor, dstates: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor) -> Any:
+def _(
+    dout: Tensor, dstates: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, backend: str
+) -> Any:
     return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), states.new_empty(states.shape[1:])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, state = inputs
+    *tensors, state, ctx.backend = inputs
     ctx.state_dtype = None if state is None else state.dtype
     ctx.save_for_backward(*tensors, output[1])
     ctx.set_materialize_grads(False)
@@ -156,8 +148,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, dout: Tensor | None, dstates: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, states = ctx.saved_tensors
     dout = torch.zeros_like(inputs[2]) if dout is None else dout
-    *gradients, dstate = torch.ops.longmesh.delta_rule_backward(dout, dstates, *inputs, states)
-    return *gradients, None if ctx.state_dtype is None else dstate.to(ctx.state_dtype)
+    *gradients, dstate = torch.ops.longmesh.delta_rule_backward(dout, dstates, *inputs, states, ctx.backend)
+    return *gradients, None if ctx.state_dtype is None else dstate.to(ctx.state_dtype), None
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)

@@ -146,7 +146,7 @@ class ContextParallel:
             self._executor = StagedExecutor(geometry, self.transport, rank, backend, self._heads, stages)
             self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges
         self._state_executor = StateExecutor(geometry, self.transport, rank, backend)
-        self._delta_executor = DeltaExecutor(self.transport, rank)
+        self._delta_executor = DeltaExecutor(self.transport, rank, backend)
         self._bind_plan(plan)
 
     def under(

@@ -100,8 +100,12 @@ class DeltaExecutor:
 
     transport: Transport
     rank: int
+    backend: str = "auto"
+    """As for ``select_delta_backend``; softmax attention's other backends leave it to ``auto``."""
 
     def __post_init__(self) -> None:
+        if self.backend not in scan.DELTA_BACKENDS:
+            self.backend = "auto"
         self.handle = _executors.add(self)
 
     def forward(self, plan: Plan, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -113,7 +117,7 @@ class DeltaExecutor:
         out, kept = torch.zeros_like(v), dict[Part, list[Tensor]]()
 
         def compute(part: Part, state: Tensor | None = None) -> Tensor:
-            found, states = scan.scan(*part.inputs(tensors), state)
+            found, states = scan.scan(*part.inputs(tensors), state, backend=self.backend)
             part.put(out, found)
             kept[part] = [states]
             return states[-1]
@@ -122,7 +126,7 @@ class DeltaExecutor:
 
         def meanwhile() -> None:
             for part in mine.wide:
-                maps[part] = scan.wide_scan(*part.inputs(tensors))
+                maps[part] = scan.wide_scan(*part.inputs(tensors), backend=self.backend)
             for part in mine.whole:
                 compute(part)
 
@@ -147,7 +151,8 @@ class DeltaExecutor:
         found = [torch.zeros_like(x) for x in tensors]
 
         def compute(part: Part, dfinal: Tensor | None = None) -> Tensor:
-            *gradients, dstate = scan.backward(part.of(dout), dfinal, *part.inputs(tensors), saved[part][0])
+            taken = part.of(dout), dfinal, *part.inputs(tensors), saved[part][0]
+            *gradients, dstate = scan.backward(*taken, backend=self.backend)
             for dx, gradient in zip(found, gradients, strict=True):
                 part.put(dx, gradient)
             return dstate

@@ -1,6 +1,6 @@
 """The delta rule in chunks against the recurrence token by token: outputs, states, every gradient."""
 
-from typing import NamedTuple
+from functools import partial
 
 import pytest
 import torch
@@ -9,29 +9,11 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.delta import scan
-from kernels.delta.rule import delta_rule, forgetting, select_delta_backend
+from kernels.delta.rule import delta_rule, forgetting
+from kernels.delta.scan import select_delta_backend
 from runtime.errors import UserError
+from tests.kernels.delta.cases import PACKED, Case, errors, inputs, results
 
-NAMES = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-
-
-class Case(NamedTuple):
-    """Inputs of a rule with 2 key heads."""
-
-    length: int
-    shared: int = 1
-    """Value heads of a key head."""
-    per_channel: bool = False
-    documents: tuple[int, ...] | None = None
-    gate: float = 0.3
-    """The gate of every eighth token; 0.3 times a random number elsewhere."""
-    beta: float = 2.0
-    equal_keys: bool = False
-    width: int = 16
-    values: int = 24
-
-
-PACKED = (0, 1, 64, 130, 131, 200)
 CASES = [
     Case(length, shared, per_channel, documents)
     for shared, per_channel in ((1, False), (3, False), (1, True))
@@ -52,48 +34,6 @@ HARD = [
         Case(200, gate=100.0, beta=2.0, equal_keys=True, documents=PACKED),
     )
 ]
-
-
-def inputs(case):
-    """q, k, v, g, beta and state, in float64."""
-    generator = torch.Generator().manual_seed(case.length)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-
-    heads = 2 * case.shared
-    q, k = (F.normalize(draw(case.length, 2, case.width), dim=-1) for _ in range(2))
-    k = k[:, :1].expand_as(k) if case.equal_keys else k
-    g = -0.3 * draw(case.length, heads, *([case.width] if case.per_channel else [])).abs()
-    g[:, ::8] = -case.gate
-    g = 0 * g if case.gate == 0 else g
-    beta = case.beta * torch.sigmoid(draw(case.length, heads))
-    v, state = draw(case.length, heads, case.values), draw(heads, case.width, case.values)
-    return [q * case.width**-0.5, k, v, g, beta, state]
-
-
-def results(case, backend, dtype=torch.float64):
-    """Compute ``NAMES`` from inputs in a dtype, with the state's in float32 or wider."""
-    leaves = inputs(case)
-    leaves = [x.to(dtype).contiguous().requires_grad_() for x in leaves[:5]] + [leaves[5].to(wide(dtype))]
-    state = leaves[5].requires_grad_()
-    found = delta_rule(*leaves[:5], state, documents=case.documents, backend=backend)
-    generator = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in found]
-    return [*found, *torch.autograd.grad(found, leaves, gradients)]
-
-
-def wide(dtype):
-    return torch.promote_types(dtype, torch.float32)
-
-
-def errors(case, found):
-    """Errors relative to the norms of the recurrence in float64."""
-    truth = results(case, "reference")
-    return {
-        name: ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
-        for name, a, b in zip(NAMES, found, truth, strict=True)
-    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -211,7 +151,7 @@ def test_transformers_rule():
 def test_operators_are_as_their_fakes_say(case):
     leaves = inputs(case)
     leaves = [x.float().contiguous().requires_grad_() for x in leaves]
-    torch.library.opcheck(torch.ops.longmesh.delta_rule.default, tuple(leaves))
+    torch.library.opcheck(torch.ops.longmesh.delta_rule.default, (*leaves, "chunked"))
     compiled = torch.compile(lambda *x: delta_rule(*x)[0], backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*leaves), delta_rule(*leaves)[0])
 
@@ -243,3 +183,25 @@ def test_wrong_documents_and_backends_are_named():
             delta_rule(*empty)
     with pytest.raises(UserError, match="cudnn"):
         select_delta_backend("cudnn")
+
+
+def test_a_backend_fits_its_inputs():
+    auto = partial(select_delta_backend, "auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "has_triton", lambda: True)
+        assert auto("cuda", torch.bfloat16) == "triton"
+        assert auto("cuda", torch.bfloat16, per_channel=True) == "chunked"
+        assert auto("cuda", torch.bfloat16, width=264) == "chunked"
+        assert auto("cuda", torch.float32) == auto("cpu", torch.bfloat16) == "chunked"
+        refused = partial(select_delta_backend, "triton")
+        for device, dtype, more, reason in (
+            ("cpu", torch.float32, {}, "needs a cuda device and this one is cpu"),
+            ("cuda", torch.float64, {}, "takes no torch.float64"),
+            ("cuda", torch.float32, {"per_channel": True}, "these are per channel"),
+            ("cuda", torch.float32, {"width": 264}, "these have 264"),
+        ):
+            with pytest.raises(UserError, match=reason):
+                refused(device, dtype, **more)
+        patch.setattr(scan, "has_triton", lambda: False)
+        with pytest.raises(UserError, match="not installed"):
+            refused("cuda", torch.float16)

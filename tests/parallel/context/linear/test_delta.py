@@ -92,8 +92,8 @@ def decay_alone():
     """M replaced by the decay of linear attention."""
     wide = delta.scan.wide_scan
 
-    def without(q, k, v, g, beta):
-        out, reads, states = wide(q, k, v, g, beta)
+    def without(q, k, v, g, beta, backend):
+        out, reads, states = wide(q, k, v, g, beta, backend=backend)
         states[-1, ..., v.shape[-1] :] = torch.diag_embed(g.sum(1).exp()[..., None].expand(*states.shape[1:4]))
         return out, reads, states
 

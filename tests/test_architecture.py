@@ -44,7 +44,7 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 260,
-    "model": 4600,
+    "model": 4960,
     "kernels": 4490,
     "parallel": 6610,
     "checkpoint": 1570,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1880,
     "bench": 2850,
-    "tests": 41270,
+    "tests": 41440,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

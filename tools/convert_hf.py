@@ -119,7 +119,7 @@ def export_model(
             count = write_adapter(draft, ours, read_cast, model, extra.get(IMPORTED) or _base_of(config, contents))
         return f"exported {count} adapters of {folder} to {target}, as PEFT reads them"
     longer = ""
-    if IMPORTED not in extra and not (model.linear_attention or model.learned_positions):
+    if IMPORTED not in extra and model.rotates and not model.linear_attention:
         before, trained_on = model.max_position_embeddings or model.scaled_length, _length_trained_on(run, config)
         model = replace(model, max_position_embeddings=max(before, trained_on))
         if trained_on > before > 0:

@@ -82,7 +82,7 @@ def write_adapter(
 def peft_name(name: str) -> str:
     """Return PEFT's name of a parameter of ours: that of the linear layer, and then as ours."""
     linear, matrix, kind = name.rsplit(".", 2)
-    return f"{BASE}{LLAMA.names.of(f'{linear}.{kind}')[0].removesuffix(kind)}{matrix}.{kind}"
+    return f"{BASE}{LLAMA.names.of(f'{linear}.{kind}').removesuffix(kind)}{matrix}.{kind}"
 
 
 def read_adapter(

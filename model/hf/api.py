@@ -15,7 +15,17 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.hf.adapter import CONFIG as ADAPTER
 from model.hf.configs import config_from_hf, config_to_hf, families, family_of
-from model.hf.folder import CONFIG, Read, check_described, check_sizes, check_state, described, finite, read_json
+from model.hf.folder import (
+    CONFIG,
+    Joined,
+    Read,
+    check_described,
+    check_sizes,
+    check_state,
+    described,
+    finite,
+    read_json,
+)
 from model.hf.shards import Weights, inside, new_folder, write_model
 from model.registry import shapes_of
 from runtime.errors import UserError
@@ -27,12 +37,17 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
     return {name: read(name) for name in ours}
 
 
-def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], Read]:
+def our_weights(
+    state: Mapping[str, Tensor], config: ModelConfig, tell: Callable[[str], Any] = warnings.warn
+) -> tuple[dict[str, Tensor], Read]:
     """Return meta tensors of our parameters, and what reads one of theirs as ours; the state may be ``Weights``.
 
-    Raises UserError as ``from_hf``: for non-finite values when they are read, for the rest now.
+    ``tell`` takes a line of what is passed over. Raises UserError as ``from_hf``: for non-finite values when they are
+    read, for the rest now.
     """
-    family, found = families(config)[0], described(state)
+    family = families(config)[0]
+    state = Joined(state, family.apart) if family.apart else state
+    found = described(state)
     sizes = {
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocabulary,
@@ -44,21 +59,28 @@ def our_weights(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[
     shapes = shapes_of(config)
     names = {name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: name for name in found}
     names = {whole: name for whole, name in names.items() if not re.fullmatch(family.derived, whole)}
+    if passed := sorted(name for name in names if re.fullmatch(family.skipped, name)):
+        parts = ", ".join(dict.fromkeys(re.sub(r"^(model\.)?(\w+)\..*", r"\1\2", name) for name in passed))
+        tell(f"note: {len(passed)} weights of {parts} are passed over: they are no part of a {config.model_type} here")
+        names = {name: names[name] for name in names.keys() - set(passed)}
     if sinks := sorted(name for name in names if name.endswith(".sinks")):
         raise UserError(
             f"{sinks[0]} holds attention sinks, and a model of model_type {config.model_type} has none there, so that "
             "other tokens would get their share; take a checkpoint without sinks: gpt-oss is not read"
         )
+    inside = {table: table.inside(shapes, config) for table in (family.names, *family.stored)}
+    table = max(inside, key=lambda one: len(inside[one].keys() & names))
+    whole_embedding = table.of("embedding.weight")
     if not config.untie_embeddings_and_output_weights and "lm_head.weight" in names:
-        output, embedding = state[names.pop("lm_head.weight")], names.get(family.embedding)
+        output, embedding = state[names.pop("lm_head.weight")], names.get(whole_embedding)
         if embedding is not None and not torch.equal(output, state[embedding]):
-            raise UserError(f"lm_head.weight differs from {family.embedding}, yet tie_word_embeddings is true")
+            raise UserError(f"lm_head.weight differs from {whole_embedding}, yet tie_word_embeddings is true")
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     metas = {whole: found[name] for whole, name in names.items()}
-    check_described(metas, {name: weight.shape for name, weight in family.names.to_theirs(empty, config).items()})
+    check_described(metas, {name: weight.shape for name, weight in table.to_theirs(empty, config).items()})
     whole = finite(lambda name: state[names[name]])
-    ours = {name: family.names.ours(metas.__getitem__, name, config) for name in shapes}
-    return ours, lambda name: family.names.ours(whole, name, config)
+    ours = {name: table.ours(metas.__getitem__, name, config) for name in shapes}
+    return ours, lambda name: table.ours(whole, name, config)
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -86,7 +108,7 @@ def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -
     """
     names = family_of(config).names
     check_described(ours, shapes_of(config))
-    inside, whole = names.inside(ours), finite(read)
+    inside, whole = names.inside(ours, config), finite(read)
     return names.to_theirs(ours, config), lambda name: names.theirs(whole, inside[name], config)
 
 
@@ -105,7 +127,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def open_hf(folder: Path, tell: Callable[[str], Any] = warnings.warn) -> tuple[ModelConfig, dict[str, Tensor], Read]:
     """Return a folder's configuration, meta tensors of our parameters, and what reads one. UserError as load_hf."""
     config = config_from_hf(read_config(folder), folder)
-    return config, *our_weights(Weights(folder, tell), config)
+    return config, *our_weights(Weights(folder, tell), config, tell)
 
 
 def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Configurations of Hugging Face's models from and to ours, by the tables of their families.
 
-Each family has its file: llama.py (LLaMA and its kin), gpt2.py and transnormer.py.
+Each family has its file: llama.py (LLaMA and its kin), gpt2.py, transnormer.py, qwen3_5.py and olmo_hybrid.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig, architecture_of
-from model.hf import gpt2, llama, transnormer
-from model.hf.family import Contents, Family
+from model.hf import gpt2, llama, olmo_hybrid, qwen3_5, transnormer
+from model.hf.family import TIED, TOKEN_IDS, Contents, Family
 from model.hf.folder import CONFIG, shown
 from runtime.errors import UserError
 
 NOT_KEPT = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Entries that describe the files, not the model."""
 _ALL = (llama.LLAMA, llama.MISTRAL, llama.MINISTRAL, llama.QWEN2, llama.QWEN3, gpt2.GPT2, transnormer.TRANSNORMER)
+_ALL += (qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID)
 FAMILIES = {family.kind: family for family in _ALL}
 """By the model_type in config.json; of several that can write a model of ours, the first one does."""
 
@@ -62,8 +63,22 @@ def family_in(hf: Contents) -> Family:
     """
     kind = hf.get("model_type", "llama")
     if kind not in list(FAMILIES):  # not in the dict: JSON lists are unhashable
-        raise UserError(f"{CONFIG}: model_type = {shown(kind)} is not supported; only {_listed(FAMILIES)} are")
+        known = [family.whole or kind for kind, family in FAMILIES.items()]
+        raise UserError(f"{CONFIG}: model_type = {shown(kind)} is not supported; only {_listed(known)} are")
     return FAMILIES["ministral" if kind == "mistral" and "layer_types" in hf else kind]
+
+
+def own_part(hf: Contents) -> Contents:
+    """Return the entries of the text model in a config.json of a model that has other parts; otherwise all."""
+    family = next((one for one in FAMILIES.values() if one.whole and one.whole == hf.get("model_type")), None)
+    if family is None:
+        return hf
+    inner = hf.get(family.nested)
+    if not isinstance(inner, dict):
+        raise UserError(f"{CONFIG}: {family.nested} = {shown(inner)} is not supported; only a table is")
+    outer = {key: hf[key] for key in TOKEN_IDS if key in hf and key not in inner}
+    tied = {TIED: hf[TIED]} if TIED in hf else {}  # transformers looks at the outer one
+    return {"model_type": family.kind} | outer | inner | tied
 
 
 def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> ModelConfig:
@@ -73,6 +88,7 @@ def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> ModelConfig:
     known to change nothing.
     """
     try:
+        hf = own_part(hf)
         family = family_in(hf)
         family.check(hf)
         return family.read(hf)
@@ -98,7 +114,7 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
     with biases and norms of q and k, a GPT with rope, fewer key heads or another head width, a TransNormer with another
     decay or epsilon, a Linear Transformer.
     """
-    contents = contents or {}
+    contents = own_part(contents or {})
     names = [one.kind for one in families(config)]
     if "model_type" in contents and (kind := contents["model_type"]) not in names:
         only = " or ".join(map(shown, names))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.dit import dit_shapes, position_embedding
 from model.dit_config import DiTConfig
-from model.hf.family import Names
+from model.hf.family import Fused, Names
 from model.hf.folder import CONFIG, check_sizes, check_state, entry, read_json, shown
 from model.hf.shards import Weights, new_folder, write_model
 from runtime.errors import UserError
@@ -24,8 +24,7 @@ NAMES = Names(
     top={"x_embedder": "x_embedder.proj", "y_embedder": "y_embedder.embedding_table"},
     layers="blocks",
     layer={"attention.wo": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"},
-    fused="attn.qkv",
-    parts=("attention.wq", "attention.wk", "attention.wv"),
+    fused={"attn.qkv": Fused(("attention.wq", "attention.wk", "attention.wv"))},
     ours_of=lambda config, name, weight: _to_linear(weight) if name == PATCHES else weight,
     theirs_of=lambda config, name, weight: _to_convolution(weight, config) if name == PATCHES else weight,
 )

@@ -78,9 +78,38 @@ def unchanged(config: Any, name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-@dataclass(frozen=True)
+class Fused(NamedTuple):
+    """Modules of ours that one of theirs holds, joined along ``dim`` of their weight."""
+
+    parts: tuple[str, ...]
+    dim: int = 0
+    sizes: Callable[[Any], Sequence[int]] | None = None
+    """Channels of each part, along ``dim``; all alike by default."""
+    groups: Callable[[Any], int] = lambda config: 1
+    """Groups that the joined channels are in, each with its share of every part, such as the heads."""
+
+    def part(self, weight: Tensor, number: int, config: Any) -> Tensor:
+        """Return one of our modules' weight: a view, unless there are groups."""
+        groups, along = self.groups(config), self.dim % weight.ndim
+        if groups > 1:
+            weight = weight.unflatten(along, (groups, -1))
+            along += 1
+        if self.sizes is None:
+            found = weight.chunk(len(self.parts), along)[number]
+        else:
+            found = weight.split([size // groups for size in self.sizes(config)], along)[number]
+        return found.flatten(along - 1, along) if groups > 1 else found
+
+    def joined(self, weights: Sequence[Tensor], config: Any) -> Tensor:
+        """Return theirs of our weights, which have channels first."""
+        if (groups := self.groups(config)) == 1:
+            return torch.cat(list(weights))
+        return torch.cat([weight.unflatten(0, (groups, -1)) for weight in weights], 1).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
 class Names:
-    """Names of weights; a module that is in neither table has ours."""
+    """Names of weights; a module that is in no table has ours."""
 
     top: Mapping[str, str]
     """Names of modules outside of the layers, by ours."""
@@ -88,46 +117,57 @@ class Names:
     """The beginning of their layers' names, before the number."""
     layer: Mapping[str, str]
     """Names of modules of a layer, by ours."""
-    fused: str = ""
-    """A module of theirs that holds ``parts`` of ours, joined along ``dim`` of their weight."""
-    parts: tuple[str, ...] = ()
-    dim: int = 0
+    fused: Mapping[str, Fused] = field(default_factory=dict)
+    """Modules of a layer of theirs that hold several of ours."""
+    linear: "Names | None" = None
+    """Names in layers without softmax attention, where these are others."""
     ours_of: Change = unchanged
     theirs_of: Change = unchanged
 
-    def of(self, name: str) -> tuple[str, int | None]:
-        """Return their name of our parameter, and for a fused one which part it is."""
+    def of(self, name: str, config: Any = None) -> str:
+        """Return their name of our parameter; ``config`` need be known if layers are of two kinds."""
+        return self._place(name, config)[0]
+
+    def _place(self, name: str, config: Any) -> tuple[str, Fused | None, int]:
+        """Return their name of our parameter and, of one that is fused, how and which part it is."""
         module, kind = name.rsplit(".", 1)
         if not module.startswith("layers."):
-            return f"{self.top.get(module, module)}.{kind}", None
+            return f"{self.top.get(module, module)}.{kind}", None, 0
         _, layer, module = module.split(".", 2)
-        part = self.parts.index(module) if module in self.parts else None
-        inside = self.layer.get(module, module) if part is None else self.fused
-        return f"{self.layers}.{layer}.{inside}.{kind}", part
+        table = self if self.linear is None or config.has_softmax(int(layer)) else self.linear
+        for theirs, fused in table.fused.items():
+            if module in fused.parts:
+                return f"{self.layers}.{layer}.{theirs}.{kind}", fused, fused.parts.index(module)
+        return f"{self.layers}.{layer}.{table.layer.get(module, module)}.{kind}", None, 0
 
     def ours(self, theirs: Read, name: str, config: Any) -> Tensor:
-        """Return one of our parameters: the same tensor as theirs or a view of it, unless ``ours_of`` copies it."""
-        their_name, part = self.of(name)
-        weight = theirs(their_name)
-        return self.ours_of(config, name, weight if part is None else weight.chunk(len(self.parts), self.dim)[part])
+        """Return one of our parameters: the same tensor as theirs or a view of it, unless ``ours_of`` copies it.
 
-    def inside(self, names: Iterable[str]) -> dict[str, list[str]]:
+        One of a group's channels is a copy.
+        """
+        their_name, fused, part = self._place(name, config)
+        weight = theirs(their_name)
+        return self.ours_of(config, name, weight if fused is None else fused.part(weight, part, config))
+
+    def inside(self, names: Iterable[str], config: Any) -> dict[str, list[str]]:
         """Return which of our parameters each of theirs holds, in its order."""
-        return {
-            theirs: [name] if part is None else [name.replace(self.parts[0], one) for one in self.parts]
-            for name in names
-            for theirs, part in [self.of(name)]
-            if not part
-        }
+        found: dict[str, list[str]] = {}
+        for name in names:
+            theirs, fused, part = self._place(name, config)
+            if not part:
+                parts = (fused.parts if fused else None) or ("",)
+                found[theirs] = [name.replace(parts[0], one) for one in parts]
+        return found
 
     def theirs(self, ours: Read, inside: Sequence[str], config: Any) -> Tensor:
         """Return one of their parameters: the same tensor as ours, unless it is fused or ``theirs_of`` copies it."""
         weights = [ours(name) for name in inside]
-        return self.theirs_of(config, inside[0], weights[0] if len(weights) == 1 else torch.cat(weights))
+        fused = self._place(inside[0], config)[1]
+        return self.theirs_of(config, inside[0], weights[0] if fused is None else fused.joined(weights, config))
 
     def to_theirs(self, ours: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
         """Return their state dict, as ``theirs``."""
-        return {name: self.theirs(ours.__getitem__, own, config) for name, own in self.inside(ours).items()}
+        return {name: self.theirs(ours.__getitem__, own, config) for name, own in self.inside(ours, config).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +195,8 @@ class Family:
     which an export writes unless it is None."""
     rates: tuple[str, ...] = ()
     """Keys of dropout, which a trained model does not use; an export writes 0."""
+    ids: tuple[str, ...] = ("bos_token_id", "eos_token_id")
+    """Ids of tokens that transformers has defaults for, of its own vocabularies; an export writes null."""
     ignored: frozenset[str] = frozenset()
     """Keys of its own that change nothing."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -165,11 +207,21 @@ class Family:
     """Pattern of names in old checkpoints that are not weights."""
     prefix: str = ""
     """Beginning of all names but lm_head's, which some files omit."""
+    stored: tuple[Names, ...] = ()
+    """Other names that files have."""
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules that files may hold in parts, by theirs."""
+    nested: str = ""
+    """Key of the table that holds this model's entries where it is part of another one, of ``whole``."""
+    whole: str = ""
+    """model_type of that other one."""
+    skipped: str = r"(?!)"
+    """Pattern of names of parts that are no part of our model; a line says so."""
 
     @property
     def embedding(self) -> str:
         """Their name of the embedding's weight, which lm_head.weight may be tied to."""
-        return self.names.of("embedding.weight")[0]
+        return self.names.of("embedding.weight")
 
     @property
     def known(self) -> set[str]:
@@ -230,8 +282,7 @@ class Family:
         found[TIED] = not config.untie_embeddings_and_output_weights
         for part in self.parts:
             found |= part.write(config)
-        # transformers' default ids are of its own vocabularies, which this one may not have.
-        unsaid = {"bos_token_id": None, "eos_token_id": None} | dict.fromkeys(self.rates, 0.0)
+        unsaid: dict[str, Any] = dict.fromkeys(self.ids) | dict.fromkeys(self.rates, 0.0)
         unsaid |= {key: one.default for key, one in self.fields.items() if one.default not in (REQUIRED, None)}
         unsaid |= {key: values[0] for key, values in self.only.items() if values[0] is not None}
         replaced = {*self.aliases, *(key for part in self.parts for key in part.keys)}

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,30 @@ def finite(read: Read) -> Read:
         return weight
 
     return checked
+
+
+class Joined(Mapping[str, Tensor]):
+    """A state whose modules that are stored in parts are whole, joined as they are read."""
+
+    def __init__(self, state: Mapping[str, Tensor], apart: Mapping[str, Sequence[str]]) -> None:
+        """Look for the modules of ``apart``, each with its parts in their order."""
+        self._state, self._parts = state, {name: [name] for name in state}
+        for whole, parts in apart.items():
+            for first in [name for name in state if parts[0] in name]:
+                names = [first.replace(parts[0], part) for part in parts]
+                if all(name in self._parts for name in names):
+                    self._parts = {name: own for name, own in self._parts.items() if name not in names}
+                    self._parts[first.replace(parts[0], whole)] = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        parts = [self._state[part] for part in self._parts[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 def described(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

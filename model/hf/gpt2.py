@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.hf.family import Family, Field, Names, Need, Part
+from model.hf.family import Family, Field, Fused, Names, Need, Part
 
 _UNUSED = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
@@ -75,9 +75,7 @@ GPT2 = Family(
             "mlp.up": "mlp.c_fc",
             "mlp.down": "mlp.c_proj",
         },
-        fused="attn.c_attn",
-        parts=("attention.wq", "attention.wk", "attention.wv"),
-        dim=-1,
+        fused={"attn.c_attn": Fused(("attention.wq", "attention.wk", "attention.wv"), dim=-1)},
         ours_of=_turned,
         theirs_of=_turned,
     ),

@@ -19,8 +19,15 @@ TRAINED = "original_max_position_embeddings"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", TRAINED)
 
 
-def _rope_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our settings of rope: transformers 4 has a table rope_scaling beside rope_theta, 5 rope_parameters."""
+def rope_from_hf(
+    hf: Contents, settings: dict[str, Any], share: float | None = None, others: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return our settings of rope: transformers 4 has a table rope_scaling beside rope_theta, 5 rope_parameters.
+
+    Args:
+        share: of a head's channels that turns by default, in a model which may have another one; None is all.
+        others: keys of the table that change nothing.
+    """
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(hf.get(key), dict | None):
             raise UserError(f"{CONFIG}: {key} = {shown(hf[key])} is not supported; only a table is")
@@ -30,19 +37,20 @@ def _rope_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
     plain = kind == "default" or (kind == "linear" and rope.get("factor") == 1)
     parts = [entry(one, "partial_rotary_factor", float, None) for one in (rope, hf)]
-    if any(part not in (None, 1) for part in parts) or not (plain or kind in list(SETTINGS)):
+    if (share is None and any(part not in (None, 1) for part in parts)) or not (plain or kind in list(SETTINGS)):
         raise UserError(
             f"{CONFIG}: {key} = {shown(rope)} is not supported; only default, {', '.join(SETTINGS)} of all channels are"
         )
     known = SETTINGS.get(kind, ())
-    strange = rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", TRAINED, *known}
+    strange = rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", TRAINED, *known, *others}
     if strange:
         raise UserError(
             f"{CONFIG}: {key} = {shown({name: rope[name] for name in sorted(strange)})} is not supported by {kind}; "
             f"only {', '.join(known) or 'rope_theta'} {'are' if known else 'is'}"
         )
+    turned = {} if share is None else {"rotary_percent": next((part for part in parts if part is not None), share)}
     if plain:
-        return {"rotary_base": base}
+        return {"rotary_base": base} | turned
     found: dict[str, Any] = {f"{SCALING}factor": entry(rope, "factor", float)}
     if TRAINED in known:
         longest = settings["max_position_embeddings"]
@@ -53,22 +61,23 @@ def _rope_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
             found[SCALING + name] = entry(rope, name, bool, True)
         elif name not in ("factor", TRAINED):
             found[SCALING + name] = entry(rope, name, float, *([] if kind == "llama3" else [None]))
-    return {"rotary_base": base, "rope_scaling_type": kind, **found}
+    return {"rotary_base": base, "rope_scaling_type": kind, **found, **turned}
 
 
-def _rope_to_hf(config: ModelConfig) -> dict[str, Any]:
+def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Return rope_theta and its table, for transformers 5 and, where it is scaled, for 4; and the longest sequence."""
     base, kind = float(config.rotary_base), config.rope_scaling_type
     longest = config.max_position_embeddings or config.scaled_length
     if config.rope_scaling_seq_length is not None:  # theirs looks at each text's length, and ours no longer does
-        base, kind = dynamic_base(config, config.head_dim, config.rope_scaling_seq_length), None
+        base, kind = dynamic_base(config, config.rotary_dim, config.rope_scaling_seq_length), None
         longest = max(config.max_position_embeddings or 0, config.rope_scaling_seq_length)
     elif kind == "dynamic":
         longest = config.rope_scaling_original_max_position_embeddings or 0  # the length that theirs scales from
     length = {"max_position_embeddings": longest} if longest else {}
+    turned = {} if config.rotary_percent == 1 else {"partial_rotary_factor": config.rotary_percent}
     if kind is None:
-        return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}} | length
-    scaling: dict[str, Any] = {"rope_type": kind}
+        return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base, **turned}} | length
+    scaling: dict[str, Any] = {"rope_type": kind, **turned}
     for name in SETTINGS[kind] if kind != "dynamic" else ("factor",):
         resolved = kind == "llama3" and name.endswith("freq_factor")
         value = config.setting(name) if resolved else getattr(config, SCALING + name)
@@ -163,7 +172,7 @@ FIELDS = {
     "rms_norm_eps": Field("norm_epsilon", float, 1e-6),
     "initializer_range": Field("init_method_std", float, 0.02),
 }
-PARTS = (Part(ROPE, _rope_from_hf, _rope_to_hf),)
+PARTS = (Part(ROPE, rope_from_hf, rope_to_hf),)
 NO_BIASES = {"attention_bias": (None, False), "mlp_bias": (None, False)}
 QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.hf.family import Contents, Family, Field, Names, Need, Part
+from model.hf.family import Contents, Family, Field, Fused, Names, Need, Part
 from model.hf.folder import CONFIG, entry, shown
 from runtime.errors import UserError
 
@@ -73,8 +73,7 @@ TRANSNORMER = Family(
             "mlp.up": "channel_mixer.l2",
             "mlp.down": "channel_mixer.l3",
         },
-        fused="token_mixer.qkvu_proj",
-        parts=("attention.wq", "attention.wk", "attention.wv", "attention.wu"),
+        fused={"token_mixer.qkvu_proj": Fused(tuple(f"attention.{w}" for w in ("wq", "wk", "wv", "wu")))},
         ours_of=lambda config, name, weight: weight.flatten() if name == THETA else weight,
         theirs_of=_theta_to_theirs,
     ),

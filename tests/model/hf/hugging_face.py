@@ -1,6 +1,7 @@
 """Hugging Face's models with random weights, and ours with the same, for the tests that compare the two."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from model.config import ModelConfig
 from model.hf import config_to_hf, from_hf
 from model.registry import build_model
 from model.rope import frequencies
+from tests.model.models import without_float32
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's models")
 
@@ -55,6 +57,18 @@ WINDOW = {"window_size": "7,0", "window_attn_skip_freq": "[0,1]"}
 TRAINED = "rope_scaling_original_max_position_embeddings"
 BANDS = {"rope_scaling_low_freq_factor": 1.0, "rope_scaling_high_freq_factor": 4.0}
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 8.0, TRAINED: 16}
+DELTA = {
+    "num_layers": 3,
+    "softmax_every": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+QWEN3_5 = dataclasses.replace(
+    LLAMA, model_type="qwen3_5", num_attention_heads=3, num_query_groups=1, kv_channels=16, rotary_percent=0.25, **DELTA
+)
+OLMO_HYBRID = dataclasses.replace(LLAMA, model_type="olmo_hybrid", rotary_base=10000.0, **DELTA)
 CONFIGS = {
     "llama": LLAMA,
     "llama, mha": llama(num_query_groups=6),
@@ -70,6 +84,17 @@ CONFIGS = {
     "qwen2, tied, a window": odd(add_qkv_bias=True, **WINDOW, **TIED),
     "qwen3": odd(qk_layernorm=True),
     "qwen3, tied": odd(qk_layernorm=True, **TIED),
+    "qwen3_5": QWEN3_5,
+    "qwen3_5, tied, yarn": dataclasses.replace(QWEN3_5, **TIED, **YARN),
+    "olmo_hybrid": OLMO_HYBRID,
+    "olmo_hybrid, tied, defaults": dataclasses.replace(
+        OLMO_HYBRID,
+        **TIED,
+        linear_num_key_heads=6,
+        linear_num_value_heads=6,
+        linear_value_head_dim=12,
+        linear_conv_kernel_dim=3,
+    ),
     "gpt2": GPT2,
     "gpt2, untied": dataclasses.replace(GPT2, untie_embeddings_and_output_weights=True),
     "gpt2, narrow feed-forward": dataclasses.replace(GPT2, ffn_hidden_size=80),
@@ -85,20 +110,34 @@ class ExactRotary(nn.Module):
         self.config = config
 
     def forward(self, x, position_ids):
-        turns, scale = frequencies(self.config, self.config.head_dim, position_ids)  # tests/model/test_rope.py
+        position_ids = position_ids.view(-1, *position_ids.shape[-2:])[0]  # of text, whose rows are alike
+        turns, scale = frequencies(self.config, self.config.rotary_dim, position_ids)  # tests/model/test_rope.py
         angles = position_ids[..., None].double() * turns.repeat(2)
         return scale * angles.cos(), scale * angles.sin()
 
 
 def hugging_face(config, dtype=torch.float32):
-    """Random weights, norms and biases included; in float64, LLaMA's float32 islands (norms, angles) too."""
+    """Random weights, norms and biases included; in float64, float32 islands (norms, angles, delta rules) too.
+
+    Models with a delta rule are always in float64: in float32 the sums of their gates lose digits.
+    """
     torch.manual_seed(0)
     shape = transformers.AutoConfig.for_model(**config_to_hf(config))
     theirs = transformers.AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     for parameter in theirs.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.5 * torch.rand(parameter.shape)
-    theirs.to(dtype)
+    theirs.to(torch.float64 if config.recurrent else dtype)
+    if config.recurrent:
+        forward, module = theirs.forward, sys.modules[type(theirs).__module__]
+        if config.rotates:
+            theirs.model.rotary_emb = ExactRotary(config)
+
+        def wide(*inputs, **settings):
+            with without_float32(module):
+                return forward(*inputs, **settings)
+
+        theirs.forward = wide
     if config.model_type == "llama" and dtype == torch.float64:
         theirs.model.rotary_emb = ExactRotary(config)
         for name, module in list(theirs.named_modules()):

@@ -13,7 +13,17 @@ from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to
 from model.hf.configs import FAMILIES
 from model.registry import build_model
 from runtime.errors import UserError
-from tests.model.hf.hugging_face import CONFIGS, GPT2, LLAMA, TOKENS, hugging_face, ours, transformers
+from tests.model.hf.hugging_face import (
+    CONFIGS,
+    GPT2,
+    LLAMA,
+    OLMO_HYBRID,
+    QWEN3_5,
+    TOKENS,
+    hugging_face,
+    ours,
+    transformers,
+)
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
@@ -25,6 +35,7 @@ def config(request):
 def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
     theirs = hugging_face(config, dtype)
     model = ours(theirs, config, dtype)
+    bound *= 100 if config.recurrent else 1  # rates of strong gates have small gradients, which are sums that cancel
     expected, got = theirs(TOKENS).logits, model(TOKENS)
     assert expected.std() > 0.5
     # Relative, as the gradients': float32's last digits of a logit of 6 depend on the CPU's kernels.
@@ -97,8 +108,9 @@ def test_transformers_loads_what_is_saved(tmp_path, config, dtype):
         save_hf(tmp_path / "out", config, model.state_dict())
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN3_5, OLMO_HYBRID], ids=["llama", "gpt2", "qwen3_5", "olmo_hybrid"])
 def test_reads_shards_that_transformers_wrote(config, tmp_path):
+    """An OLMo Hybrid's have other names than its module's."""
     theirs = hugging_face(config)
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -135,6 +147,10 @@ ODD = [
     ("llama", {"rope_theta": 90.0}),
     ("llama", {"rope_scaling": {}}),
     ("gpt2", {"n_embd": 24, "hidden_size": 48}),
+    ("qwen3_5", {"layer_types": None, "full_attention_interval": 3}),
+    ("qwen3_5", {"rope_parameters": {"rope_theta": 90.0, "rope_type": "default", "mrope_section": [1, 1, 0]}}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": None}}),
+    ("olmo_hybrid", {"num_key_value_heads": 2, "linear_allow_neg_eigval": True}),
 ]
 """Changes of a config.json of a family that is still a model."""
 REFUSED = [
@@ -178,7 +194,8 @@ def test_a_config_json_is_read_as_transformers_reads_it(tmp_path, name, change, 
     model.load_state_dict(state)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     expected = theirs(TOKENS).logits
-    assert (model(TOKENS) - expected).abs().max() < 2e-6 * expected.abs().max()
+    bound = 5e-4 if config.recurrent else 2e-6  # float32 in both, and sums of gates in theirs
+    assert (model(TOKENS) - expected).abs().max() < bound * expected.abs().max()
     for kept in (contents, {}):  # an export as it came, and one of our fields alone
         save_hf(tmp_path / f"{bool(kept)}", config, state, kept)
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{bool(kept)}")

@@ -19,6 +19,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from runtime.errors import UserError
 from tools.common.arguments import one_line_errors, parser_for, positive, refuse_folder, run_command
+from tools.pictures import PALETTE, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +91,6 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
     """
     from matplotlib.figure import Figure
 
-    from tools.pictures import PALETTE, plain
     from train.watching.metrics import LOSSES as UNITS
 
     if not 0 <= smooth < 1:
@@ -147,13 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     refuse_folder("--output", args.output)
     layout = args.command == "layout"
     figure = layout_figure(args) if layout else losses_figure(args.runs, args.metric, args.by, args.smooth)
-    known = figure.canvas.get_supported_filetypes()
-    if args.output.suffix.lstrip(".").lower() not in known:
-        fix = f"end it in one of {', '.join(known)}"
-        raise UserError(f"--output is {args.output}, which names no picture format; {fix}")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.output, dpi=120)
-    print(f"written: {args.output}")
+    save(figure, args.output, "--output")
 
 
 if __name__ == "__main__":

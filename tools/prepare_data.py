@@ -11,7 +11,7 @@ What it wrote before with the same flags is kept, unless an input file has chang
         --output-prefix runs/data/chats
     python -m tools.prepare_data --chat --input sharegpt.json --seq-length 4096 --chat-template chatml \\
         --output-prefix runs/data/chats          # trains runs/data/chats_tokenizer/tokenizer.json for that template
-    python -m tools.prepare_data --check runs/data/chats --tokenizer-model tokenizer.json --inspect 2
+    python -m tools.prepare_data --check runs/data/chats --tokenizer-model tokenizer.json --inspect 2 --plot lengths.png
 
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX.model
 """
@@ -20,7 +20,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,10 +59,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     source("--input", nargs="+", metavar="PATH", help=inputs)
     source("--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there")
-    inspect = "with --check: show N documents, or samples of conversations; what carries loss is marked"
+    inspect = (
+        "with --check: show N documents, or samples of conversations, what carries loss marked, and the share of "
+        "tokens in documents longer than 1K, 4K, 32K and 128K"
+    )
     add("--inspect", type=positive, metavar="N", help=inspect)
     whole = "with --inspect: all of each text, not its beginning and end alone"
     add("--whole", action="store_true", help=whole)
+    plot = "with --inspect: draw the share of tokens in documents longer than any length, as .png, .pdf or .svg"
+    add("--plot", type=Path, metavar="FILE", help=plot)
     add("--suffix", default=".txt", help="ending of the files taken from a folder (default: %(default)s)")
     key = "field of the rows that holds the text (default: text); one, since a prefix holds one corpus"
     add("--json-keys", nargs="+", metavar="KEY", help=key)
@@ -94,7 +99,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--input needs --output-prefix: where to write": args.input and not args.output_prefix,
         one.format(len(args.json_keys or [])): args.json_keys and len(args.json_keys) > 1,
         "--inspect goes with --check PREFIX: what to show": args.inspect and not args.check,
-        "--whole goes with --inspect N": args.whole and not args.inspect,
+        "--whole and --plot go with --inspect N": (args.whole or args.plot) and not args.inspect,
         f"--chat needs {' and '.join(lacking)}": args.chat and lacking,
         named: args.chat and not args.tokenizer_model and args.chat_template not in NAMED,
         "--seq-length, --chat-template, --too-long and --skip-refused go with --chat": of_chat and not args.chat,
@@ -148,12 +153,22 @@ def _check(args: argparse.Namespace) -> int:
     from data.text.record import TOKENIZER
     from data.tokenizer import load_tokenizer
 
-    open_indexed(args.check)  # before a tokenizer, which a prefix never written lacks too
+    lengths = open_indexed(args.check).lengths  # before a tokenizer, which a prefix never written lacks too
+    if args.plot:
+        from tools.pictures import save
+        from tools.pictures.lengths import draw
+
+        refuse_folder("--plot", args.plot)
+        save(draw(lengths, args.check), args.plot, "--plot")
     trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
     tokenizer = load_tokenizer(args.tokenizer_model or (trained if trained.exists() else f"{args.check}.model"))
     print(check_prefix(args.check, tokenizer))
-    for line in shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty()) if args.inspect else ():
-        print(line)
+    if args.inspect:
+        from tools.pictures.lengths import lines
+
+        texts = shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty())
+        for line in chain(texts, lines(lengths)):
+            print(line)
     return 0
 
 

@@ -65,6 +65,7 @@ def test_bad_input_is_one_line(tmp_path):
 CONTRADICTING = """
     --input x | --stdlib --input x | --tokenizer-model t.model --vocab-size 300 | --max-bytes 0 | --vocab-size -3
     --workers 0 | --inspect 2 | --check x --stdlib | --check x --whole
+    --check x --plot y.png
     --chat --input x --output-prefix y --seq-length 8 | --input x --output-prefix y --too-long split
     --chat --input x --output-prefix y --seq-length 8 --chat-template mine.jinja
 """
@@ -117,7 +118,7 @@ def test_long_texts_are_shown_abridged(tmp_path, capsys):
     out = capsys.readouterr().out
     begin = f"<|user|>\n{'a' * 391}\n"
     assert f"{begin}... 1,233 of 2,033 characters left out, which --whole shows ...\n⟦bbb" in out
-    assert out.endswith(f"⟦{'b' * 395}</s>⟧\n\n")
+    assert f"⟦{'b' * 395}</s>⟧\n\ntokens in documents longer than\n    1,024 100.00% █" in out
     assert main([*shows, "--whole"]) == 0
     assert f"{'a' * 1000}</s>\n<|assistant|>\n⟦{'b' * 1000}</s>⟧\n" in capsys.readouterr().out
 
@@ -146,6 +147,12 @@ def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):
     assert "3 documents" in out
     assert out.count("=== document") == 2
     assert "many short stories about tokens.\n" in out
+    assert out.endswith("    1,024   0.00%\n    4,096   0.00%\n   32,768   0.00%\n  131,072   0.00%\n")
+    picture = tmp_path / "pictures" / "lengths.png"
+    assert main(["--check", f"{tmp_path}/d", "--inspect", "1", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["--check", f"{tmp_path}/d", "--inspect", "1", "--plot", f"{tmp_path}/d.txt"]) == 1
+    assert "--plot is" in capsys.readouterr().err
     with open(f"{tmp_path}/d.bin", "r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(b"\x05\x00")

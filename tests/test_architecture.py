@@ -53,11 +53,11 @@ BUDGET = {
     "planner": 2900,
     "runtime": 2440,
     "slurm": 350,
-    "tools": 4380,
+    "tools": 4440,
     "parity": 1020,
     "papers": 1880,
     "bench": 2850,
-    "tests": 41440,
+    "tests": 41470,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

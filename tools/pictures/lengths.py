@@ -1,4 +1,4 @@
-"""How long documents are: which share of the tokens lies in those longer than some lengths."""
+"""Lengths of documents: the share of the tokens that lies in those longer than some."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

@@ -56,8 +56,8 @@ BUDGET = {
     "tools": 4440,
     "parity": 1020,
     "papers": 1880,
-    "bench": 2850,
-    "tests": 41470,
+    "bench": 3060,
+    "tests": 41540,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

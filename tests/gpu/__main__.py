@@ -89,9 +89,16 @@ def expected(reason: str) -> bool:
 
 
 def linear(device: str, folder: Path) -> dict[str, Any]:
-    """Measure linear attention by length, forward + backward, beside flash-linear-attention's and what limits both."""
+    """Measure linear attention by length and the delta rule, forward + backward, beside flash-linear-attention's."""
     heads, width, lengths = (16, 128, (8192, 32768, 131072)) if device == "cuda" else (2, 16, (128,))
     limits, rows, wanted = ceilings(device, (_dtype(device),)), [], []
+    delta = rates.delta_rules(
+        device,
+        AttentionShape(seq_length=lengths[0], num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)),
+        20 if device == "cuda" else 2,
+    )
+    wanted += [target(f"delta rule over {name}", ratio, 1.0) for name, ratio in delta["times_as_fast"].items()]
+    print(f"delta rule: {delta}", flush=True)
     for length in lengths:
         work = AttentionShape(seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device))
         row = rates.linear_beside_the_limit(device, work, limits, 20 if device == "cuda" else 2)
@@ -100,7 +107,8 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
         wanted.append(target(f"of the limit, {length} tokens", row["of_the_limit"], 0.6))
         if "times_as_fast" in row:
             wanted.append(target(f"over flash-linear-attention, {length} tokens", row["times_as_fast"], 1.2))
-    return {"rows": rows, "targets": wanted, "wrong": [row["wrong"] for row in rows if row.get("wrong")]}
+    wrong = [row["wrong"] for row in (delta, *rows) if row.get("wrong")]
+    return {"rows": rows, "delta": delta, "targets": wanted, "wrong": wrong}
 
 
 def optimizer(device: str, folder: Path) -> dict[str, Any]:

@@ -7,12 +7,15 @@ reason and has no figure.
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from bench.delta import inputs, ours
+from bench.delta import step_of as delta_step
 from bench.emulate import LoopbackTransport, clock, emulate, step_of
 from bench.harness import MeasureError, forward_backward, target
 from bench.linear import flops
@@ -249,6 +252,30 @@ def linear_beside_the_limit(device: str, work: AttentionShape, limits: dict[str,
         error = relative_error([outs["ours"]], [outs["flash-linear-attention"]])
         found |= {"error": error} | ({} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"})
     return found
+
+
+def delta_rules(device: str, work: AttentionShape, repeats: int) -> dict[str, Any]:
+    """Time the gated delta rule by ``auto``, by torch's chunks and, where it is installed, flash-linear-attention."""
+    tensors, dout = inputs(work)
+    half = DTYPES[work.dtype]
+    leaves = [x.to(device, half if x.ndim == 4 else x.dtype).requires_grad_() for x in tensors]
+    dout = dout.to(device, half)
+    ways: dict[str, Callable[..., Tensor]] = {"ours": partial(ours, backend="auto"), "chunked": ours}
+    if importlib.util.find_spec("fla") is not None:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        ways["flash-linear-attention"] = lambda *x: chunk_gated_delta_rule(*x)[0]
+    seconds, found = dict[str, float](), dict[str, list[Tensor]]()
+    for name, way in ways.items():
+        step = delta_step(way, leaves, dout)
+        found[name] = step()
+        seconds[name] = median(time_steps(step, device, repeats))
+    row: dict[str, Any] = {"length": work.seq_length, "seconds": seconds}
+    row["errors"] = {name: relative_error(got, found["chunked"]) for name, got in found.items()}
+    row["times_as_fast"] = {name: seconds[name] / seconds["ours"] for name in ways if name != "ours"}
+    if not row["errors"]["ours"] < WORST_ERROR:
+        row["wrong"] = f"the delta rule differs from torch's chunks by {row['errors']['ours']:.1e}"
+    return row
 
 
 def optimizers(device: str, sizes: Sequence[tuple[int, ...]], repeats: int) -> dict[str, Any]:

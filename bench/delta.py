@@ -95,7 +95,7 @@ def measure(shape: AttentionShape, lengths: list[int], repeats: int, max_seconds
     Raises MeasureError: the two forms of the rule differ in out or a gradient.
     """
     rows = list[dict[str, Any]]()
-    ways = dict(zip(CONTESTANTS, (ours, theirs, softmax), strict=True))
+    ways: dict[str, Callable[..., Tensor]] = {"chunked": ours, "transformers": theirs, "softmax": softmax}
     for length in lengths:
         tensors, dout = inputs(replace(shape, seq_length=length))
         steps = {name: step_of(way, [x.clone() for x in tensors], dout) for name, way in ways.items()}
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         torch.set_num_threads(threads)
     taken = others.cores_taken(time.process_time() - began)
-    result = {
+    result: dict[str, Any] = {
         "benchmark": "the gated delta rule, forward + backward, one thread; and over two processes",
         "machine": describe("cpu"),
         "load": {"cores_taken_by_others": taken},

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +134,11 @@ def problem(name: str) -> str | None:
             return ABSENT
         return "its import fails ({})".format(" ".join(f"{type(error).__name__}: {error}".split()))
     return None
+
+
+def has_fla() -> bool:
+    """Return whether flash-linear-attention is installed."""
+    return find_spec("fla") is not None
 
 
 def put(impl: str | None) -> None:

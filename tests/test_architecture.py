@@ -45,7 +45,7 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 260,
     "model": 4960,
-    "kernels": 4490,
+    "kernels": 4550,
     "parallel": 6610,
     "checkpoint": 1570,
     "data": 3630,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1880,
     "bench": 3060,
-    "tests": 41540,
+    "tests": 41600,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

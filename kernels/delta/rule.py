@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.delta import fla
 from kernels.delta import scan as scans
 from kernels.delta.scan import select_delta_backend
 from kernels.linear_attention import check_sequence
@@ -55,6 +56,8 @@ def delta_rule(
     name = select_delta_backend(backend, q.device.type, q.dtype, per_channel=g.ndim == 4, width=q.shape[-1])
     if name == "reference":
         return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
+    if name == "fla":
+        return fla.delta_rule(q, k, v, g, beta, state, documents)
     out, states = torch.ops.longmesh.delta_rule(q, k, v, forgetting(g, documents), beta, state, name)
     return out, states[-1]
 

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import installed
 from kernels.delta import chunks
 from kernels.delta.chunks import CHUNK
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
 
-DELTA_BACKENDS = ("chunked", "triton", "reference")
+DELTA_BACKENDS = ("chunked", "triton", "fla", "reference")
 CPU_CHUNKS, GPU_CHUNKS = 32, 4096
 """Chunks of all rows in one slab."""
 WIDEST = 256
@@ -41,7 +42,8 @@ def select_delta_backend(
 
     ``chunked`` is torch on any device, ``reference`` goes token by token. ``triton`` has kernels for a GPU, with gates
     per head and keys of up to 256 channels: ``auto`` takes it there for 16-bit inputs that are so, and ``chunked`` for
-    gates per channel, wider keys and float32, whose products by TF32 are slower than torch's.
+    gates per channel, wider keys and float32, whose products by TF32 are slower than torch's. ``fla`` is
+    flash-linear-attention, for whole documents on a GPU; ``auto`` never takes it, as strong gates cost it digits.
 
     Raises:
         UserError: the backend does not exist, or cannot take these inputs.
@@ -53,16 +55,17 @@ def select_delta_backend(
         raise UserError(
             f"attention_backend is {name!r}, which has no delta rule; use auto, {', '.join(DELTA_BACKENDS)}"
         )
-    if name == "triton":
+    if name in ("triton", "fla"):
+        here = interpreted() if name == "triton" else False
         problems = {
-            "is not installed": not has_triton(),
-            f"needs a cuda device and this one is {device_type}": device_type != "cuda" and not interpreted(),
+            "is not installed": not (has_triton() if name == "triton" else installed.has_fla()),
+            f"needs a cuda device and this one is {device_type}": device_type != "cuda" and not here,
             f"takes no {dtype} in the delta rule": dtype not in (torch.bfloat16, torch.float16, torch.float32),
             "takes gates per head in the delta rule, and these are per channel": per_channel,
             f"takes keys of up to {WIDEST} channels in the delta rule, and these have {width}": width > WIDEST,
         }
         for problem in (text for text, found in problems.items() if found):
-            raise UserError(f"attention_backend triton {problem}; use auto or chunked")
+            raise UserError(f"attention_backend {name} {problem}; use auto or chunked")
     return name
 
 
@@ -70,6 +73,8 @@ def slabs_by(backend: str, k: Tensor, g: Tensor) -> Slabs:
     """Return the backend for these keys and gates, ``chunked`` for ``reference``, which has no scan."""
     asked = "chunked" if backend == "reference" else backend
     name = select_delta_backend(asked, k.device.type, k.dtype, per_channel=g.ndim == 4, width=k.shape[-1])
+    if name == "fla":
+        raise UserError("backend fla passes no states between ranks; use auto, triton or chunked")
     if name == "triton":
         from kernels.triton import delta, delta_backward
 

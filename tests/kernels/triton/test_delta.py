@@ -89,15 +89,6 @@ def test_float32_fits_shared_memory(capability, width, values, tmp_path):
     check(capability, compiled(capability, lambda: steps(width, values, torch.float32)), most, tmp_path)
 
 
-@pytest.mark.slow
-def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
-    from kernels.triton import delta
-
-    monkeypatch.setattr(delta, "blocking_of", lambda width: delta.Blocking(128, 128, 256, 128))
-    launched = compiled(80, lambda: steps(256, 128, torch.bfloat16))
-    assert any(one.kernel.metadata.shared > SHARED[80] for one in launched)
-
-
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("case", [*TRITON, *(Case(1000, 2, width=128, values=128, dtype=dtype) for dtype in BOUNDS)])

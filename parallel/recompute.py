@@ -30,6 +30,7 @@ ATTENTION = frozenset(
         "longmesh::state_attention",
         "longmesh::delta_rule",
         "longmesh::delta_attention",
+        "longmesh::context_convolution",
         "longmesh::heads_to_tokens",
         "longmesh::relayout_out",
         "aten::_scaled_dot_product_flash_attention_for_cpu",

@@ -45,8 +45,8 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 260,
     "model": 4960,
-    "kernels": 4550,
-    "parallel": 6610,
+    "kernels": 4560,
+    "parallel": 6910,
     "checkpoint": 1570,
     "data": 3630,
     "train": 5700,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1020,
     "papers": 1880,
     "bench": 3060,
-    "tests": 41600,
+    "tests": 41740,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

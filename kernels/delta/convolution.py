@@ -36,12 +36,8 @@ def causal_convolution(
     Raises:
         ValueError: shapes that do not match.
     """
+    check(x, weight)
     batch, length, channels = x.shape
-    if weight.ndim != 2 or len(weight) != channels or length == 0:
-        raise ValueError(
-            f"the convolution takes x [B, T, C] of some tokens and weight [C, K], and got x {tuple(x.shape)}, weight "
-            f"{tuple(weight.shape)}"
-        )
     gap = weight.shape[1] - 1
     if before is not None and before.shape != (batch, gap, channels):
         raise ValueError(f"before has shape {tuple(before.shape)}; this x and weight make it {(batch, gap, channels)}")
@@ -49,18 +45,38 @@ def causal_convolution(
     if documents is None or len(documents) == 2:
         rows = F.pad(x, (0, 0, gap, 0)) if before is None else torch.cat((before.to(x.dtype), x), 1)
         return convolve(rows, weight)
-    begins = torch.zeros(length, dtype=torch.int64)
-    begins[list(documents[1:-1])] = gap
-    places = (begins.cumsum(0) + torch.arange(length)).to(x.device, non_blocking=True)
-    rows = x.new_zeros(batch, length + gap * (len(documents) - 1), channels).index_copy(1, gap + places, x)
+    rows, at = spaced(x, documents, gap)
     if before is not None:
         rows = torch.cat((before.to(x.dtype), rows[:, gap:]), 1)
-    return convolve(rows, weight).index_select(1, places)
+    return convolve(rows, weight).index_select(1, at)
+
+
+def check(x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError for a weight that does not fit x, or an x without tokens."""
+    if weight.ndim != 2 or len(weight) != x.shape[2] or x.shape[1] == 0:
+        raise ValueError(
+            f"the convolution takes x [B, T, C] of some tokens and weight [C, K], and got x {tuple(x.shape)}, weight "
+            f"{tuple(weight.shape)}"
+        )
 
 
 def convolve(rows: Tensor, weight: Tensor) -> Tensor:
     """Convolve rows ``[B, K - 1 + N, C]`` with weight ``[C, K]``: ``[B, N, C]``, differentiable."""
-    return torch.ops.longmesh.causal_convolution(rows, weight)
+    found: Tensor = torch.ops.longmesh.causal_convolution(rows, weight)
+    return found
+
+
+def spaced(x: Tensor, bounds: Sequence[int], gap: int) -> tuple[Tensor, Tensor]:
+    """Put ``gap`` zeros before each stretch of x ``[B, T, C]``, whose cumulative lengths are ``bounds``.
+
+    Returns:
+        The rows, and which of their convolution's outputs belongs to each token: int64 ``[T]``.
+    """
+    begins = torch.zeros(x.shape[1], dtype=torch.int64)
+    begins[list(bounds[1:-1])] = gap
+    at = (begins.cumsum(0) + torch.arange(x.shape[1])).to(x.device, non_blocking=True)
+    stretches = max(1, len(bounds) - 1)
+    return x.new_zeros(len(x), x.shape[1] + gap * stretches, x.shape[2]).index_copy(1, gap + at, x), at
 
 
 @torch.library.custom_op("longmesh::causal_convolution", mutates_args=())

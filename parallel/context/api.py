@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.delta.rule import check as check_delta
 from kernels.linear_attention import check, linear_attention
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange, StagedExecutor
+from parallel.context.linear.attention import DeltaAttention
 from parallel.context.linear.delta import DeltaExecutor
-from parallel.context.linear.segments import segments
+from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor
 from parallel.context.mask import Window
 from parallel.context.methods.registry import LINEAR_METHODS, METHODS, check_kind
@@ -147,6 +147,7 @@ class ContextParallel:
             self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges
         self._state_executor = StateExecutor(geometry, self.transport, rank, backend)
         self._delta_executor = DeltaExecutor(self.transport, rank, backend)
+        self._convolution = Convolution(self.transport, rank)
         self._bind_plan(plan)
 
     def under(
@@ -188,6 +189,11 @@ class ContextParallel:
         gathers = self._executor.gathers_keys and not plan.sparse
         self.attend = SoftmaxAttention(self._executor, self._outside, self.handle.tensor, gathers=gathers)
         """Softmax attention: this rank's q, k, v -> out; it can start on k and v before q is ready."""
+        delta = DeltaAttention(self._delta_executor, self._convolution, plan, self.handle)
+        self.attend_delta = delta.attend
+        """The gated delta rule: this rank's q, k, v, g, beta -> out, see ``DeltaAttention``."""
+        self.convolve = delta.convolve
+        """The short causal convolution before it: this rank's x, and weight -> out."""
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
         """Return this rank's shard of ``x`` along ``dim``; pad a length of ``seq_len`` with ``pad_value``.
@@ -258,41 +264,6 @@ class ContextParallel:
         documents = (0, *bounds, self.plan.padded_len) if bounds else None  # padding is a document
         q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
         return self._heads.to_tokens(linear_attention(q, k, v, rates, documents=documents, backend=self._backend)[0])
-
-    def attend_delta(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
-    ) -> Tensor:
-        """Compute the gated delta rule over the whole sequence, of any layout but striped; differentiable, collective.
-
-        Ranks pass states on, whatever the method; a document that lies on one rank sends nothing. It cannot be
-        compiled, as the states that it keeps differ from plan to plan: call it through ``torch.compiler.disable``.
-
-        Args:
-            q, k, v, g, beta: as for ``kernels.delta.rule.delta_rule``, with T_local tokens.
-            mask: the plan of these sequences, another ``handle``; by default this object's own.
-
-        Returns:
-            ``[B, T_local, H, E]`` in v's dtype, zero in padding.
-
-        Raises:
-            ContextError: a striped layout, a window or a full mask; shapes or dtypes that do not fit.
-        """
-        if q.shape[1] != self.plan.local_len:
-            raise ContextError(
-                f"attend_delta: q {tuple(q.shape)} does not fit a plan of {self.plan.local_len} local positions; "
-                "pass [B, T_local, heads, D]"
-            )
-        try:
-            check_delta(q, k, v, g, beta)
-        except ValueError as error:
-            raise ContextError(f"attend_delta: {error}") from error
-        handle = (mask or self.handle).tensor
-        plan = PLANS[handle]
-        segments(plan)
-        if not plan.causal or plan.mask.window:
-            seen = f"window {plan.mask.window}" if plan.causal else "a full mask"
-            raise ContextError(f"attend_delta: a plan of {seen}, and a state holds all tokens before; leave it out")
-        return torch.ops.longmesh.delta_attention(q, k, v, g, beta, self._delta_executor.handle, handle)[0]
 
 
 def context_parallel(

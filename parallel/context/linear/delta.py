@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.delta import scan
 from kernels.delta.rule import forgetting
-from parallel.context.linear.segments import Segment, segments
+from parallel.context.linear.segments import Segment, plan_of, segments
 from parallel.context.plan import PLANS, Plan
 from parallel.context.transport import Tensors, Transport
 from runtime.tensors import Handles
@@ -240,7 +240,9 @@ def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     with torch.autocast(q.device.type, enabled=False):
-        out, kept = _executors[handle].forward(PLANS[plan], q, k, v, g, beta)
+        out, kept = _executors[handle].forward(
+            plan_of("attend_delta", plan, _executors[handle].transport.geometry), q, k, v, g, beta
+        )
     return out, [x.clone() if x._is_view() else x for x in kept]
 
 

@@ -1,0 +1,81 @@
+"""Calls of a layer of the gated delta rule, over one rank's shard of every sequence."""
+
+import torch
+from torch import Tensor
+
+from kernels.delta.convolution import check as check_convolution
+from kernels.delta.rule import check
+from parallel.context.errors import ContextError
+from parallel.context.linear.delta import DeltaExecutor
+from parallel.context.linear.halo import Convolution
+from parallel.context.plan import Plan, PlanHandle
+
+
+class DeltaAttention:
+    """The gated delta rule and its convolution, for any layout whose ranks hold consecutive tokens.
+
+    Ranks pass states on, whatever the method of the softmax attention; a document that lies on one rank sends nothing.
+    """
+
+    def __init__(self, executor: DeltaExecutor, convolution: Convolution, plan: Plan, handle: PlanHandle) -> None:
+        """Bind the operators of one rank to a plan and its handle."""
+        self._executor, self._convolution = executor, convolution
+        self._local_len, self._handle = plan.local_len, handle
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
+    ) -> Tensor:
+        """Compute the gated delta rule over the whole sequence; differentiable, collective.
+
+        It cannot be compiled, as the states that it keeps differ from plan to plan: call it through
+        ``torch.compiler.disable``.
+
+        Args:
+            q, k, v, g, beta: as for ``kernels.delta.rule.delta_rule``, with T_local tokens.
+            mask: the plan of these sequences, another ``handle``; by default the one bound.
+
+        Returns:
+            ``[B, T_local, H, E]`` in v's dtype, zero in padding.
+
+        Raises:
+            ContextError: a striped layout, a window or a full mask; shapes or dtypes that do not fit.
+        """
+        self._check_length("attend_delta", "q", q)
+        try:
+            check(q, k, v, g, beta)
+        except ValueError as error:
+            raise ContextError(f"attend_delta: {error}") from error
+        plan = (mask or self._handle).tensor
+        operands = q, k, v, g, beta, self._executor.handle, plan
+        out: Tensor = torch.ops.longmesh.delta_attention(*operands)[0]
+        return out
+
+    def convolve(self, x: Tensor, weight: Tensor, mask: PlanHandle | None = None) -> Tensor:
+        """Compute ``causal_convolution`` of kernels/delta/convolution.py in each document; differentiable, collective.
+
+        Args:
+            x: ``[B, T_local, C]``.
+            weight: ``[C, K]``, the last of each row for the token itself.
+            mask: as for ``attend``.
+
+        Returns:
+            ``[B, T_local, C]`` in x's dtype, zero in padding.
+
+        Raises:
+            ContextError: as ``attend``.
+        """
+        self._check_length("convolve", "x", x)
+        try:
+            check_convolution(x, weight)
+        except ValueError as error:
+            raise ContextError(f"convolve: {error}") from error
+        plan = (mask or self._handle).tensor
+        out: Tensor = torch.ops.longmesh.context_convolution(x, weight, self._convolution.handle, plan)[0]
+        return out
+
+    def _check_length(self, called: str, name: str, x: Tensor) -> None:
+        if x.shape[1] != self._local_len:
+            raise ContextError(
+                f"{called}: {name} {tuple(x.shape)} does not fit a plan of {self._local_len} local positions; "
+                "pass [B, T_local, heads, D], or channels"
+            )

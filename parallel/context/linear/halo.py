@@ -1,0 +1,199 @@
+"""Short causal convolution over several ranks: a segment that continues a document gets the rows before it.
+
+These rows, its halo, travel while every rank convolves its own; then the first outputs of the segment are computed
+again with them, to the same bits as in one process. The backward sends the halo's gradient home first. Shapes: x
+``[B, T, C]``, weight ``[C, K]``, T local positions; a halo has K - 1 rows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.delta.convolution import convolve, spaced
+from parallel.context.linear.segments import Segment, cut, plan_of, segments
+from parallel.context.plan import PLANS, Plan
+from parallel.context.traffic import Traffic
+from parallel.context.transport import Transport
+from runtime.tensors import Handles
+
+
+class Part(NamedTuple):
+    """Consecutive rows that go to or come from one rank."""
+
+    peer: int
+    rows: slice
+    """Tokens of the rank, or rows among all its halos."""
+
+
+class Halo(NamedTuple):
+    """One rank's part in the exchange of rows."""
+
+    continued: tuple[Segment, ...]
+    """Its segments that need rows, in the order of their halos."""
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+
+
+@lru_cache(maxsize=256)
+def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
+    """Return the part of each rank where a token reads ``reach`` tokens before it; raises as ``chains``.
+
+    A halo has several owners where the segments before are shorter than it.
+    """
+    continued: list[list[Segment]] = [[] for _ in range(plan.size)]
+    sends: list[list[Part]] = [[] for _ in range(plan.size)]
+    receives: list[list[Part]] = [[] for _ in range(plan.size)]
+    for chain in cut(plan):
+        for segment in chain[1:]:
+            end = reach * (len(continued[segment.rank]) + 1)
+            continued[segment.rank].append(segment)
+            missing = reach
+            for source in reversed(chain[: segment.depth]):
+                count = min(missing, source.length)
+                if count:
+                    sends[source.rank].append(Part(segment.rank, source.last(count)))
+                    receives[segment.rank].append(Part(source.rank, slice(end - count, end)))
+                missing, end = missing - count, end - count
+    return tuple(Halo(tuple(a), tuple(b), tuple(c)) for a, b, c in zip(continued, sends, receives, strict=True))
+
+
+def halo_traffic(plan: Plan, rank: int, taps: int, row: int, *, gradient: bool) -> Traffic:
+    """Return the bytes that ``rank`` sends in a convolution of ``taps``, or (``gradient``) in its backward.
+
+    ``row`` is the bytes of a token's channels, those of its gradient, which is in float32 or wider.
+    """
+    halo, sent = halos(plan, taps - 1)[rank], Traffic()
+    for part in halo.receives if gradient else halo.sends:
+        if part.peer != rank:
+            sent.p2p[part.peer] += (part.rows.stop - part.rows.start) * row
+    return sent
+
+
+@dataclass(eq=False)
+class Convolution:
+    """The convolution of one rank, for any plan of one geometry whose ranks hold consecutive tokens."""
+
+    transport: Transport
+    rank: int
+
+    def __post_init__(self) -> None:
+        self.handle = _convolutions.add(self)
+
+    def forward(self, plan: Plan, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out like x, zero in padding, and the halos ``[B, rows, C]``, one after the other."""
+        reach = weight.shape[1] - 1
+        halo, bounds = halos(plan, reach)[self.rank], self._bounds(plan)
+        arrivals = self._exchange(x, halo.sends, halo.receives)
+        out, arrived = x.new_zeros(x.shape), x.new_zeros(x.shape[0], reach * len(halo.continued), x.shape[2])
+        rows, at = spaced(x[:, : bounds[-1]], bounds, reach)
+        out[:, : bounds[-1]] = convolve(rows, weight).index_select(1, at)
+        for part, found in arrivals():
+            arrived[:, part.rows] = found
+        for before, gap, first in self._gaps(plan, halo, reach):
+            rows[:, gap] = arrived[:, before]
+            again = rows[:, gap.start : gap.stop + first.stop - first.start]
+            out[:, first] = convolve(again, weight)
+        return out, arrived
+
+    def backward(self, plan: Plan, dout: Tensor, x: Tensor, weight: Tensor, arrived: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x, zero in padding, and of weight; ``arrived`` is what forward returned."""
+        reach, wide = weight.shape[1] - 1, torch.promote_types(x.dtype, torch.float32)
+        halo, bounds = halos(plan, reach)[self.rank], self._bounds(plan)
+        darrived = torch.zeros_like(arrived, dtype=wide)
+        for before, _, first in self._gaps(plan, halo, reach):
+            late = dout[:, first].to(wide)
+            late = F.pad(late, (0, 0, reach, reach - late.shape[1]))
+            darrived[:, before] = convolve(late, weight.flip(1))
+        arrivals = self._exchange(darrived, halo.receives, halo.sends)
+        rows, at = spaced(x[:, : bounds[-1]], bounds, reach)
+        for before, gap, _ in self._gaps(plan, halo, reach):
+            rows[:, gap] = arrived[:, before]
+        dout, _ = spaced(dout[:, : bounds[-1]], bounds, reach)
+        drows, dweight = torch.ops.longmesh.causal_convolution_backward(dout[:, reach:], rows, weight)
+        dx = x.new_zeros(x.shape)
+        dx[:, : bounds[-1]] = drows.index_select(1, at + reach)
+        for part, found in arrivals():
+            dx[:, part.rows] += found
+        return dx, dweight
+
+    def _bounds(self, plan: Plan) -> tuple[int, ...]:
+        """Return the cumulative lengths of this rank's segments, without padding, which comes last."""
+        real = (segment.length for segment in segments(plan)[self.rank] if segment.start < plan.seq_len)
+        return tuple(accumulate(real, initial=0))
+
+    def _gaps(self, plan: Plan, halo: Halo, reach: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield for each continued segment its halo's rows, the gap for them, and its tokens that read them."""
+        numbers = {segment: number for number, segment in enumerate(segments(plan)[self.rank])}
+        for index, segment in enumerate(halo.continued):
+            start = segment.offset + reach * numbers[segment]
+            first = slice(segment.offset, segment.offset + min(reach, segment.length))
+            yield slice(reach * index, reach * (index + 1)), slice(start, start + reach), first
+
+    def _exchange(
+        self, x: Tensor, sends: tuple[Part, ...], receives: tuple[Part, ...]
+    ) -> Callable[[], list[tuple[Part, Tensor]]]:
+        """Start sending rows of x; return a function that waits for all, and returns what came."""
+        self.transport.connect_all(x.device)
+        buffers = [x.new_empty(x.shape[0], part.rows.stop - part.rows.start, x.shape[2]) for part in receives]
+        arrivals, sent = self.transport.isend_irecv(
+            [(part.peer, (x[:, part.rows],)) for part in sends],
+            [(part.peer, (buffer,)) for part, buffer in zip(receives, buffers, strict=True)],
+            far=False,
+        )
+
+        def wait() -> list[tuple[Part, Tensor]]:
+            found = [(part, arrival()[0]) for part, arrival in zip(receives, arrivals, strict=True)]
+            sent()
+            return found
+
+        return wait
+
+
+# One op for the exchange and the products, with handles as in parallel/context/executor.py.
+_convolutions: Handles[Convolution] = Handles()
+
+
+@torch.library.custom_op("longmesh::context_convolution", mutates_args=())
+def _forward_op(x: Tensor, weight: Tensor, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
+    return _convolutions[handle].forward(plan_of("convolve", plan, _convolutions[handle].transport.geometry), x, weight)
+
+
+@_forward_op.register_fake
+def _(x: Tensor, weight: Tensor, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()  # the plan's
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], rows, x.shape[2])
+
+
+@torch.library.custom_op("longmesh::context_convolution_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor, x: Tensor, weight: Tensor, arrived: Tensor, handle: int, plan: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _convolutions[handle].backward(PLANS[plan], dout, x, weight, arrived)
+
+
+@_backward_op.register_fake
+def _(dout: Tensor, x: Tensor, weight: Tensor, arrived: Tensor, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, ctx.handle, ctx.plan = inputs  # the handle keeps the plan alive
+    ctx.convolution = _convolutions[ctx.handle]  # keep it alive until the backward
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return None, None, None, None
+    found = torch.ops.longmesh.context_convolution_backward(dout, *ctx.saved_tensors, ctx.handle, ctx.plan)
+    return *found, None, None
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save)

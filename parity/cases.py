@@ -28,6 +28,16 @@ LINEAR_KINDS: dict[str, tuple[str, ...]] = {
     "linear_transformer": ("--model-type", "linear_transformer"),
 }
 """Models of linear attention."""
+HYBRID = ("--softmax-every", "2", "--linear-num-key-heads", "4", "--linear-key-head-dim", "12")
+DELTA_KINDS: dict[str, tuple[str, ...]] = {
+    "qwen3_5": (
+        *("--model-type", "qwen3_5", "--num-query-groups", "2", "--kv-channels", "24", "--rotary-percent", "0.5"),
+        *("--linear-num-value-heads", "8", *HYBRID),
+    ),
+    "olmo_hybrid": ("--model-type", "olmo_hybrid", "--linear-value-head-dim", "20", *HYBRID),
+    "kda": ("--model-type", "qwen3_5", "--linear-gate", "per_channel", *HYBRID),
+}
+"""Hybrids of a gated delta rule and softmax attention. kda: gates per channel."""
 MOST = 8
 ALL_MODES = "ddp|legacy_ddp|zero1|zero2|zero3"
 TEAMS = "tp=1|tp=2|pp=2 cp=4"
@@ -105,25 +115,38 @@ LINEAR = f"""
     pp=2 cp=2 tp=2 lasp|lasp2|ulysses
     pp=2 tp=2 virtual=2 Interleaved1F1B
 """
+DELTA = f"""
+    pp=2|dp=2|tp=2
+    tp=4
+    cp=2|3|4 zigzag|ring|exchange
+    cp=4 allgather|ulysses|double_ring per_node=2
+    cp=4 wallfacer team=2
+    tp=2 pp=2|dp=2
+    tp=2 loss_chunk=50
+    cp=2 zigzag pp=2|dp=2|tp=2
+    pp=2 cp=2 tp=2 zigzag
+    dp=2 {ALL_MODES} cp=1|2 zigzag
+    pp=2 cp=2 virtual=2 Interleaved1F1B zigzag
+"""
 REFERENCE = Case(method="none")
 LINEAR_REFERENCE = Case()
 
 
 def reference_of(kind: str) -> Case:
     """Return the reference of a kind of model: one process, with plain SDPA for softmax attention."""
-    return REFERENCE if kind in KINDS else LINEAR_REFERENCE
+    return LINEAR_REFERENCE if kind in LINEAR_KINDS else REFERENCE
 
 
 def chosen_cases(kind: str, only: str = "") -> list[Case]:
     """Return the meshes of a kind of model whose title contains ``only``; learned sinks refuse split backwards."""
-    lines = DIFFUSED if kind == DIFFUSION else SOFTMAX if kind in KINDS else LINEAR
+    lines = DIFFUSED if kind == DIFFUSION else SOFTMAX if kind in KINDS else LINEAR if kind in LINEAR_KINDS else DELTA
     found = [case for case in cases_of(lines) if case.ranks <= MOST and only in case.title]
     return [case for case in found if kind != WINDOWS or case.schedule != "InterleavedZeroBubble"]
 
 
 def flags_of(kind: str, case: Case, data: Path, iterations: int = 3) -> list[str]:
     """Return the command line that trains a kind of model on a mesh."""
-    found = [*SHARED, *(KINDS | LINEAR_KINDS)[kind], "--train-iters", str(iterations)]
+    found = [*SHARED, *(KINDS | LINEAR_KINDS | DELTA_KINDS)[kind], "--train-iters", str(iterations)]
     if kind != DIFFUSION:
         found += [*LANGUAGE, "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
     return [*found, *case.flags]

@@ -38,6 +38,7 @@ KINDS = {
         (*CP1, *ALONE),
     ),
     **{kind: (config(kind, "--num-query-groups", "none"), SCORES) for kind in LINEAR},
+    "qwen3_5": (config("qwen3_5", "--softmax-every", "2"), (*CP1, *ALONE)),
 }
 """Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear attention at once."""
 LLAMA = """
@@ -70,6 +71,12 @@ LINEAR_CASES = """
 """
 
 
+DELTA_CASES = """
+    dp=2 zero1 none
+    tp=2 pp=2 none
+"""
+
+
 def rows():
     """Yield kinds, meshes and iterations: four see what twenty do, whose rounding has longer to grow."""
     for lines, slow in ((LLAMA, False), (SLOW_LLAMA, True)):
@@ -77,6 +84,7 @@ def rows():
             yield from (("llama", case, 4, slow), ("llama", case, 20, True))
     yield from (("gpt", case_of(line), 5, "zigzag" in line) for line in ("dp=2 allgather", "dp=2 cp=2 zigzag"))
     yield from ((kind, case, 5, False) for kind in LINEAR for case in cases_of(LINEAR_CASES))
+    yield from (("qwen3_5", case, 4, False) for case in cases_of(DELTA_CASES))
 
 
 def named(kind, case, iterations):

@@ -59,9 +59,9 @@ class LRPE(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Map q and k [B, T, H, D] at positions [T] or [B, T] to [B, T, H, 2 D] each, in their dtype."""
-        return self.turn(q, k, self.theta, positions)
+        return self.by(q, k, positions, theta=self.theta)
 
-    def turn(self, q: Tensor, k: Tensor, theta: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def by(self, q: Tensor, k: Tensor, positions: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Do as `forward` with theta [H * D] of these heads: under tensor parallelism a device holds some of them."""
         angles = theta.unflatten(0, (-1, self.head_dim)).double()  # [H, D]
         turns = torch.remainder(angles * positions[..., None, None], 2 * math.pi)  # exact far beyond float32's reach

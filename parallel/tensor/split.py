@@ -19,16 +19,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Se
 
 from parallel.tensor.styles import (
     AllTokens,
-    Angles,
     Entries,
     GatheredNorm,
     JointNorm,
     Matrix,
     OwnHeads,
     OwnTokens,
+    PerHead,
     Whole,
     of_tokens,
 )
+
+Styles = dict[str, ParallelStyle | None]
+"""By the names of modules, in each layer or whole; None leaves one to its parts."""
 
 
 def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: int) -> None:
@@ -37,10 +40,12 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
     The model may have the modules embedding, position_embedding or sinusoids, layers (each with attention_norm,
     attention with wq, wk, wv and wo, mlp_norm, and mlp with up, down and optionally gate), norm and output, with or
     without biases. An attention may have log_decay, one number per head, num_heads, sinks, a parameter of a number per
-    head that ``own_sinks`` returns, and the modules q_norm and k_norm (RMS norms of each head), wu (a gate), lrpe
-    (angles theta of every head) and norm (an RMS norm over all heads, without a weight). Linear layers may
-    hold adapters. The model takes tokens [B, T], the same on all ranks, and returns logits [B, T, V] as a DTensor
-    sharded over the vocabulary, for vocabulary.py's ``cross_entropy_sum``.
+    head that ``own_sinks`` returns, and the modules q_norm and k_norm (RMS norms of each head, or ``joint``), wu (a
+    gate), lrpe (angles theta of every head) and norm (an RMS norm over all heads, without a weight). One with
+    ``convolve`` has a delta rule, split by its key heads and their value heads: wa and wb, conv_q, conv_k, conv_v and
+    gates, parameters of each head or channel, and out_norm, of each head. Linear layers may hold adapters. The model
+    takes tokens [B, T], the same on all ranks, and returns logits [B, T, V] as a DTensor sharded over the vocabulary,
+    for vocabulary.py's ``cross_entropy_sum``.
 
     A pipeline stage lacks some of these. Stages send each other hidden states of this rank's tokens [B, T / size, C],
     as plain tensors.
@@ -58,7 +63,7 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         return
     head = mesh.get_local_rank() * kv_heads // size
     heads = Matrix(0) if kv_heads % size == 0 else Whole(slice(head * head_dim, (head + 1) * head_dim))
-    styles: dict[str, ParallelStyle] = {
+    styles: Styles = {
         "embedding": Entries(),
         "position_embedding": Entries(),
         "sinusoids": OwnTokens(),
@@ -70,7 +75,14 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         "attention.q_norm": Whole(),
         "attention.k_norm": Whole(),
         "attention.wu": Matrix(0),
-        "attention.lrpe": Angles(),
+        "attention.lrpe": PerHead(),
+        "attention.wa": Matrix(0),
+        "attention.wb": Matrix(0),
+        "attention.conv_q": PerHead(),
+        "attention.conv_k": PerHead(),
+        "attention.conv_v": PerHead(),
+        "attention.gates": PerHead(),
+        "attention.out_norm": Whole(),
         "attention.norm": JointNorm(),
         "attention.wo": Matrix(1),
         "mlp_norm": SequenceParallel(),
@@ -81,6 +93,7 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         "norm": GatheredNorm(),
         "output": ColwiseParallel(use_local_output=False),
     }
+    styles |= _by_module(model)
     _apply(model, mesh, styles | _adapters(styles))
     model.register_forward_pre_hook(lambda _, inputs: (of_tokens(inputs[0], mesh), *inputs[1:]))
     if getattr(model, "norm", None) is None:
@@ -109,7 +122,7 @@ def split_dit(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     whole = ("x_embedder", "t_embedder.mlp.0", "t_embedder.mlp.2", "y_embedder", "adaLN_modulation.1")
     final = ("final_layer.adaLN_modulation.1", "final_layer.linear")
-    styles: dict[str, ParallelStyle] = dict.fromkeys((*whole, *final), Whole())
+    styles: Styles = dict.fromkeys((*whole, *final), Whole())
     styles |= dict.fromkeys(("attention", "mlp"), AllTokens(plain=True))
     styles |= dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "mlp.up"), Matrix(0))
     styles |= dict.fromkeys(("attention.wo", "mlp.down"), Matrix(1))
@@ -125,13 +138,26 @@ def split_dit(model: nn.Module, mesh: DeviceMesh) -> None:
         model.register_forward_hook(lambda _, inputs, x: of_tokens(x, mesh).full_tensor().clone())
 
 
-def _adapters(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+def _by_module(model: nn.Module) -> Styles:
+    """Return the styles of modules whose name says too little, by their whole names."""
+    found: Styles = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "convolve"):  # a delta rule, whose keys and values have heads of their own
+            found |= {f"{name}.wk": Matrix(0), f"{name}.wv": Matrix(0)}
+        if getattr(module, "joint", False):
+            found[name] = JointNorm()
+        if hasattr(module, "narrow"):  # a bottleneck, of all heads
+            found |= {name: None, f"{name}.narrow": Whole(), f"{name}.wide": Matrix(0)}
+    return found
+
+
+def _adapters(styles: Styles) -> Styles:
     """Return the styles of the adapters inside of linear layers (``model.lora``), which send nothing of their own.
 
     Beside output channels B is split as they are, and A is whole; beside input channels A is split, and B, whole, takes
     partial sums to partial sums. Gradients of what is whole are partial.
     """
-    found: dict[str, ParallelStyle] = {}
+    found: Styles = {}
     for name, style in styles.items():
         if isinstance(style, Matrix) or name in ("attention.wk", "attention.wv"):
             inputs = isinstance(style, Matrix) and style.dim == 1
@@ -139,11 +165,15 @@ def _adapters(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     return found
 
 
-def _apply(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
-    """Split the named modules, in each layer and outside. Raise ValueError for a parameter in none of them."""
+def _apply(model: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
+    """Split the named modules, in each layer and outside; a whole name wins.
+
+    Raises ValueError for a parameter in none of them.
+    """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = {name: re.sub(r"^layers\.[^.]+\.", "", name) for name, _ in model.named_modules()}
-    parallelize_module(model, mesh, {name: styles[kind] for name, kind in names.items() if kind in styles})
+    found = {name: styles.get(name, styles.get(kind)) for name, kind in names.items()}
+    parallelize_module(model, mesh, {name: style for name, style in found.items() if style is not None})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # styles make new ones
     if left := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:

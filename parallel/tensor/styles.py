@@ -118,6 +118,9 @@ class Whole(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             whole: Any = dict(module.named_parameters(recurse=False))
             own = {name: p.to_local(grad_placements=[Partial()])[self.rows] for name, p in whole.items()}
+            if hasattr(module, "by"):
+                found: Tensor = module.by(x, **own)
+                return found
             if isinstance(module, nn.RMSNorm):
                 return F.rms_norm(x, list(module.normalized_shape), own["weight"], module.eps)
             return F.embedding(x, **own) if isinstance(module, nn.Embedding) else linear(x, **own)
@@ -127,19 +130,21 @@ class Whole(ParallelStyle):
         return module
 
 
-class Angles(ParallelStyle):
-    """Angles of positions [H * D], sharded by heads; the module's ``turn`` applies them."""
+class PerHead(ParallelStyle):
+    """Parameters of each head or its channels, in vectors sharded by heads; the module's ``by`` takes this rank's."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         part: Any = module
-        part.theta = nn.Parameter(distribute_tensor(part.theta, device_mesh, [Shard(0)]))
-        # theta is read at every call: FSDP replaces the parameter
-        part.forward = lambda q, k, positions: part.turn(q, k, part.theta.to_local(), positions)
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        for name in names:
+            setattr(part, name, nn.Parameter(distribute_tensor(getattr(part, name), device_mesh, [Shard(0)])))
+        # Read at every call: FSDP replaces the parameters.
+        part.forward = lambda *inputs: part.by(*inputs, **{name: getattr(part, name).to_local() for name in names})
         return module
 
 
 class JointNorm(ParallelStyle):
-    """An RMS norm without a weight over the channels of all heads; each rank has [..., C / size] of them.
+    """An RMS norm over the channels of all heads; each rank has [..., C / size] of them, ``joint`` ones by heads.
 
     Ranks sum their squares and, in the backward, the gradients of these. In float32 at least, rounded once.
     """
@@ -147,15 +152,18 @@ class JointNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = wide.flatten(-2) if joint else wide
             squares = _Sum.apply(wide.square().sum(-1, keepdim=True), device_mesh.get_group())
-            channels = x.shape[-1] * device_mesh.size()
-            return (wide * torch.rsqrt(squares / channels + eps)).to(x.dtype)
+            found = wide * torch.rsqrt(squares / (wide.shape[-1] * device_mesh.size()) + eps)
+            weight: Any = module.weight
+            found = found if weight is None else found * weight.to_local().to(wide.dtype)
+            return found.to(x.dtype).view_as(x)
 
         eps: Any = module.eps
-        if next(module.parameters(), None) is not None:
-            raise ValueError(
-                "a norm over all heads is split without a weight alone; parallel/tensor/split.py has the plan"
-            )
+        joint = getattr(module, "joint", False)
+        if module.weight is not None:
+            split = distribute_tensor(module.weight, device_mesh, [Shard(0)])  # type: ignore[arg-type]
+            module.register_parameter("weight", nn.Parameter(split))
         module.forward = forward
         return module
 

@@ -213,7 +213,10 @@ def test_a_released_configuration_is_read():
         ({"linear_decay": "paper"}, "linear_decay is paper"),
         ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05"),
         ({"softmax_every": 2}, "softmax_every is 2, and a released TransNormer has only linear attention in every lay"),
-        ({"model_type": "linear_transformer"}, "model_type is linear_transformer.*only llama, gpt and transnormer"),
+        (
+            {"model_type": "linear_transformer"},
+            "model_type is linear_transformer.*only llama, gpt, transnormer, qwen3_5 and olmo_hybrid",
+        ),
     ],
 )
 def test_what_the_released_code_cannot_be_is_not_written(change, message):

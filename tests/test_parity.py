@@ -74,6 +74,9 @@ LINEAR_CASES = """
 DELTA_CASES = """
     dp=2 zero1 none
     tp=2 pp=2 none
+    cp=3 zigzag
+    cp=2 dp=2 exchange zero2
+    cp=2 tp=2 ring
 """
 
 

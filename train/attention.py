@@ -33,7 +33,7 @@ def context_of(
         return _hybrid_context_of(config, group)
     if config.model.traits.delta:
         cp, softmax = softmax_context(config, group, sdpa)
-        return cp, HybridAttention(_delta_of(config), softmax)
+        return cp, HybridAttention(_delta_of(config, cp), softmax)
     if config.model.linear_attention:
         return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size)
     return softmax_context(config, group, sdpa)
@@ -65,14 +65,27 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
     return outside, HybridAttention(linear, softmax if alone else InsideAttention(inside, outside))
 
 
-def _delta_of(config: Config) -> DeltaAttend:
+def _delta_of(config: Config, cp: ContextParallel) -> DeltaAttend:
     """Return the delta rule and its convolution, in whatever layout the softmax layers have."""
     if config.mesh.context_parallel_size > 1:
-        raise ConfigError(
-            f"context_parallel_size is {config.mesh.context_parallel_size}, and layers with a delta rule run on one "
-            "process of each sequence so far; leave it out"
-        )
+        return DeltaRanks(cp)
     return OneDevice(_documents, "reference" if config.context.attention_backend == "reference" else "auto")
+
+
+class DeltaRanks:
+    """The delta rule, and the convolution before it, of tokens that ranks share; not compiled, as each mask differs."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self._rule, self._convolve = map(torch.compiler.disable, (cp.attend_delta, cp.convolve))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
+    ) -> Tensor:
+        return self._rule(q, k, v, g, beta, mask)
+
+    def convolve(self, x: Tensor, weight: Tensor, mask: PlanHandle | None = None) -> Tensor:
+        """Do as ``model.linear.delta.DeltaAttend``."""
+        return self._convolve(x, weight, mask)
 
 
 def _documents(mask: PlanHandle | None) -> tuple[int, ...] | None:

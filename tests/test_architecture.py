@@ -46,7 +46,7 @@ BUDGET = {
     "entry": 260,
     "model": 4960,
     "kernels": 4560,
-    "parallel": 6950,
+    "parallel": 6960,
     "checkpoint": 1570,
     "data": 3630,
     "train": 5710,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1050,
     "papers": 1880,
     "bench": 3060,
-    "tests": 41740,
+    "tests": 41770,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -27,9 +27,6 @@ class DeltaAttention:
     ) -> Tensor:
         """Compute the gated delta rule over the whole sequence; differentiable, collective.
 
-        It cannot be compiled, as the states that it keeps differ from plan to plan: call it through
-        ``torch.compiler.disable``.
-
         Args:
             q, k, v, g, beta: as for ``kernels.delta.rule.delta_rule``, with T_local tokens.
             mask: the plan of these sequences, another ``handle``; by default the one bound.

@@ -9,7 +9,7 @@ Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -108,13 +108,13 @@ class DeltaExecutor:
             self.backend = "auto"
         self.handle = _executors.add(self)
 
-    def forward(self, plan: Plan, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return out ``[B, T, H, E]`` in v's dtype, and for each part of ``parts`` what its backward needs.
+    def forward(self, plan: Plan, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out ``[B, T, H, E]`` in v's dtype, and in one row what the backward of each part of ``parts`` needs.
 
         These are the states before each of the part's slabs and after it and, of a wide one, Q and M.
         """
         mine, v = parts(plan, self.rank), tensors[2]
-        out, kept = torch.zeros_like(v), dict[Part, list[Tensor]]()
+        out, kept = v.new_zeros(v.shape), dict[Part, list[Tensor]]()
 
         def compute(part: Part, state: Tensor | None = None) -> Tensor:
             found, states = scan.scan(*part.inputs(tensors), state, backend=self.backend)
@@ -142,13 +142,16 @@ class DeltaExecutor:
 
         ready = {part: compute(part) for part in mine.first}
         self._pass(mine, ready, enter, meanwhile, tensors, reverse=False)
-        return out, [x for part in mine.all for x in kept[part]]
+        row = [x.flatten() for part in mine.all for x in kept[part]]
+        return out, torch.cat(row) if row else v.new_empty(0, dtype=torch.promote_types(v.dtype, torch.float32))
 
-    def backward(self, plan: Plan, dout: Tensor, kept: Sequence[Tensor], *tensors: Tensor) -> list[Tensor]:
+    def backward(self, plan: Plan, dout: Tensor, kept: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Return dq, dk, dv, dg and dbeta in the dtypes of the inputs."""
-        mine, left = parts(plan, self.rank), iter(kept)
-        saved = {part: [next(left) for _ in range(3 if part.wide else 1)] for part in mine.all}
-        found = [torch.zeros_like(x) for x in tensors]
+        mine = parts(plan, self.rank)
+        shapes = {part: _kept_shapes(part, *tensors[1:3]) for part in mine.all}
+        left = iter(kept.split([shape.numel() for several in shapes.values() for shape in several]))
+        saved = {part: [next(left).view(shape) for shape in several] for part, several in shapes.items()}
+        found = [x.new_zeros(x.shape) for x in tensors]
 
         def compute(part: Part, dfinal: Tensor | None = None) -> Tensor:
             taken = part.of(dout), dfinal, *part.inputs(tensors), saved[part][0]
@@ -225,6 +228,15 @@ class DeltaExecutor:
             sent()
 
 
+def _kept_shapes(part: Part, k: Tensor, v: Tensor) -> list[torch.Size]:
+    """Return the shapes of what ``DeltaExecutor.forward`` keeps of a part."""
+    k, v = part.of(k), part.of(v)
+    states = scan.empty_states(k, v).shape
+    width = k.shape[-1]
+    wide = [torch.Size((*v.shape[:3], width)), torch.Size((*states[1:3], width, width))] if part.wide else []
+    return [states, *wide]
+
+
 def _peer(part: Part, before: bool) -> int:
     peer = part.link.before if before else part.link.after
     assert peer is not None
@@ -238,41 +250,45 @@ _executors: Handles[DeltaExecutor] = Handles()
 @torch.library.custom_op("longmesh::delta_attention", mutates_args=())
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor]:
+    executor = _executors[handle]
+    found = plan_of("attend_delta", plan, executor.transport.geometry)
     with torch.autocast(q.device.type, enabled=False):
-        out, kept = _executors[handle].forward(
-            plan_of("attend_delta", plan, _executors[handle].transport.geometry), q, k, v, g, beta
-        )
-    return out, [x.clone() if x._is_view() else x for x in kept]
+        return executor.forward(found, q, k, v, g, beta)
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
+    kept = torch.library.get_ctx().new_dynamic_size()  # the plan's
+    return v.new_empty(v.shape), v.new_empty(kept, dtype=torch.promote_types(v.dtype, torch.float32))
 
 
 @torch.library.custom_op("longmesh::delta_attention_backward", mutates_args=())
 def _backward_op(
-    dout: Tensor,
-    kept: Sequence[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    handle: int,
-    plan: Tensor,
+    dout: Tensor, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor
 ) -> list[Tensor]:
     with torch.autocast(q.device.type, enabled=False):
         return _executors[handle].backward(PLANS[plan], dout, kept, q, k, v, g, beta)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
+@_backward_op.register_fake
+def _(
+    dout: Tensor, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v, g, beta)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.handle, ctx.plan = inputs  # the handle keeps the plan alive
     ctx.executor = _executors[ctx.handle]  # keep it alive until the backward
-    ctx.save_for_backward(*tensors, *output[1])
+    ctx.save_for_backward(output[1], *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, g, beta, *kept = ctx.saved_tensors
-    dout = torch.zeros_like(v) if dout is None else dout
-    found = torch.ops.longmesh.delta_attention_backward(dout, kept, q, k, v, g, beta, ctx.handle, ctx.plan)
+    if dout is None:
+        return (None,) * 7
+    found = torch.ops.longmesh.delta_attention_backward(dout, *ctx.saved_tensors, ctx.handle, ctx.plan)
     return *found, None, None
 
 

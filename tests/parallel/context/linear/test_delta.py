@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from kernels.delta.rule import delta_rule
+from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
 from parallel.context.linear import delta
 from parallel.context.linear.delta import parts
@@ -157,11 +158,33 @@ def test_masks_of_softmax_attention_are_refused():
             cp.attend_delta(*tensors)
 
 
-def test_a_compiled_function_can_call_it():
-    cp, tensors = context_parallel("zigzag", seq_len=16), inputs(16, 1)[:5]
-    attend = torch.compiler.disable(cp.attend_delta)
-    found = torch.compile(lambda *x: attend(*x) * 2, backend="aot_eager")(*tensors)
-    torch.testing.assert_close(found, 2 * cp.attend_delta(*tensors), rtol=0, atol=0)
+def test_it_compiles_whole():
+    cp = context_parallel("zigzag", seq_len=16, documents=(0, 5, 16))
+    attend = torch.compile(cp.attend_delta, fullgraph=True, backend="aot_eager")
+    found, want = (with_gradients(function, inputs(16, 1)) for function in (attend, cp.attend_delta))
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+def under_a_policy(rank, world_size, attention_kept):
+    """dq, and bytes of a convolution and an attention in a layer whose activations are computed again."""
+    cp = context_parallel("zigzag", seq_len=64, group=dist.group.WORLD)
+    q, k, v, g, beta, dout = (cp.shard(x, 1) for x in inputs(64, 1))
+    weight = torch.ones(KEYS * WIDTH, 4, dtype=torch.float64, requires_grad=True)
+
+    def layer(x):
+        return cp.attend_delta(cp.convolve(x.flatten(2), weight).view_as(x), k, v, g, beta)
+
+    q.requires_grad_()
+    out = layer(q) if attention_kept is None else recompute._again(layer, attention_kept, None, q)
+    out.backward(dout)
+    return q.grad, cp.transport.traffic.total
+
+
+def test_attention_boundary_sends_nothing_again():
+    results = [run_ranks(under_a_policy, 2, kept)[0] for kept in (None, True, False)]
+    assert all(torch.equal(results[0][0], gradient) for gradient, _ in results)
+    once, boundary, full = (count for _, count in results)
+    assert once == boundary < full
 
 
 def test_the_backward_outlives_the_object_that_attended():

@@ -16,8 +16,8 @@ from runtime.errors import UserError
 NOT_KEPT = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Entries that describe the files, not the model."""
 _ALL = (llama.LLAMA, llama.MISTRAL, llama.MINISTRAL, llama.QWEN2, llama.QWEN3, gpt2.GPT2, transnormer.TRANSNORMER)
-_ALL += (qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID)
-FAMILIES = {family.kind: family for family in _ALL}
+_HYBRIDS = (qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID)
+FAMILIES = {family.kind: family for family in _ALL + _HYBRIDS}
 """By the model_type in config.json; of several that can write a model of ours, the first one does."""
 
 

@@ -65,7 +65,7 @@ RELEASED = replace(
     NAMES,
     linear=replace(
         _LINEAR,
-        layer=_LINEAR.layer | {"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"},
+        layer={**_LINEAR.layer, "attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"},
     ),
 )
 """Names in the released files."""

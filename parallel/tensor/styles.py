@@ -118,8 +118,8 @@ class Whole(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             whole: Any = dict(module.named_parameters(recurse=False))
             own = {name: p.to_local(grad_placements=[Partial()])[self.rows] for name, p in whole.items()}
-            if hasattr(module, "by"):
-                found: Tensor = module.by(x, **own)
+            if (by := getattr(module, "by", None)) is not None:
+                found: Tensor = by(x, **own)
                 return found
             if isinstance(module, nn.RMSNorm):
                 return F.rms_norm(x, list(module.normalized_shape), own["weight"], module.eps)

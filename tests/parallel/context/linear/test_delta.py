@@ -89,6 +89,29 @@ def test_ranks_layouts_and_documents_are_exact(world_size):
         assert max(found.values()) <= 1e-12, (case, found)
 
 
+def hard_inputs():
+    """Gates of -100 on one token in eight, and keys that are all equal on every other head."""
+    q, k, v, g, beta, dout = inputs(251, 1)
+    g[:, ::8] = -100
+    k[:, :, 0] = k[:1, :1, 0]
+    return [q, k, v, g, beta / 2, dout]
+
+
+def hard_on_ranks(rank, world_size):
+    found = []
+    for method, options in LAYOUTS:
+        cp = context_parallel(method, seq_len=251, group=dist.group.WORLD, **options)
+        local = with_gradients(cp.attend_delta, [cp.shard(x, 1).float() for x in hard_inputs()])
+        found.append([cp.unshard(x, 1).double() for x in local])
+    return found
+
+
+def test_float32_keeps_its_digits_under_strong_gates_and_equal_keys():
+    want = with_gradients(lambda *x: delta_rule(*x, backend="reference")[0], hard_inputs())
+    for got in run_ranks(hard_on_ranks, 4)[0]:
+        assert max(errors(got, want).values()) <= 5e-6
+
+
 def decay_alone():
     """M replaced by the decay of linear attention."""
     wide = delta.scan.wide_scan

@@ -30,6 +30,7 @@ from train.loop import Trainer
 from train.objectives.language import NextToken, corpus_entropy
 from train.resume import find_start
 from train.run import open_log, reserve_run_folder, run_entry
+from train.watching.ruler import curve_of
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
@@ -61,6 +62,8 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
     run = resolve(start.config, mesh)
     data, train = run.config.data, run.config.train
     train_data, valid_data, _ = build_datasets(data, train.seq_length, train.seed, tokenizer)
+    with raise_together():
+        curve = curve_of(run, tokenizer)
     frequencies = corpus_entropy(data) if is_first() else {}
 
     start.load(run.parts, run.optimizer)
@@ -74,6 +77,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
         flops_per_token=partial(flops_per_token, run.config.model),
         log=open_log(config_to_save(config, asked), start.progress),
         validation_constants=frequencies,
+        curve=curve,
         peak_flops=peak_flops or 0.0,
     )
 

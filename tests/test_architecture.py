@@ -48,16 +48,16 @@ BUDGET = {
     "kernels": 4560,
     "parallel": 6960,
     "checkpoint": 1570,
-    "data": 3630,
-    "train": 5710,
+    "data": 4310,
+    "train": 5850,
     "planner": 2900,
     "runtime": 2440,
     "slurm": 350,
-    "tools": 4440,
+    "tools": 4760,
     "parity": 1050,
     "papers": 1880,
     "bench": 3060,
-    "tests": 41790,
+    "tests": 42310,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

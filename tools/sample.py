@@ -43,12 +43,7 @@ def _sample(
 ) -> None:
     """Write, and print on the first rank; collective."""
     tokenizer = run.tokenizer
-    # Documents follow an end-of-text token, after which the model takes the prompt as the beginning of a text; other
-    # trainers' texts, and conversations, follow the token of a beginning where there is one, or nothing.
-    begin = [tokenizer.eod]
-    if writer.imported or writer.config.data.sft:
-        begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    begun = ([*begin, *tokenizer.tokenize(text)] or [tokenizer.eod] for text in texts)
+    begun = ([*run.begin(writer.imported), *tokenizer.tokenize(text)] or [tokenizer.eod] for text in texts)
     prompts = [prompt for prompt in begun for _ in range(args.num_samples)]
     longest = max(map(len, prompts))
     writer.check(prompts, args.num_tokens)

@@ -26,6 +26,7 @@ from train.watching.metrics import RunLog
 from train.watching.moments import UPDATE, Clock, Step, Watcher, Watchers, say
 from train.watching.profile import Profiler
 from train.watching.progress import Report, few_samples, peak_flops
+from train.watching.ruler import Curve, Ruler
 from train.watching.saving import BackgroundSave, Saving
 from train.watching.stop import StopAgreement
 from train.watching.stragglers import Stragglers
@@ -48,6 +49,8 @@ class Trainer:
     """Figures recorded with each validation loss, such as the corpus's unigram entropy."""
     after_validation: Callable[[int], None] | None = None
     """Called on every rank with the iteration after a validation, while the averages are in place."""
+    curve: Curve | None = None
+    """The small curve of RULER that a language model's run draws."""
     peak_flops: float = 0.0
     """FLOP/s per process that MFU is measured against; 0: found as the run starts."""
 
@@ -151,6 +154,8 @@ class Trainer:
                 constants=self.validation_constants,
                 then=self.after_validation,
             )
+        if self.curve is not None:
+            yield Ruler(self.curve, self.runner, watchdog)
         if dist.get_world_size() > 1:
             yield Stragglers(run.parts, device, interval, self._clock)
         yield Report(self.log, objective, config.train.train_iters, interval, device.type)

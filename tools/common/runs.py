@@ -25,6 +25,16 @@ class Run:
     trained_length: int | None
     """Tokens of a sequence that it was trained on; of an import those that it is meant for, if it says so."""
 
+    def begin(self, imported: bool) -> tuple[int, ...]:
+        """Return the tokens before a text; ``imported``: no run has trained the model.
+
+        Documents follow an end-of-text token, after which the model takes a prompt as the beginning of a text; other
+        trainers' texts, and conversations, follow the token of a beginning where there is one, or nothing.
+        """
+        if imported or self.config.data.sft:
+            return () if self.tokenizer.bos is None else (self.tokenizer.bos,)
+        return (self.tokenizer.eod,)
+
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint, and how processes share it."""

@@ -7,8 +7,7 @@ LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Contex
 needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
-import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -16,6 +15,7 @@ from typing import Literal
 
 from data.chat.conversations import Turn
 from data.chat.template import ChatTemplate
+from data.drawn import below, different, distinct
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 from runtime.progress import counted
@@ -120,7 +120,7 @@ class Maker:
         tokens = cache(lambda lines: self._tokens(self._turns(sample, lines, depth)))
         lines = self._fitting(tokens)
         if self.task.form == "repeat":
-            lines = self._least + _below(self._draw(sample), lines - self._least + 1, "lines", 0)
+            lines = self._least + below(self._draw(sample), lines - self._least + 1, "lines", 0)
         return Made(self._turns(sample, lines, depth), lines, tokens(lines))
 
     def prompt(self, turns: list[Turn]) -> list[int]:
@@ -153,13 +153,13 @@ class Maker:
         draw = self._draw(sample)
         if task.form == "repeat":
             record = ""
-            for line, name in enumerate(_distinct(draw, lines, _names(self._words), "key")):
-                words = [self._key(name), self._value(draw, line)][: 1 + _below(draw, 2, "valued", line)]
+            for line, name in enumerate(distinct(draw, lines, _names(self._words), "key")):
+                words = [self._key(name), self._value(draw, line)][: 1 + below(draw, 2, "valued", line)]
                 record += "".join(f"{word}; " for word in words)
             return [{"role": "user", "content": record}, {"role": "assistant", "content": record * task.questions}]
         asked = self._asked(draw, lines) if depth is None else [round(depth * (lines - 1))]
         named = range(lines) if task.form == "lines" else sorted(asked)
-        keys = dict(zip(named, map(self._key, _distinct(draw, len(named), _names(self._words), "key")), strict=True))
+        keys = dict(zip(named, map(self._key, distinct(draw, len(named), _names(self._words), "key")), strict=True))
         values = {line: self._value(draw, line) for line in named}
         record = "".join(
             wording["line"].format(key=keys[line], value=values[line]) if line in keys else self._filler(draw, line)
@@ -179,14 +179,14 @@ class Maker:
         By chance alone what is farthest and what is nearest would be asked for in one of hundreds of questions.
         """
         if self.task.purpose == "score":
-            return _distinct(draw, self.task.questions, lines, "asked")
+            return distinct(draw, self.task.questions, lines, "asked")
 
         def place(number: int) -> int:
-            depth = _below(draw, 1 if number == 0 else min(EDGE, lines), "depth", number)
-            anywhere = _below(draw, lines, "asked", number)
-            return (depth, lines - 1 - depth, anywhere)[_below(draw, 3, "end", number)]
+            depth = below(draw, 1 if number == 0 else min(EDGE, lines), "depth", number)
+            anywhere = below(draw, lines, "asked", number)
+            return (depth, lines - 1 - depth, anywhere)[below(draw, 3, "end", number)]
 
-        return _different(self.task.questions, map(place, count()))
+        return different(self.task.questions, map(place, count()))
 
     def _draw(self, sample: int) -> str:
         return f"{self.task.purpose}:{self.task.seed}:{sample}"
@@ -200,11 +200,11 @@ class Maker:
 
     def _value(self, draw: str, line: int) -> str:
         if self.task.vocabulary == "small":
-            return VALUES[_below(draw, len(VALUES), "value", line)]
-        return str(1 + _below(draw, LARGEST_VALUE, "value", line))
+            return VALUES[below(draw, len(VALUES), "value", line)]
+        return str(1 + below(draw, LARGEST_VALUE, "value", line))
 
     def _filler(self, draw: str, line: int) -> str:
-        text = FILLERS[_below(draw, len(FILLERS), "filler", line)]
+        text = FILLERS[below(draw, len(FILLERS), "filler", line)]
         return f"{text}\n" if self.task.vocabulary == "small" else f"{text.capitalize()}.\n"
 
 
@@ -216,24 +216,3 @@ def _names(words: int) -> int:
 def _words_for(lines: int) -> int:
     """Return the words of a name, 2 or more: a sixth of the names is left, so that drawing one is quick."""
     return next(words for words in count(2) if _names(words) > 1.2 * lines)
-
-
-def _below(draw: str, bound: int, name: str, number: int) -> int:
-    """Return one of [0, bound), which depends on these names alone."""
-    digest = hashlib.sha256(f"{draw}:{name}:{number}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % bound
-
-
-def _distinct(draw: str, size: int, bound: int, name: str) -> list[int]:
-    """Return ``size`` different ones, which begin alike for any size."""
-    return _different(size, (_below(draw, bound, name, number) for number in count()))
-
-
-def _different(size: int, numbers: Iterable[int]) -> list[int]:
-    """Return the first ``size`` different numbers."""
-    found: dict[int, None] = {}
-    for number in numbers:
-        if len(found) == size:
-            break
-        found[number] = None
-    return list(found)

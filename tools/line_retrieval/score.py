@@ -2,17 +2,17 @@
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from data.chat.template import load_template
 from data.tokenizer import HuggingFaceTokenizer
 from planner.choice import READING
-from runtime.errors import UserError
-from runtime.together import gather_results, is_first, raise_together
+from runtime.together import is_first, raise_together
+from tools.common import answers
 from tools.common.report import markdown, write_results
 from tools.common.runs import Run, mesh_of, open_run
 from tools.line_retrieval.lines import Maker, Task
@@ -24,7 +24,6 @@ from train.run import check_writable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-T = TypeVar("T")
 SPARE = 8
 """Tokens that an answer may take beyond the right one's before it is cut, as by other spelling."""
 MOST_WRONG = 3
@@ -70,28 +69,9 @@ def score(
         for place, depth in enumerate(depths):
             questions = [number * len(depths) + place for number in range(samples)]
             batches = [questions[begin : begin + batch_size] for begin in range(0, samples, batch_size)]
-            answers = _shared(writer, batches, partial(_ask, writer, maker, depth, table))
-            wrong = [answer for answer in answers if answer is not None]
+            found = answers.shared(writer, batches, partial(_ask, writer, maker, depth, table))
+            wrong = [answer for answer in found if answer is not None]
             yield Cell(maker.task.tokens, depth, samples, samples - len(wrong), wrong[:MOST_WRONG])
-
-
-def _shared(writer: Writer, batches: Sequence[Sequence[int]], ask: Callable[[Sequence[int]], list[T]]) -> list[T]:
-    """Ask every batch, each of one of the writer's copies, and return the answers of all, in order, on every rank."""
-    found: dict[int, list[T]] = {}
-    error: UserError | None = None
-    try:
-        for turn in range(writer.replica, len(batches), writer.replicas):
-            found[turn] = ask(batches[turn])
-    except UserError as caught:  # the other copies wait for these answers
-        error = caught
-
-    def own() -> dict[int, list[T]]:
-        if error is not None:
-            raise error
-        return found
-
-    everyone = {turn: answers for part in gather_results(own) for turn, answers in part.items()}
-    return [answer for turn in range(len(batches)) for answer in everyone[turn]]
 
 
 def _ask(
@@ -100,12 +80,12 @@ def _ask(
     """Ask questions of these numbers; return of each None if the answer is right, else all three."""
     with raise_together(writer.group):
         asked = [maker.make(number, depth).turns for number in numbers]
-        answers = [turns[-1]["content"] for turns in asked]
-        most = max(len(maker.tokenizer.tokenize(answer)) for answer in answers) + SPARE
+        right = [turns[-1]["content"] for turns in asked]
+        most = max(len(maker.tokenizer.tokenize(answer)) for answer in right) + SPARE
         prompts, stop = [maker.prompt(turns) for turns in asked], sorted(maker.ends(asked[0]))
         most = most if table is None else min(most, table + 1 - max(map(len, prompts)))
     found: list[dict[str, str] | None] = []
-    for turns, answer, ids in zip(asked, answers, writer.write(prompts, most, stop=stop), strict=True):
+    for turns, answer, ids in zip(asked, right, writer.write(prompts, most, stop=stop), strict=True):
         known = [i for i in ids if i < maker.tokenizer.vocab_size]  # those that pad the vocabulary have no text
         written, question = maker.tokenizer.detokenize(known).strip(), turns[0]["content"].splitlines()[-1]
         wrong = {"question": question, "answer": answer, "written": written}
@@ -166,19 +146,8 @@ def table(cells: Sequence[Cell]) -> list[str]:
 
 def heat_map(cells: Sequence[Cell], form: str) -> "Figure":
     """Draw the accuracy over length (across) and depth (down)."""
-    from matplotlib.figure import Figure
-
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
-    shares = {(cell.length, cell.depth): cell.accuracy for cell in cells}
-    figure = Figure(figsize=(2.5 + 0.9 * len(lengths), 1.6 + 0.5 * len(depths)), layout="constrained")
-    axes = figure.subplots()
-    values = [[shares[length, depth] for length in lengths] for depth in depths]
-    image = axes.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-    for y, row in enumerate(values):
-        for x, share in enumerate(row):
-            axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="white" if share < 0.5 else "black")
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set(xlabel="tokens", ylabel="depth of the asked line" if form == "lines" else "depth of the needle")
-    figure.colorbar(image, label="exact answers")
-    return figure
+    found = {(cell.length, cell.depth): cell.accuracy for cell in cells}
+    shares = [[found[length, depth] for length in lengths] for depth in depths]
+    label = "depth of the asked line" if form == "lines" else "depth of the needle"
+    return answers.heat_map(shares, lengths, [f"{depth:.0%}" for depth in depths], label, "exact answers")

@@ -4,6 +4,7 @@ A name, a value and the end of a line are a token each. By its chat template a q
 for, so that the answer is what followed that name before: what two layers can learn.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, hidden_size: int, seed: int) -> str:
-    """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists."""
+def write_model(folder: Path, hidden_size: int, seed: int, words: Callable[[], Any] | None = None, **shape: Any) -> str:
+    """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists.
+
+    ``words`` makes the `tokenizers.Tokenizer`, by default ``tokenizer_of_words``; ``shape`` is more of LlamaConfig.
+    """
     if hidden_size % (2 * HEADS):
         raise UserError(
             f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}: {HEADS} heads, even for rope"
@@ -36,7 +40,10 @@ def write_model(folder: Path, hidden_size: int, seed: int) -> str:
             "a model is written by transformers: pip install transformers (make venv EXTRAS=dev)"
         ) from error
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer_of_words(), unk_token=UNKNOWN, eos_token=END, additional_special_tokens=[USER]
+        tokenizer_object=(words or tokenizer_of_words)(),
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=[USER],
     )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(seed)
@@ -50,6 +57,7 @@ def write_model(folder: Path, hidden_size: int, seed: int) -> str:
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
+        **shape,
     )
     model = LlamaForCausalLM(config)
     with new_folder(folder) as draft:

@@ -9,6 +9,7 @@ from pathlib import Path
 from data.fingerprint import digest, fingerprint
 from data.latents.dataset import DIGITS, LatentDataConfig
 from data.latents.folder import latents_fingerprint
+from data.ruler.config import RulerConfig
 from data.text.config import DataConfig, blend
 from data.text.indexed import LOSS_MASK, open_indexed
 from model.config import ModelConfig
@@ -41,6 +42,7 @@ class Config(CommonConfig):
     data: DataConfig = field(default_factory=DataConfig)
     hybrid: HybridConfig = field(default_factory=HybridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    ruler: RulerConfig = field(default_factory=RulerConfig)
 
     SAMPLE_ORDER = ("seed", "seq_length", "data_path", "split", "blend_by_length", "pack_documents")
     NOTED = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")

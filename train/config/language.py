@@ -50,8 +50,13 @@ def validate(config: Config, world_size: int) -> None:
     _validate_documents(config)
     validate_sizes(config, world_size)
     validate_run(config)
-    data = config.data
+    data, interval = config.data, config.ruler.ruler_interval
+    config.ruler.lengths(config.train.seq_length)
     if data.mock_data:
+        if interval:
+            raise ConfigError(
+                f"ruler_interval is {interval} and mock_data is set, whose drawn tokens have no text; leave one out"
+            )
         if config.model.vocab_size is None:
             raise ConfigError("mock_data is set and vocab_size is not; give --vocab-size N, as no tokenizer tells it")
     elif not data.data_path:

@@ -20,7 +20,7 @@ from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_
 from runtime.tensors import to_device
 from train.objectives.base import Objective
 
-PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0}
+PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "examples": 0}
 """Values of padding, by what a rank holds of a batch."""
 
 
@@ -53,6 +53,8 @@ class NextToken(Objective):
         self._device = device
         self._reset_positions, self._reset_attention = reset_position_ids, reset_attention_mask
         self._prepare = prepare
+        self.wrong: Tensor | None = None
+        """Tokens of each example, int64 [N], that were not the likeliest: counted in batches with ``examples``."""
         # Padding takes the last position: a table of learned positions may have none beyond the sequence.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
@@ -97,11 +99,15 @@ class NextToken(Objective):
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum of this rank's token losses, float32.
 
-        A stage other than the last returns hidden states; one other than the first takes them in place of tokens.
+        A stage other than the last returns hidden states; one other than the first takes them in place of tokens. Of a
+        batch with ``examples``, the number of each token's, it is how many tokens with labels are not the likeliest.
         """
         labels, size = local["labels"], self._loss_chunk_size
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
+            if "examples" in local:
+                assert self.wrong is not None
+                return count_wrong(hidden, weight, labels, local["examples"], self.wrong)
             if size:
                 return chunked_cross_entropy_sum(hidden, weight, labels, size, IGNORE_INDEX)
             return cross_entropy_sum(linear(hidden, weight), labels, IGNORE_INDEX)[0]
@@ -126,6 +132,27 @@ class NextToken(Objective):
         if "unigram_entropy" in record:
             line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
         return line
+
+
+def count_wrong(hidden: Tensor, weight: Tensor, labels: Tensor, examples: Tensor, wrong: Tensor) -> Tensor:
+    """Add to ``wrong`` [N] how many of each example's labels are not the likeliest tokens; return their sum, float32.
+
+    Takes hidden [B, T, C] and the output weights [V, C], as ``chunked_cross_entropy_sum``: DTensors of the tensor
+    parallel ranks are collective. Logits exist for the labelled tokens alone, which are few.
+    """
+    there = labels != IGNORE_INDEX
+    whole: Any = hidden
+    if hasattr(weight, "full_tensor"):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        picked = whole.to_local()[there]  # [n, C]
+        logits: Any = linear(DTensor.from_local(picked, whole.device_mesh, [Replicate()], run_check=False), weight)
+        likeliest = logits.full_tensor().argmax(-1)
+    else:
+        likeliest = linear(whole[there], weight).argmax(-1)
+    misses = (likeliest != labels[there]).to(wrong.dtype)  # [n]
+    wrong.index_add_(0, examples[there], misses)
+    return misses.sum().float()
 
 
 def corpus_entropy(data: DataConfig) -> dict[str, float]:

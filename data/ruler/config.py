@@ -1,0 +1,40 @@
+"""The settings of a run's small curve of RULER."""
+
+from dataclasses import dataclass
+
+from data.ruler.tasks import TASKS
+from runtime.errors import UserError, at_least, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerConfig:
+    """The needles that a run looks for as it trains (RULER, Hsieh et al. 2024)."""
+
+    ruler_interval: int | None = None
+    """Iterations between points of the curve, such as save_interval: how many needles are found at each length; one is
+    made at the end too. By default none."""
+    ruler_lengths: tuple[int, ...] = ()
+    """Tokens of the examples, at most seq_length; by default that, its half and its quarter."""
+    ruler_samples: int = 8
+    """Examples of each length, shared out over the tasks; each takes a forward of seq_length tokens."""
+    ruler_tasks: tuple[str, ...] = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
+    """Tasks of the examples, of those that read no file."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "ruler_interval", "ruler_samples")
+        for length in self.ruler_lengths:
+            require(self, length >= 1, "ruler_lengths", "each must be 1 or more")
+        there = [task for task in TASKS if not task.startswith("qa")]
+        for task in self.ruler_tasks:
+            require(self, task in there, "ruler_tasks", f"there are {', '.join(there)}; name some of these")
+        require(self, bool(self.ruler_tasks), "ruler_tasks", "name at least one, such as niah_single_1")
+
+    def lengths(self, seq_length: int) -> list[int]:
+        """Return the lengths in ascending order. Raises UserError: one is more than the model reads at once."""
+        found = sorted(set(self.ruler_lengths)) or [seq_length // 4, seq_length // 2, seq_length]
+        if found[-1] > seq_length:
+            raise UserError(
+                f"ruler_lengths names {found[-1]} and seq_length is {seq_length}, so that prompts would be cut; give "
+                "at most that, and ask for longer ones with python -m tools.ruler"
+            )
+        return found

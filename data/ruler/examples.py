@@ -1,0 +1,159 @@
+"""RULER's examples for a tokenizer: as large as fits a length, a function of task, length, seed and number alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from data.chat.template import ChatTemplate
+from data.ruler.tasks import TASKS, Case, Question, Sources
+from data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from runtime.errors import DataError
+
+Purpose = Literal["train", "score"]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The way from a question to a model's tokens, and back."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+    """Of a model of conversations; None: the question and what the answer begins with are one text."""
+    begin: tuple[int, ...] = ()
+    """Tokens before such a text."""
+
+    def ids(self, question: Question, answer: str = "") -> list[int]:
+        """Return the tokens of a prompt, and of an answer after it. Raises DataError."""
+        if self.template is None:
+            return [*self.begin, *self.tokenizer.tokenize(question.text + question.prefix + answer)]
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # or load_template would have refused it
+        asked = self.template.render([{"role": "user", "content": question.text}], prompt=True)
+        return self.tokenizer.tokenize_special(asked + question.prefix + answer)[0]
+
+    def with_answer(self, question: Question) -> tuple[list[int], int]:
+        """Return the tokens of a prompt with all answers, and how many of the first ones are the prompt's alone."""
+        prompt, whole = self.ids(question), self.ids(question, answer_of(question))
+        alike = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+        return whole, alike
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end an answer."""
+        if self.template is None:
+            return {self.tokenizer.eod}
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer)
+        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
+        before, whole = self.template.render(turns[:1], prompt=True), self.template.render(turns)
+        names = self.tokenizer.special.findall(whole.removeprefix(before))
+        return {self.tokenizer.eod, *(self.tokenizer.tokenize_special(name)[0][0] for name in names)}
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return what a model wrote, control characters as line breaks, without white space around it."""
+        known = [i for i in ids if i < self.tokenizer.vocab_size]  # those that pad the vocabulary have no text
+        return "".join(c if c >= " " else "\n" for c in self.tokenizer.detokenize(known)).strip()
+
+
+def answer_of(question: Question) -> str:
+    """Return the text of all answers, as it follows the prefix."""
+    return " " * (not question.prefix.endswith(" ")) + " ".join(question.answers)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question that fits its length, and its prompt."""
+
+    task: str
+    length: int
+    number: int
+    question: Question
+    ids: list[int]
+    size: int
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the answer may have."""
+        return TASKS[self.task].new_tokens
+
+    def score(self, written: str) -> float:
+        """Return the share of the answers, 0 to 1, in what was written."""
+        return TASKS[self.task].score(written, self.question.answers)
+
+
+TURN_END = 16
+"""Tokens that a template may put after an answer."""
+
+
+class Maker:
+    """Makes the examples of one task and length; to train on, the answer's own tokens are counted, not the most."""
+
+    def __init__(
+        self,
+        task: str,
+        length: int,
+        seed: int,
+        prompts: Prompts,
+        sources: Sources,
+        purpose: Purpose = "score",
+    ) -> None:
+        """Estimate what the haystack's growth costs. Raises DataError: not even the smallest example fits."""
+        self.task, self.length, self._prompts = TASKS[task], length, prompts
+        self.name = task
+        self._draw = f"ruler:{purpose}:{task}:{length}:{seed}"
+        self._case = Case("", 0, length, sources)
+        self._trains, kept = purpose == "train", TURN_END if purpose == "train" else self.task.new_tokens
+        self._room, least = length - kept, self.task.least
+        few, more = (len(self._ids(self.task.make(self._of(0), size))) for size in (least, 2 * least + 30))
+        if prompts.tokenizer.unknown in prompts.ids(self.task.make(self._of(0), least)):
+            raise DataError(
+                f"{task} has words that {prompts.tokenizer.path} has no token for; leave the task out, or take a "
+                "run of another tokenizer"
+            )
+        if few > self._room:
+            raise DataError(
+                f"{task} takes {few} tokens and {kept} for the answer at the least, and a length is "
+                f"{length}; give a length of {few + kept} or more, or leave the task out"
+            )
+        self._each = max(1e-3, (more - few) / (least + 30))
+        guess = max(least, least + int((self._room - few) / self._each))
+        # The first pieces may be longer than the later ones: a second look at about the right size.
+        there = len(self._ids(self.task.make(self._of(0), guess)))
+        self._each = max(1e-3, (there - few) / max(guess - least, 1)) if guess > least else self._each
+        self._guess = max(least, guess + int((self._room - there) / self._each))
+
+    def make(self, number: int) -> Example:
+        """Make an example as large as fits: one of one more sentence, line or word does not. Raises DataError."""
+        case, task = self._of(number), self.task
+        made = cache(lambda size: task.make(case, size))
+        ids = cache(lambda size: self._ids(made(size)))
+        size = fill(self._room, lambda size: len(ids(size)), task.least, self._guess, self._each)
+        if len(ids(size)) > self._room:
+            raise DataError(
+                f"{self.name} takes {len(ids(size))} tokens in example {number} at the least, and {self._room} of "
+                f"{self.length} are there for them; give longer ones, or leave the task out"
+            )
+        return Example(self.name, self.length, number, made(size), ids(size), size)
+
+    def _ids(self, question: Question) -> list[int]:
+        return self._prompts.ids(question, answer_of(question) if self._trains else "")
+
+    def _of(self, number: int) -> Case:
+        return replace(self._case, draw=f"{self._draw}:{number}", number=number)
+
+
+def fill(room: int, tokens: Callable[[int], int], least: int, guess: int, each: float) -> int:
+    """Return a size whose tokens fit the room, while those of the next do not; ``least`` if not even that one fits.
+
+    A search by halves whose first steps go to where ``each`` tokens a piece lead.
+    """
+    low, high, size = least - 1, None, guess
+    steps = 0
+    while high is None or high - low > 1:
+        slack = room - tokens(size)
+        low, high = (size, high) if slack >= 0 else (low, size)
+        steps += 1
+        size += int(slack / each) if slack >= 0 else -int(-slack / each) - 1
+        if steps > 6 and high is not None:
+            size = (low + high) // 2
+        size = max(low + 1, size if high is None else min(high - 1, size))
+    return max(low, least)

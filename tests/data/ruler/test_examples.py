@@ -1,0 +1,117 @@
+"""RULER's examples fill their length, and are the same in any process."""
+
+import hashlib
+import random
+import subprocess
+import sys
+
+import pytest
+
+from data.chat.template import load_template
+from data.ruler.examples import Maker, Prompts, fill
+from data.ruler.tasks import TASKS, Sources
+from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
+from tests.data.chat.templates import TEMPLATES, write_tokenizer
+
+GIVEN = [task for task in TASKS if not task.startswith("qa")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATES["chatml"]))
+
+
+def base(tokenizer):
+    return Prompts(tokenizer, None, (tokenizer.eod,))
+
+
+@pytest.mark.parametrize("task", GIVEN)
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_example_fills_its_length(tokenizer, task, chat):
+    """One more piece of the haystack does not fit beside the answer."""
+    prompts = Prompts(tokenizer, load_template(tokenizer.path)) if chat else base(tokenizer)
+    maker = Maker(task, 9000, 1, prompts, Sources())
+    for number in range(3):
+        example = maker.make(number)
+        assert example.ids == prompts.ids(example.question)
+        assert len(example.ids) + example.new_tokens <= 9000
+        more = TASKS[task].make(maker._of(number), example.size + 1)
+        assert len(prompts.ids(more)) + example.new_tokens > 9000
+        text = tokenizer.detokenize(example.ids)
+        assert text.endswith(example.question.text + example.question.prefix) or chat
+        asked = example.question.text, "assistant\n" + example.question.prefix
+        assert not chat or (all(part in text for part in asked) and text.endswith(asked[1]))
+
+
+@pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_3", "vt", "cwe"])
+def test_seed_number_length_and_purpose_each_draw_another(tokenizer, task):
+    prompts = base(tokenizer)
+    made = [
+        Maker(task, length, seed, prompts, Sources(), purpose).make(number).question.answers
+        for length in (7000, 9000)
+        for seed in (1, 2)
+        for purpose in ("train", "score")
+        for number in (0, 1)
+    ]
+    assert len(set(made)) == 16
+
+
+PINNED = "0f5a1a753eba4d2840c04bdaa1af403e0546d82c83986a03f105507ac77abd51"
+DIGEST = """
+import hashlib, sys
+from data.ruler.examples import Maker, Prompts
+from data.ruler.tasks import TASKS, Sources
+from data.tokenizer import load_tokenizer
+prompts, all = Prompts(load_tokenizer(sys.argv[1])), hashlib.sha256()
+for task in TASKS:
+    if not task.startswith("qa"):
+        example = Maker(task, 9000, 3, prompts, Sources()).make(2)
+        all.update(repr((example.ids, example.question)).encode())
+print(all.hexdigest())
+"""
+
+
+def test_examples_are_these_bytes_in_any_process(tokenizer):
+    """In a process that hashes otherwise, in an order of its own, and on any machine."""
+    command = [sys.executable, "-c", DIGEST, tokenizer.path]
+    found = subprocess.run(command, env={"PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == PINNED
+    together, makers = hashlib.sha256(), {}
+    for task in reversed(GIVEN):  # others are made before
+        makers[task] = Maker(task, 9000, 3, Prompts(tokenizer), Sources())
+        makers[task].make(0)
+    for task in GIVEN:
+        example = makers[task].make(2)
+        together.update(repr((example.ids, example.question)).encode())
+    assert together.hexdigest() == PINNED
+
+
+def test_fill_finds_the_last_that_fits():
+    draw = random.Random(1)
+    for _ in range(300):
+        least, grows = draw.randrange(3), [draw.randrange(1, 40) for _ in range(200)]
+        tokens = [sum(grows[:size]) for size in range(200)]
+        room = draw.randrange(tokens[least], tokens[-1])
+        found = fill(
+            room,
+            lambda size, tokens=tokens: tokens[min(size, 199)] + 40 * max(size - 199, 0),
+            least,
+            draw.randrange(least, 199),
+            draw.choice([0.01, 1, 20, 1e6]),
+        )
+        assert tokens[found] <= room < tokens[found + 1]
+
+
+def test_a_length_without_room_is_refused(tokenizer):
+    with pytest.raises(DataError, match=r"niah_single_1 takes \d+ tokens and 128 for the answer at the least, and"):
+        Maker("niah_single_1", 300, 1, base(tokenizer), Sources())
+
+
+def test_answers_follow_the_prompt(tokenizer):
+    prompts = base(tokenizer)
+    question = Maker("niah_multivalue", 2000, 1, prompts, Sources()).make(0).question
+    ids, prompt = prompts.with_answer(question)
+    assert ids[:prompt] == prompts.ids(question)
+    assert tokenizer.detokenize(ids[prompt:]) == " " + " ".join(question.answers)
+    assert prompts.text([*tokenizer.tokenize(" a\tb\x01c "), tokenizer.vocab_size]) == "a\nb\nc"

@@ -1,0 +1,1 @@
+"""RULER, a benchmark of long contexts: examples made, a run scored."""

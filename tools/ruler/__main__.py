@@ -1,0 +1,138 @@
+"""RULER (Hsieh et al. 2024, arXiv:2404.06654): score a run by task and length, or make the examples.
+
+    python -m tools.ruler score runs/long --lengths 4096 8192 --samples 20
+    torchrun --standalone --nproc-per-node 8 -m tools.ruler score runs/long --lengths 131072 --chat
+    python -m tools.ruler make runs/ruler.jsonl --tasks niah_single_1 vt --lengths 4096 --samples 100 \\
+        --tokenizer-model tokenizer.json
+
+An example fills its length, the tokens kept for the answer included, and depends on task, length, seed, number and
+tokenizer alone. make writes rows as the benchmark's own; with --messages they are conversations to train on, drawn from
+other hashes than what score asks, whatever the seeds.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+
+if TYPE_CHECKING:
+    from data.ruler.tasks import Sources
+
+
+@one_line_errors
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    args = _parse(argv)
+    if args.command == "score":
+        from tools.ruler.score import score_run
+        from train.run import run_entry
+
+        run_entry(lambda _: score_run(args, tasks_of(args), sources_of(args)))
+    elif args.command == "model":
+        from tools.line_retrieval.tiny import write_model
+        from tools.ruler.tiny import tokenizer_of_needles
+
+        print(write_model(args.folder, args.hidden_size, args.seed, tokenizer_of_needles, tie_word_embeddings=True))
+    else:
+        make(args)
+
+
+def make(args: argparse.Namespace) -> None:
+    """Write the examples that the command line asks for. Raises DataError."""
+    from data.chat.template import load_template
+    from data.ruler.examples import Maker, Prompts, Purpose, answer_of
+    from data.text.indexed import writing
+    from data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(args.tokenizer_model)
+    chat = args.chat or args.messages
+    template = load_template(args.tokenizer_model, args.chat_template) if chat else None
+    begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    prompts = Prompts(tokenizer, template, (begin,))
+    purpose: Purpose = "train" if args.messages else "score"
+    cases = [(task, length) for length in args.lengths for task in tasks_of(args)]
+    makers = [Maker(*case, args.seed, prompts, sources_of(args), purpose) for case in cases]
+    tokens = 0
+    with writing(args.output) as (draft,), draft.open("w", encoding="utf-8") as file:
+        for number in range(args.samples):
+            for maker in makers:
+                made = maker.make(number)
+                asked, tokens = made.question, tokens + len(made.ids)
+                row: dict[str, Any]
+                if args.messages:
+                    turns = ("user", asked.text), ("assistant", asked.prefix + answer_of(asked))
+                    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+                else:
+                    row = {"index": number, "task": made.task, "max_length": made.length, "input": asked.text}
+                    row |= {"answer_prefix": asked.prefix, "outputs": asked.answers}
+                    row |= {"length": len(made.ids) + made.new_tokens}
+                file.write(json.dumps(row) + "\n")
+    count = args.samples * len(makers)
+    print(f"wrote {args.output}: {count:,} examples, prompts of {tokens / count:,.1f} tokens in the mean")
+
+
+def sources_of(args: argparse.Namespace) -> "Sources":
+    """Read the files that the command line names. Raises DataError."""
+    from data.ruler.documents import Questions
+    from data.ruler.tasks import Sources
+    from data.ruler.texts import Essays
+
+    files = {"qa_1": args.qa_1, "qa_2": args.qa_2}
+    return Sources(Essays(args.essays), {task: Questions(file) for task, file in files.items() if file is not None})
+
+
+def tasks_of(args: argparse.Namespace) -> list[str]:
+    """Return the tasks that are asked for, by default all whose files are given. Raises DataError."""
+    from data.ruler.tasks import TASKS
+    from runtime.errors import DataError
+
+    given = {"qa_1": args.qa_1, "qa_2": args.qa_2}
+    there = [task for task in TASKS if given.get(task, True) is not None]
+    for task in args.tasks or ():
+        if task not in TASKS:
+            raise DataError(f"tasks names {task}, and there are {', '.join(TASKS)}; name some of these")
+        if task not in there:
+            flag, kind = task.replace("_", "-"), "SQuAD's" if task == "qa_1" else "HotpotQA's"
+            raise DataError(f"tasks names {task}, whose questions come from a file; give --{flag} FILE, {kind} JSON")
+    return list(dict.fromkeys(args.tasks or there))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    from tools.common.runs import add_mesh
+
+    parser = parser_for("python -m tools.ruler", __doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    score = commands.add_parser("score", help="score a run by task and length", allow_abbrev=False)
+    make = commands.add_parser("make", help="write examples", allow_abbrev=False)
+    model = commands.add_parser("model", help="write a tiny LLaMA of the needles' words", allow_abbrev=False)
+    score.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    make.add_argument("output", type=Path, metavar="OUT.jsonl", help="a row for each example")
+    make.add_argument("--tokenizer-model", required=True, metavar="FILE", help="tokenizer.json or .model")
+    for command, samples in ((score, 20), (make, 100)):
+        add = command.add_argument
+        add("--tasks", nargs="+", metavar="TASK", help="default: all 13, those of questions with their files")
+        add("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of prompt and answer")
+        add("--samples", type=positive, default=samples, help="of each task and length (default: %(default)s)")
+        add("--chat", action="store_true", help="prompts by the chat template; else as of a base model")
+        add("--chat-template", metavar="FILE", help="default: the tokenizer's")
+        add("--essays", type=Path, metavar="FILE", help="haystack (default: made sentences)")
+        add("--qa-1", type=Path, metavar="FILE", help="SQuAD's JSON, or lines of question, answers, paragraphs")
+        add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or lines likewise")
+    make.add_argument(
+        "--messages", action="store_true", help="conversations to train on, for tools.prepare_data --chat"
+    )
+    score.add_argument("--batch-size", type=positive, default=1, help="examples at once (default: %(default)s)")
+    score.add_argument("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    model.add_argument("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
+    model.add_argument("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
+    for command in (score, make, model):
+        command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    add_mesh(score)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""A small curve of RULER in a run: how many needles are found at each length, every so many iterations.
+
+Nothing is generated. The model reads each prompt with its answer in one forward over the run's own mesh, as in a
+validation, and an answer counts if each of its tokens is the likeliest after those before. That is so exactly where
+greedy writing begins with the answer, which is what ``python -m tools.ruler`` asks for.
+"""
+
+import torch
+import torch.distributed as dist
+
+from data.chat.template import load_template
+from data.loader import IGNORE_INDEX, Batch
+from data.ruler.examples import Maker, Prompts
+from data.ruler.tasks import Sources
+from data.text.megatron import MockTokenizer
+from data.tokenizer import Tokenizer
+from parallel.pipeline.runner import Runner
+from runtime.errors import DataError
+from runtime.watchdog import Watchdog
+from train.assemble import Run
+from train.config.entries import Config
+from train.objectives.language import NextToken
+from train.watching.moments import Step, Watcher, say
+
+SEED = 1
+
+
+class Curve:
+    """The examples of all lengths, and which of them the model answers."""
+
+    def __init__(self, run: Run[Config], tokenizer: Tokenizer, interval: int) -> None:
+        """Make the examples, the same on all ranks. Raises UserError: a task or its answer does not fit a length."""
+        asked, length = run.config.ruler, run.config.train.seq_length
+        template = load_template(tokenizer.path, None) if run.config.data.sft else None
+        prompts = Prompts(tokenizer, template, () if template else (tokenizer.eod,))
+        self.interval = interval
+        self._run, self.lengths, self._rows = run, asked.lengths(length), list[Batch]()
+        for most in self.lengths:
+            makers = [Maker(task, most, SEED, prompts, Sources()) for task in asked.ruler_tasks]
+            for number in range(asked.ruler_samples):
+                turn, place = divmod(number, len(makers))
+                ids, prompt = prompts.with_answer(makers[place].make(turn).question)
+                if len(ids) > most:
+                    raise DataError(
+                        f"ruler_tasks names {makers[place].name}, whose answer takes {len(ids) - prompt} tokens with "
+                        f"{tokenizer.path}, more than are kept for it; leave the task out"
+                    )
+                self._rows.append(_row(ids, prompt, length, len(self._rows)))
+
+    @torch.no_grad()
+    def measure(self, runner: Runner) -> dict[str, float]:
+        """Return the percentage of right answers by ``ruler_LENGTH``; collective."""
+        run, objective = self._run, self._run.objective
+        assert isinstance(objective, NextToken)
+        size, rank, ranks = run.config.train.micro_batch_size, run.mesh.dp.get_local_rank(), run.mesh.dp.size()
+        objective.wrong = wrong = torch.zeros(len(self._rows), dtype=torch.int64, device=run.mesh.device)
+        blank = _row([0, 0], 2, run.config.train.seq_length, 0)
+        for begin in range(0, len(self._rows), run.batch_samples):
+            # All ranks take equally many, since they gather the model together.
+            firsts = range(begin + rank * size, begin + run.batch_samples, ranks * size)
+            batches = [[self._rows[n] if n < len(self._rows) else blank for n in range(f, f + size)] for f in firsts]
+            runner.forward([objective.local(_stacked(rows)) for rows in batches])
+        dist.all_reduce(wrong)  # also over ranks that count the same tokens: only 0 is told from more
+        right = (wrong == 0).double().view(len(self.lengths), -1).mean(1) * 100
+        return {f"ruler_{length}": share for length, share in zip(self.lengths, right.tolist(), strict=True)}
+
+
+def curve_of(run: Run[Config], tokenizer: Tokenizer | MockTokenizer) -> Curve | None:
+    """Return the curve that a run asks for, if it does. Raises UserError as ``Curve``."""
+    interval = run.config.ruler.ruler_interval
+    if interval is None:
+        return None
+    assert not isinstance(tokenizer, MockTokenizer)  # or validate would have refused it
+    return Curve(run, tokenizer, interval)
+
+
+class Ruler(Watcher):
+    """Adds a point of the curve to the records of its iterations."""
+
+    def __init__(self, curve: Curve, runner: Runner, watchdog: Watchdog) -> None:
+        self._curve, self._runner, self._watchdog = curve, runner, watchdog
+
+    def after(self, step: Step) -> None:
+        """Measure every so many iterations, and after the last one."""
+        if step.last or step.iteration % self._curve.interval == 0:
+            step.wait()
+            with self._watchdog.paused():
+                found = self._curve.measure(self._runner)
+            step.record |= found
+            shares = ", ".join(f"{name.removeprefix('ruler_')}: {share:.1f}" for name, share in found.items())
+            say(f"RULER at iteration {step.iteration}, percent of right answers by tokens: {shares}")
+
+
+def _row(ids: list[int], prompt: int, length: int, number: int) -> Batch:
+    """Return tokens [S], the labels of all after the prompt, and the example's number at each."""
+    tokens, labels = torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORE_INDEX)
+    tokens[: len(ids) - 1], labels[prompt - 1 : len(ids) - 1] = torch.tensor(ids[:-1]), torch.tensor(ids[prompt:])
+    starts = torch.arange(length) == 0
+    return {"tokens": tokens, "labels": labels, "starts": starts, "examples": torch.full((length,), number)}
+
+
+def _stacked(rows: list[Batch]) -> Batch:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

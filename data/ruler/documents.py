@@ -17,7 +17,7 @@ class Asked:
     question: str
     answers: tuple[str, ...]
     paragraphs: tuple[str, ...]
-    """Those that answer it."""
+    """The texts that answer it."""
     near: tuple[str, ...] = ()
     """Others of the same article, which come before those of other articles."""
 

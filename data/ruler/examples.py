@@ -19,7 +19,7 @@ class Prompts:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
-    """Of a model of conversations; None: the question and what the answer begins with are one text."""
+    """The template of a model of conversations; None: the question and what the answer begins with are one text."""
     begin: tuple[int, ...] = ()
     """Tokens before such a text."""
 

@@ -26,7 +26,7 @@ Kind = Literal["numbers", "words", "uuids"]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, what the answer begins with, and what is to be in it."""
+    """A question, the beginning of its answer, and what is to be in the answer."""
 
     text: str
     prefix: str
@@ -47,7 +47,7 @@ class Case:
     """One of a task's examples, before its size is known."""
 
     draw: str
-    """What its draws are named by."""
+    """The name of its draws."""
     number: int
     length: int
     """Tokens of the prompt and the answer, at most."""

@@ -56,7 +56,7 @@ class Essays:
     def __init__(self, file: Path | None = None) -> None:
         """Read a file: RULER's JSON with a ``text``, or plain text. Raises DataError."""
         self.title = "made sentences" if file is None else file.name
-        """What tables call it."""
+        """The name of it in tables."""
         self._sentences = [] if file is None else _read(file)
         self._repeats = file is not None
 

@@ -32,7 +32,7 @@ class Cell:
     task: str
     length: int
     scores: list[float] = field(default_factory=list)
-    """Of each example, 0 to 1."""
+    """The score of each example, 0 to 1."""
     wrong: list[dict[str, Any]] = field(default_factory=list)
     """The first ones that lack an answer: their number, the answers, and what was written."""
 

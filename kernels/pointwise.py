@@ -3,7 +3,9 @@
 torch.compile fuses torch's own operators, which are taken there.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,36 +56,49 @@ class _Rotated(torch.autograd.Function):
         return in_one_launch(gradient, cos, sin, back=True), None, None
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up (Shazeer 2020, eq. 6) for gate and up of one shape and dtype; keep these two alone.
+Activation = Literal["silu", "gelu"]
+"""gelu is its tanh form (Hendrycks & Gimpel 2016)."""
+ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "silu": (F.silu, torch.ops.aten.silu_backward.grad_input),
+    "gelu": (partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")),
+}
+"""Each with its gradient, of that of its result and its input."""
 
-    Differentiable once. Autograd would keep silu(gate) too, which the backward computes again. On a GPU in one launch
-    each way where Triton is there; torch takes two and three, and 1.7 and 1.8 times as much memory traffic.
+
+def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return activation(gate) * up (Shazeer 2020, eq. 6) for gate and up of one shape and dtype; keep these two alone.
+
+    Differentiable once. Autograd would keep activation(gate) too, which the backward computes again. On a GPU in one
+    launch each way where Triton is there; torch takes two and three, and 1.7 and 1.8 times as much memory traffic.
     """
-    return F.silu(gate) * up if torch.compiler.is_compiling() else _Gated.apply(gate, up)
+    if torch.compiler.is_compiling():
+        return ACTIVATIONS[activation][0](gate) * up
+    return _Gated.apply(gate, up, activation)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
+        ctx.activation = activation
         if _in_one_launch(gate):
             from kernels.triton.pointwise import gated
 
-            return gated(gate, up)
-        return F.silu(gate).mul_(up)
+            return gated(gate, up, activation)
+        return ACTIVATIONS[activation][0](gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         if _in_one_launch(gate):
             from kernels.triton.pointwise import gated_backward
 
-            return gated_backward(gradient, gate, up)
+            return *gated_backward(gradient, gate, up, ctx.activation), None
+        activation, slope = ACTIVATIONS[ctx.activation]
         dgate = gradient * up
-        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-        return dgate, F.silu(gate).mul_(gradient)
+        slope(dgate, gate, grad_input=dgate)
+        return dgate, activation(gate).mul_(gradient), None
 
 
 def _in_one_launch(x: Tensor) -> bool:

@@ -4,6 +4,7 @@ Shapes: B sequences, T tokens, H query heads, G key and value heads, D width of 
 In linear attention queries and keys have width D, values width E.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -212,6 +213,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any = None, states: States | None = None) -> Tensor:
         """Apply the attention under the micro-batch's mask; with states, attend to this layer's cache too."""
+        rotary = rotary if rotary is None else rotary.under(self.window)
         # -1, not the number of heads: under tensor parallelism a device holds some of them.
         # k and v first: with several devices they may be in transit while q is projected.
         # What has been rotated has no name: its memory is free for the attention.
@@ -258,7 +260,7 @@ def attention_of(config: ModelConfig, layer: int, attend: Attend, bias: bool = F
     elif kind == "head" or config.qk_layernorm:
         own = norm_of(config)
         norm = lambda heads: own(config.head_dim, eps=config.norm_epsilon)  # noqa: E731
-    return Attention(
+    built = Attention(
         config.hidden_size,
         heads,
         groups,
@@ -272,6 +274,9 @@ def attention_of(config: ModelConfig, layer: int, attend: Attend, bias: bool = F
         output_gate=config.traits.output_gate,
         layer=layer,
     )
+    if isinstance(built.q_norm, ZeroCentredRMSNorm):  # attend divides by sqrt(D)
+        built.q_norm.scale = math.sqrt(config.head_dim / config.query_scalar)
+    return built
 
 
 def norm_of(config: ModelConfig) -> type[nn.RMSNorm]:

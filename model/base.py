@@ -97,7 +97,10 @@ class LanguageModel(nn.Module):
 
     def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return what every layer is told of the positions; ``dtype`` is the activations'."""
-        return Rotary(positions, self.config.rotary_dim, self.config, dtype)
+        rotary, local = Rotary(positions, self.config.rotary_dim, self.config, dtype), self.config.local_rope
+        if local is not None:
+            rotary.local = Rotary(positions, self.config.rotary_dim, local, dtype)
+        return rotary
 
     def project(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., C]."""

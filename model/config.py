@@ -10,7 +10,7 @@ from typing import Literal
 
 from model.lora import LoraConfig
 from model.rope import RopeConfig
-from model.traits import EVERY, HYBRIDS, SIZES, TRAITS, DeltaConfig, Traits
+from model.traits import EVERY, HYBRIDS, LLAMAS, SIZES, TRAITS, DeltaConfig, Traits
 from model.windows import MOST_LAYERS, Window, Windows, windows_of
 from runtime.errors import UserError, at_least, require, wrong
 
@@ -26,14 +26,21 @@ OWN = {
         "has one kind of attention; leave it out, or set model_type to transnormer, qwen3_5 or olmo_hybrid",
     ),
     "rotary_percent": (("qwen3_5",), "turns all channels of a head, or none; leave it out"),
+    "rotary_base_local": (("gemma3", "olmo3"), "has one rope for all layers; leave it out"),
+    "query_pre_attn_scalar": (("gemma3",), "scales by the width of a head; leave it out"),
 }
 OWN |= dict.fromkeys(
     (*SIZES, "linear_conv_kernel_dim", "linear_gate"),
     (HYBRIDS, "has no delta rule; leave it out, or set model_type to qwen3_5 or olmo_hybrid"),
 )
 """Settings of some kinds of model alone: these, and the words for the others."""
+COUNTS = (
+    *("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"),
+    "query_pre_attn_scalar",
+)
+"""Settings that are 1 or more, or left out."""
 LINEARS = ("wq", "wk", "wv", "wu", "wb", "wa", "wo", "gate", "up", "down")
-GATES = {"llama": ("gate",), "transnormer": ("wu", "gate"), "qwen3_5": ("wu", "wb", "wa", "gate")}
+GATES = dict.fromkeys(LLAMAS, ("gate",)) | {"transnormer": ("wu", "gate"), "qwen3_5": ("wu", "wb", "wa", "gate")}
 GATES["olmo_hybrid"] = GATES["qwen3_5"]
 """Linear layers besides those that every kind of model has."""
 
@@ -42,10 +49,12 @@ GATES["olmo_hybrid"] = GATES["qwen3_5"]
 class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     """Kind and shape of the model."""
 
-    model_type: Literal["llama", "gpt", "transnormer", "linear_transformer", "qwen3_5", "olmo_hybrid"] = "llama"
+    model_type: Literal[
+        "llama", "gpt", "transnormer", "linear_transformer", "gemma3", "olmo3", "qwen3_5", "olmo_hybrid"
+    ] = "llama"
     """llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases; transnormer: TransNormerLLM, and
     linear_transformer: a gpt with elu + 1 features, both with linear attention in the place of softmax attention;
-    qwen3_5 and olmo_hybrid: LLaMAs in which three layers of four have a gated delta rule."""
+    gemma3 and olmo3: LLaMAs with other norms, whose layers with a window have rope of their own; qwen3_5 and olmo_hybrid: LLaMAs in which three layers of four have a gated delta rule."""
     num_layers: int = 4
     """Transformer layers."""
     hidden_size: int = 256
@@ -68,6 +77,8 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     model is meant for, beyond which a run begins with a note."""
     add_qkv_bias: bool = False
     """Give the projections of queries, keys and values biases in a llama, as Qwen2 has them."""
+    query_pre_attn_scalar: int | None = None
+    """Number by whose root the scores of a gemma3's attention are divided; by default the width of a head."""
     qk_layernorm: bool = False
     """Normalise each head's queries and keys by an RMS norm in a llama, as Qwen3 does."""
     softmax_every: int | None = None
@@ -96,7 +107,7 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     def __post_init__(self) -> None:
         heads = self.num_attention_heads
         at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads")
-        for name in ("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"):
+        for name in COUNTS:
             value = getattr(self, name)
             require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
         for name in ("rotary_base", "norm_epsilon", "init_method_std"):
@@ -167,6 +178,11 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
 
     def _check_positions(self) -> None:
         """Check the settings of positions that softmax attention has: a table of learned ones, or rope."""
+        local = self.rotary_base_local
+        must = "it must be a number above 0, or left out for rotary_base"
+        require(self, local is None or 0 < local < math.inf, "rotary_base_local", must)
+        must = "no layer has a window, which alone takes it; leave it out, or give --window-size"
+        require(self, local is None or self._windows.window is not None, "rotary_base_local", must)
         if self.rotates:
             width = self.rotary_dim
             must = f"{width} of {self.head_dim} channels would turn, which must be an even number above 0"
@@ -243,7 +259,7 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of the embeddings in a model with linear attention (Vaswani et al. 2017, section 3.4)."""
+        """Factor of the embeddings where a model has one (Vaswani et al. 2017, section 3.4)."""
         return 1.0 if self.no_scale_embedding else math.sqrt(self.hidden_size)
 
     @property
@@ -257,6 +273,18 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     def rotates(self) -> bool:
         """Return whether queries and keys of softmax attention are turned by their positions."""
         return self.some_softmax and not self.learned_positions and self.traits.rope
+
+    @cached_property
+    def local_rope(self) -> RopeConfig | None:
+        """Rope of the layers with a window, where it is not that of the others."""
+        if not self.traits.local_rope or self._windows.window is None:
+            return None
+        return RopeConfig(rotary_base=self.rotary_base_local or self.rotary_base)
+
+    @property
+    def query_scalar(self) -> int:
+        """Number by whose root attention's scores are divided."""
+        return self.query_pre_attn_scalar or self.head_dim
 
     @property
     def position_table(self) -> int | None:
@@ -320,6 +348,7 @@ RESOLVED = {
     "kv_channels": "head_dim",
     "vocab_size": "vocabulary",
     "softmax_every": "softmax_period",
+    "query_pre_attn_scalar": "query_scalar",
     **dict(zip(SIZES, ("key_heads", "value_heads", "key_dim", "value_dim"), strict=True)),
 }
 """Fields that may be left out, and the properties that resolve them."""
@@ -352,6 +381,10 @@ def architecture_of(config: ModelConfig) -> Architecture:
         left, right = next(window for window in windows if window)
         found["window_size"] = f"{left},{right}"
         found["window_attn_skip_freq"] = f"[{','.join(str(int(window is not None)) for window in windows)}]"
+    if config.local_rope is not None:
+        found["rotary_base_local"] = config.local_rope.rotary_base
+    if config.model_type == "gemma3":
+        found["query_pre_attn_scalar"] = config.query_scalar
     if config.softmax_type != "vanilla":
         found["softmax_type"] = config.softmax_type
     found |= {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(config, name)}

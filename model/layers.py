@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from kernels.pointwise import gated, rotate
+from kernels.pointwise import Activation, gated, rotate
 from kernels.products import linear
 from model.rope import RopeConfig, frequencies
+from model.windows import Window
 
 # Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
 # x and one number per token. Hugging Face also rounds before the weight, which changes a quarter of bf16 outputs.
@@ -23,13 +24,17 @@ RMSNorm = nn.RMSNorm
 class ZeroCentredRMSNorm(nn.RMSNorm):
     """RMS norm times 1 + weight, all in float32, since 1 + weight in bfloat16 has few of the weight's digits."""
 
+    scale: float = 1.0
+    """A factor of the result, before it is rounded."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.by(x, weight=self.weight)
 
     def by(self, x: Tensor, weight: Tensor) -> Tensor:
         """Do as `forward` with this weight: under tensor parallelism the module's own is no plain tensor."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.normalized_shape, 1 + weight.to(wide), self.eps).to(x.dtype)
+        weight = self.scale * (1 + weight.to(wide))
+        return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class JointRMSNorm(nn.RMSNorm):
@@ -72,6 +77,12 @@ class Rotary:
         angles = positions.to(torch.float64)[..., None, None] * turns  # [T, 1, R/2] or [B, T, 1, R/2]
         dtype = torch.promote_types(dtype, torch.float32)
         self.cos, self.sin = ((scale * part).to(dtype) for part in (angles.cos(), angles.sin()))
+        self.local: Rotary | None = None
+        """What layers with a window take in its place, if it is not the same."""
+
+    def under(self, window: Window | None) -> "Rotary":
+        """Return the rotation of a layer with this window."""
+        return self if window is None or self.local is None else self.local
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate x [B, T, H, D] by its tokens' angles; computed in float32 or wider, returned in x's dtype."""
@@ -82,16 +93,20 @@ class Rotary:
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward, down(silu(gate(x)) * up(x)) (Shazeer 2020, eq. 6): [B, T, C] -> [B, T, C]."""
+    """Gated feed-forward, down(silu(gate(x)) * up(x)) (Shazeer 2020, eq. 6): [B, T, C] -> [B, T, C].
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+    With another activation it is a GeGLU.
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: Activation = "silu") -> None:
         super().__init__()
+        self.activation: Activation = activation
         self.gate = Linear(hidden_size, ffn_hidden_size, bias=False)
         self.up = Linear(hidden_size, ffn_hidden_size, bias=False)
         self.down = Linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate(x), self.up(x)))
+        return self.down(gated(self.gate(x), self.up(x), self.activation))
 
 
 class SGLU(SwiGLU):
@@ -135,3 +150,15 @@ class PostNormLayer(PreNormLayer):
     def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
         x = x + self.attention_norm(self.attention(x, places, mask, states))
         return x + self.mlp_norm(self.mlp(x))
+
+
+class BothNormsLayer(PreNormLayer):
+    """A layer that normalises what it reads of the residual stream and what it adds to it, as Gemma 2 and 3 do."""
+
+    def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__(norm, attention, mlp)
+        self.attention_post_norm, self.mlp_post_norm = norm(), norm()
+
+    def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), places, mask, states))
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))

@@ -1,7 +1,7 @@
 """LLaMA (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
 
-Its kin (``model.traits``) have other norms or gates, and Qwen3.5 and OLMo Hybrid a gated delta rule in three layers of
-four.
+Its kin (``model.traits``) have other norms or gates: Gemma 3 (arXiv:2503.19786) and OLMo 3 (arXiv:2512.13961), whose
+layers with a window have rope of their own, and Qwen3.5 and OLMo Hybrid with a gated delta rule in three layers of four.
 """
 
 from functools import partial
@@ -13,17 +13,20 @@ from torch import Tensor
 from model.attention import Attend, HybridAttention, attention_of, norm_of, sdpa
 from model.base import LanguageModel, RecurrentModel
 from model.config import ModelConfig
-from model.layers import PostNormLayer, PreNormLayer, SwiGLU
+from model.layers import BothNormsLayer, PostNormLayer, PreNormLayer, SwiGLU
 from model.linear.delta import DeltaAttention, OneDevice
+
+
+LAYERS = {"pre": PreNormLayer, "post": PostNormLayer, "both": BothNormsLayer}
 
 
 def layer_of(config: ModelConfig, layer: int, attends: HybridAttention) -> PreNormLayer:
     """Build a layer, counted from 0: softmax attention or a delta rule, and a feed-forward."""
-    softmax = config.has_softmax(layer)
+    softmax, traits = config.has_softmax(layer), config.traits
     core = attention_of(config, layer, attends.softmax) if softmax else DeltaAttention(config, layer, attends.linear)
-    kind = PostNormLayer if softmax and config.traits.post_norm else PreNormLayer
+    kind = LAYERS[traits.norms] if softmax else PreNormLayer
     norm = partial(norm_of(config), config.hidden_size, eps=config.norm_epsilon)
-    return kind(norm, core, SwiGLU(config.hidden_size, config.ffn_size))
+    return kind(norm, core, SwiGLU(config.hidden_size, config.ffn_size, traits.activation))
 
 
 class Llama(LanguageModel):
@@ -33,6 +36,13 @@ class Llama(LanguageModel):
         attends = attend if isinstance(attend, HybridAttention) else HybridAttention(softmax=attend)
         layers = (layer_of(config, layer, attends) for layer in range(config.num_layers))
         super().__init__(config, norm_of(config)(config.hidden_size, eps=config.norm_epsilon), layers)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = super().embed(tokens, positions)
+        if not self.config.traits.scaled_embedding:
+            return x
+        # Rounded to the embeddings' dtype, as in the released models' code: the root of 3072 is 55.5 in bfloat16.
+        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
 
     def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
         return LanguageModel.places(self, positions, dtype) if self.config.rotates else None

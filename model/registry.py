@@ -23,11 +23,13 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
     "gpt": GPT,
     "transnormer": TransNormer,
     "linear_transformer": LinearTransformer,
+    "gemma3": Llama,
+    "olmo3": Llama,
     "qwen3_5": DeltaHybrid,
     "olmo_hybrid": DeltaHybrid,
 }
 TITLES = {"llama": "LLaMA", "gpt": "GPT", "transnormer": "TransNormer", "linear_transformer": "Linear Transformer"}
-TITLES |= {"qwen3_5": "Qwen3.5", "olmo_hybrid": "OLMo Hybrid"}
+TITLES |= {"gemma3": "Gemma 3", "olmo3": "OLMo 3", "qwen3_5": "Qwen3.5", "olmo_hybrid": "OLMo Hybrid"}
 
 
 def build_model(config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> LanguageModel:

@@ -34,6 +34,9 @@ class RopeConfig:
 
     rotary_base: float = 10000.0
     """Base of the angles of rope."""
+    rotary_base_local: float | None = None
+    """Base of the angles of rope in the layers of a gemma3 or olmo3 that have a window, which no scaling touches; by
+    default rotary_base."""
     rotary_percent: float = 1.0
     """Share of a head's channels that rope turns, the first ones, in a qwen3_5, whose released models have 0.25."""
     rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from kernels.pointwise import Activation
 from runtime.errors import at_least, require
 
 
@@ -11,12 +12,18 @@ class Traits(NamedTuple):
 
     zero_centred: bool = False
     """Norms multiply by 1 + weight, but for that of a delta rule's output."""
-    post_norm: bool = False
-    """Layers of softmax attention normalise what they add to the residual stream, not what they read of it."""
+    norms: Literal["pre", "post", "both"] = "pre"
+    """Layers of softmax attention normalise what they read of the residual stream, what they add to it, or both."""
     qk_norm: Literal["head", "joint"] | None = None
     """RMS norms of queries and keys: of each head, or over all heads at once; None leaves it to qk_layernorm."""
     output_gate: bool = False
     """Softmax attention's output is multiplied by the sigmoid of a projection."""
+    activation: Activation = "silu"
+    """Of the gate of the feed-forward."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of hidden_size."""
+    local_rope: bool = False
+    """Layers with a window have plain rope, of a base of their own."""
     rope: bool = True
     """Queries and keys of softmax attention are turned by their positions."""
     delta: bool = False
@@ -30,10 +37,16 @@ class Traits(NamedTuple):
 
 
 TRAITS = {
+    "gemma3": Traits(
+        zero_centred=True, norms="both", qk_norm="head", activation="gelu", scaled_embedding=True, local_rope=True
+    ),
+    "olmo3": Traits(norms="post", qk_norm="joint", local_rope=True),
     "qwen3_5": Traits(zero_centred=True, qk_norm="head", output_gate=True, delta=True, dt_ones=True),
-    "olmo_hybrid": Traits(post_norm=True, qk_norm="joint", rope=False, delta=True, most_beta=2.0, out_epsilon=1e-5),
+    "olmo_hybrid": Traits(norms="post", qk_norm="joint", rope=False, delta=True, most_beta=2.0, out_epsilon=1e-5),
 }
 """By model_type; others are as a LLaMA."""
+LLAMAS = ("llama", *(kind for kind, traits in TRAITS.items() if not traits.delta))
+"""Kinds whose layers all have a LLaMA's attention and linear layers."""
 HYBRIDS = tuple(kind for kind, traits in TRAITS.items() if traits.delta)
 EVERY = 4
 """Layers from one with softmax attention to the next, in these by default."""

@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from model.dit import multiply_adds, num_dit_parameters
 from model.dit_config import DiTConfig
 from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers
-from model.traits import HYBRIDS
+from model.traits import HYBRIDS, TRAITS
 from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
 from parallel.context.mask import Window
@@ -27,7 +27,7 @@ from planner.step_memory import StepShape
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 
-GATED = ("llama", "transnormer", *HYBRIDS)
+GATED = ("llama", "transnormer", *TRAITS)
 FUSED_RESIDUAL = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
 FUSED_RESIDUAL |= dict.fromkeys(HYBRIDS, 9.0)
 """``StepShape.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's."""

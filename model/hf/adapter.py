@@ -15,6 +15,7 @@ from model.hf.llama import LLAMA
 from model.hf.shards import Weights, inside, write_weights
 from model.lora import THEIRS, is_adapter
 from model.registry import shapes_of
+from model.traits import LLAMAS
 from runtime.bounds import bounded
 from runtime.errors import UserError
 
@@ -55,7 +56,7 @@ def write_adapter(
     """
     if config.lora_rank is None:
         raise UserError("adapter is asked for, and lora_rank is not set: the run has none; leave --adapter out")
-    if config.model_type != "llama":
+    if config.model_type not in LLAMAS:
         raise UserError(
             f"adapter is asked for, and model_type is {config.model_type}, whose linear layers are others in "
             "transformers; leave --adapter out, and the weights are written with the adapters in them"
@@ -100,7 +101,7 @@ def read_adapter(
     """
     path = inside(folder, CONFIG)
     contents = read_json(path)
-    if config.model_type != "llama":
+    if config.model_type not in LLAMAS:
         raise UserError(f"{path}: adapters of a {config.model_type}, whose linear layers are others here; {MERGE}")
     for key, value in contents.items():
         if key not in NEUTRAL:

@@ -1,6 +1,7 @@
 """Configurations of Hugging Face's models from and to ours, by the tables of their families.
 
-Each family has its file: llama.py (LLaMA and its kin), gpt2.py, transnormer.py, qwen3_5.py and olmo_hybrid.py.
+Each family has its file: llama.py (LLaMA and its kin), gemma3.py, olmo3.py, gpt2.py, transnormer.py, qwen3_5.py and
+olmo_hybrid.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig, architecture_of
-from model.hf import gpt2, llama, olmo_hybrid, qwen3_5, transnormer
+from model.hf import gemma3, gpt2, llama, olmo3, olmo_hybrid, qwen3_5, transnormer
 from model.hf.family import TIED, TOKEN_IDS, Contents, Family
 from model.hf.folder import CONFIG, shown
+from model.traits import LLAMAS
 from runtime.errors import UserError
 
 NOT_KEPT = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Entries that describe the files, not the model."""
 _ALL = (llama.LLAMA, llama.MISTRAL, llama.MINISTRAL, llama.QWEN2, llama.QWEN3, gpt2.GPT2, transnormer.TRANSNORMER)
-_HYBRIDS = (qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID)
-FAMILIES = {family.kind: family for family in _ALL + _HYBRIDS}
+_NEWER: tuple[Family, ...] = (gemma3.GEMMA3, olmo3.OLMO3, qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID)
+FAMILIES = {family.kind: family for family in _ALL + _NEWER}
 """By the model_type in config.json; of several that can write a model of ours, the first one does."""
 
 
@@ -29,7 +31,7 @@ def families(config: ModelConfig) -> list[Family]:
         raise UserError(f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(kinds)}")
     for name, default in (("window_size", None), ("softmax_type", "vanilla")):
         value = getattr(config, name)
-        if value != default and (name != "window_size" or config.model_type != "llama"):
+        if value != default and (name != "window_size" or config.model_type not in LLAMAS):
             raise UserError(
                 f"{name} is {value}, and Hugging Face's {config.model_type} has neither windows nor sinks; only "
                 f"{'none' if default is None else default} can be read and written, keep others in their checkpoints"

@@ -129,14 +129,22 @@ def _mistral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     return {} if width is None else {"window_size": f"{width - 1},0"}
 
 
+def windows_from_hf(hf: Contents, settings: dict[str, Any], default: list[str]) -> dict[str, Any]:
+    """Return our windows, in the layers whose layer_types say so, which may be left out for a default."""
+    kinds = hf.get("layer_types")
+    return _windows(hf, _width(hf), default if kinds is None else kinds, settings["num_layers"])
+
+
 def _ministral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    if (width := _width(hf)) is None:
+    if _width(hf) is None:
         raise UserError(f"{CONFIG}: sliding_window = null is not supported beside layer_types; only a width is")
-    kinds, layers = hf.get("layer_types"), settings["num_layers"]
-    return _windows(hf, width, [SLIDING] * min(layers, 10**5) if kinds is None else kinds, layers)
+    return windows_from_hf(hf, settings, [SLIDING] * min(settings["num_layers"], 10**5))
 
 
-def _ministral_to_hf(config: ModelConfig) -> dict[str, Any]:
+def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return the kind of each layer, and the window of those that have one."""
+    if not any(_windows_of(config)):
+        return {"layer_types": [WHOLE] * config.num_layers}
     widths = [_keys(config, layer) for layer in range(config.num_layers)]
     width = next(width for width in widths if width)
     return {"sliding_window": width, "layer_types": [WHOLE if width is None else SLIDING for width in widths]}
@@ -153,9 +161,9 @@ def _qwen_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_to_hf(config: ModelConfig) -> dict[str, Any]:
+    found = windows_to_hf(config)
     if not any(_windows_of(config)):
-        return {"use_sliding_window": False, "layer_types": [WHOLE] * config.num_layers}
-    found = _ministral_to_hf(config)
+        return {"use_sliding_window": False, **found}
     # Old versions of transformers know the number of whole layers before the others alone.
     return {"use_sliding_window": True, "max_window_layers": found["layer_types"].index(SLIDING), **found}
 
@@ -244,7 +252,7 @@ MINISTRAL = replace(
     title="a Ministral",
     architecture="MinistralForCausalLM",
     fields={**MISTRAL.fields, "head_dim": Field("kv_channels", int)},
-    parts=(*PARTS, Part(("sliding_window", "layer_types"), _ministral_from_hf, _ministral_to_hf)),
+    parts=(*PARTS, Part(("sliding_window", "layer_types"), _ministral_from_hf, windows_to_hf)),
     needs=(Need("window_size", lambda config: any(_windows_of(config)), "a width"),),
 )
 QWEN2 = replace(

@@ -69,6 +69,11 @@ QWEN3_5 = dataclasses.replace(
     LLAMA, model_type="qwen3_5", num_attention_heads=3, num_query_groups=1, kv_channels=16, rotary_percent=0.25, **DELTA
 )
 OLMO_HYBRID = dataclasses.replace(LLAMA, model_type="olmo_hybrid", rotary_base=10000.0, **DELTA)
+LOCAL = {"window_size": "7,0", "window_attn_skip_freq": "[1,1,0]", "num_layers": 3}
+GEMMA3 = dataclasses.replace(
+    LLAMA, model_type="gemma3", kv_channels=16, query_pre_attn_scalar=21, rotary_base_local=300.0, **LOCAL, **TIED
+)
+OLMO3 = dataclasses.replace(LLAMA, model_type="olmo3", rotary_base_local=5000.0, **LOCAL, **YARN)
 CONFIGS = {
     "llama": LLAMA,
     "llama, mha": llama(num_query_groups=6),
@@ -84,6 +89,10 @@ CONFIGS = {
     "qwen2, tied, a window": odd(add_qkv_bias=True, **WINDOW, **TIED),
     "qwen3": odd(qk_layernorm=True),
     "qwen3, tied": odd(qk_layernorm=True, **TIED),
+    "gemma3": GEMMA3,
+    "gemma3, linear": dataclasses.replace(GEMMA3, rope_scaling_type="linear", rope_scaling_factor=8.0),
+    "olmo3": OLMO3,
+    "olmo3, mha, a base of its own": dataclasses.replace(OLMO3, num_query_groups=6, rotary_base_local=90.0),
     "qwen3_5": QWEN3_5,
     "qwen3_5, tied, yarn": dataclasses.replace(QWEN3_5, **TIED, **YARN),
     "olmo_hybrid": OLMO_HYBRID,
@@ -109,9 +118,10 @@ class ExactRotary(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, x, position_ids):
+    def forward(self, x, position_ids, layer_type="full_attention"):
+        rope = self.config.local_rope if layer_type == "sliding_attention" else self.config
         position_ids = position_ids.view(-1, *position_ids.shape[-2:])[0]  # of text, whose rows are alike
-        turns, scale = frequencies(self.config, self.config.rotary_dim, position_ids)  # tests/model/test_rope.py
+        turns, scale = frequencies(rope, self.config.rotary_dim, position_ids)  # tests/model/test_rope.py
         angles = position_ids[..., None].double() * turns.repeat(2)
         return scale * angles.cos(), scale * angles.sin()
 
@@ -128,7 +138,9 @@ def hugging_face(config, dtype=torch.float32):
         if parameter.ndim == 1:
             parameter.data += 0.5 * torch.rand(parameter.shape)
     theirs.to(torch.float64 if config.recurrent else dtype)
-    if config.recurrent:
+    if config.model_type == "gemma3":
+        theirs.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype)
+    if config.recurrent or (config.traits.local_rope and dtype == torch.float64):
         forward, module = theirs.forward, sys.modules[type(theirs).__module__]
         if config.rotates:
             theirs.model.rotary_emb = ExactRotary(config)

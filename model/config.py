@@ -40,8 +40,8 @@ COUNTS = (
 )
 """Settings that are 1 or more, or left out."""
 LINEARS = ("wq", "wk", "wv", "wu", "wb", "wa", "wo", "gate", "up", "down")
-GATES = dict.fromkeys(LLAMAS, ("gate",)) | {"transnormer": ("wu", "gate"), "qwen3_5": ("wu", "wb", "wa", "gate")}
-GATES["olmo_hybrid"] = GATES["qwen3_5"]
+GATES = {"transnormer": ("wu", "gate")}
+GATES |= dict.fromkeys(LLAMAS, ("gate",)) | dict.fromkeys(HYBRIDS, ("wu", "wb", "wa", "gate"))
 """Linear layers besides those that every kind of model has."""
 
 
@@ -54,7 +54,8 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     ] = "llama"
     """llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases; transnormer: TransNormerLLM, and
     linear_transformer: a gpt with elu + 1 features, both with linear attention in the place of softmax attention;
-    gemma3 and olmo3: LLaMAs with other norms, whose layers with a window have rope of their own; qwen3_5 and olmo_hybrid: LLaMAs in which three layers of four have a gated delta rule."""
+    gemma3 and olmo3: LLaMAs with other norms, whose layers with a window have rope of their own; qwen3_5 and
+    olmo_hybrid: LLaMAs in which three layers of four have a gated delta rule."""
     num_layers: int = 4
     """Transformer layers."""
     hidden_size: int = 256

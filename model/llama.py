@@ -1,7 +1,8 @@
 """LLaMA (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
 
 Its kin (``model.traits``) have other norms or gates: Gemma 3 (arXiv:2503.19786) and OLMo 3 (arXiv:2512.13961), whose
-layers with a window have rope of their own, and Qwen3.5 and OLMo Hybrid with a gated delta rule in three layers of four.
+layers with a window have rope of their own, and Qwen3.5 and OLMo Hybrid with a gated delta rule in three layers of
+four.
 """
 
 from functools import partial
@@ -15,7 +16,6 @@ from model.base import LanguageModel, RecurrentModel
 from model.config import ModelConfig
 from model.layers import BothNormsLayer, PostNormLayer, PreNormLayer, SwiGLU
 from model.linear.delta import DeltaAttention, OneDevice
-
 
 LAYERS = {"pre": PreNormLayer, "post": PostNormLayer, "both": BothNormsLayer}
 

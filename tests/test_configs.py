@@ -73,6 +73,30 @@ def test_qwen3_5_has_its_number_of_parameters(name):
     assert total == num_parameters(model) == QWENS[name]
 
 
+WINDOWED = {
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
+    "gemma3_12b": 11_766_034_176,
+    "gemma3_27b": 27_009_346_304,
+    "olmo3_7b": 7_298_011_136,
+    "olmo3_32b": 32_233_522_176,
+}
+"""Text parts of Gemma 3; the published names count a vision part besides."""
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_gemma3_and_olmo3_have_their_number_of_parameters_and_their_layers(name):
+    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    width, heads, groups, inside = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
+    gemma = model.model_type == "gemma3"
+    norms = 4 * width + 2 * inside if gemma else 2 * width + (heads + groups) * inside
+    layer = 2 * width * inside * (heads + groups) + 3 * width * model.ffn_size + norms
+    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * width + width
+    assert model.num_layers * layer + tables == num_parameters(model) == WINDOWED[name]
+    whole = [layer for layer in range(model.num_layers) if model.window(layer) is None]
+    assert whole == list(range(5 if gemma else 3, model.num_layers, 6 if gemma else 4))
+
+
 TRANSNORMERS = {"transnormer_0.4b": 398_984_192, "transnormer_1b": 1_020_266_496, "transnormer_7b": 6_931_091_456}
 
 

@@ -25,7 +25,7 @@ def kinds_from_hf(hf: Contents, settings: dict[str, Any], every: int, interval: 
 def ropes_from_hf(
     hf: Contents, settings: dict[str, Any], bases: tuple[float, float], local: str | None = None
 ) -> dict[str, Any]:
-    """Return our settings of the two ropes: rope_parameters has a table each, of which rope_scaling changes the whole's.
+    """Return our settings of two ropes: rope_parameters has a table each, and rope_scaling changes the whole layers'.
 
     Args:
         bases: of layers that see all, and of those with a window, where a file does not say them.

@@ -78,7 +78,7 @@ class Rotary:
         dtype = torch.promote_types(dtype, torch.float32)
         self.cos, self.sin = ((scale * part).to(dtype) for part in (angles.cos(), angles.sin()))
         self.local: Rotary | None = None
-        """What layers with a window take in its place, if it is not the same."""
+        """The rotation of layers with a window, where it is another."""
 
     def under(self, window: Window | None) -> "Rotary":
         """Return the rotation of a layer with this window."""

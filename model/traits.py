@@ -19,7 +19,7 @@ class Traits(NamedTuple):
     output_gate: bool = False
     """Softmax attention's output is multiplied by the sigmoid of a projection."""
     activation: Activation = "silu"
-    """Of the gate of the feed-forward."""
+    """The activation of the feed-forward's gate."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of hidden_size."""
     local_rope: bool = False

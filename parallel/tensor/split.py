@@ -38,14 +38,15 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
     """Split a transformer on the meta device over the ranks of ``mesh``, in place; before any other parallelism.
 
     The model may have the modules embedding, position_embedding or sinusoids, layers (each with attention_norm,
-    attention with wq, wk, wv and wo, mlp_norm, and mlp with up, down and optionally gate), norm and output, with or
-    without biases. An attention may have log_decay, one number per head, num_heads, sinks, a parameter of a number per
-    head that ``own_sinks`` returns, and the modules q_norm and k_norm (RMS norms of each head, or ``joint``), wu (a
-    gate), lrpe (angles theta of every head) and norm (an RMS norm over all heads, without a weight). One with
-    ``convolve`` has a delta rule, split by its key heads and their value heads: wa and wb, conv_q, conv_k, conv_v and
-    gates, parameters of each head or channel, and out_norm, of each head. Linear layers may hold adapters. The model
-    takes tokens [B, T], the same on all ranks, and returns logits [B, T, V] as a DTensor sharded over the vocabulary,
-    for vocabulary.py's ``cross_entropy_sum``.
+    attention with wq, wk, wv and wo, mlp_norm, and mlp with up, down and optionally gate, and optionally
+    attention_post_norm and mlp_post_norm), norm and output, with or without biases. An attention may have
+    log_decay, one number per head, num_heads, sinks, a parameter of a number per head that ``own_sinks`` returns,
+    and the modules q_norm and k_norm (RMS norms of each head, or ``joint``), wu (a gate), lrpe (angles theta of
+    every head) and norm (an RMS norm over all heads, without a weight). One with ``convolve`` has a delta rule,
+    split by its key heads and their value heads: wa and wb, conv_q, conv_k, conv_v and gates, parameters of each
+    head or channel, and out_norm, of each head. Linear layers may hold adapters. The model takes tokens [B, T], the
+    same on all ranks, and returns logits [B, T, V] as a DTensor sharded over the vocabulary, for vocabulary.py's
+    ``cross_entropy_sum``.
 
     A pipeline stage lacks some of these. Stages send each other hidden states of this rank's tokens [B, T / size, C],
     as plain tensors.
@@ -67,7 +68,7 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         "embedding": Entries(),
         "position_embedding": Entries(),
         "sinusoids": OwnTokens(),
-        "attention_norm": SequenceParallel(),
+        **dict.fromkeys(("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"), SequenceParallel()),
         "attention": OwnHeads(),
         "attention.wq": Matrix(0),
         "attention.wk": heads,
@@ -85,7 +86,6 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, head_dim: int, kv_heads: 
         "attention.out_norm": Whole(),
         "attention.norm": JointNorm(),
         "attention.wo": Matrix(1),
-        "mlp_norm": SequenceParallel(),
         "mlp": AllTokens(),
         "mlp.gate": Matrix(0),
         "mlp.up": Matrix(0),

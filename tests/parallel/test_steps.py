@@ -26,17 +26,31 @@ from parallel.recompute import RecomputeConfig
 from parallel.tensor import split as tensor
 from parallel.tensor import styles as tensor_styles
 from runtime.ranks import run_ranks
-from tests.parallel.split import GRADIENT, check_step, config, difference, mesh_config, plain, split_step, whole_step
+from tests.parallel.split import (
+    GRADIENT,
+    LOSS,
+    check_step,
+    config,
+    difference,
+    mesh_config,
+    plain,
+    split_step,
+    whole_step,
+)
 
 LINEAR = ("transnormer", "linear_transformer")
 WINDOWED = ("windowed", "off-by-one")
 WINDOW = {"window_size": "5,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"}
 HYBRID = {"model_type": "transnormer", "num_query_groups": None, "num_layers": 3, "softmax_every": 2}
+LOCAL = {"num_layers": 3, "window_size": "5,0", "window_attn_skip_freq": "[1,0,1]", "rotary_base_local": 90.0}
+TRAINED = {"rope_scaling_original_max_position_embeddings": 8}
 MODELS = {
     **{kind: config(model_type=kind, num_query_groups=None) for kind in LINEAR},
     "hybrid": config(**HYBRID),
     "windowed": config(num_layers=3, **WINDOW),
     "off-by-one": config(model_type="gpt", max_position_embeddings=17, window_size="5,0", softmax_type="off-by-one"),
+    "gemma3": config(True, model_type="gemma3", kv_channels=8, query_pre_attn_scalar=5, **LOCAL),
+    "olmo3": config(model_type="olmo3", **LOCAL, rope_scaling_type="yarn", rope_scaling_factor=4.0, **TRAINED),
     "windowed hybrid": config(**HYBRID, **{**WINDOW, "window_attn_skip_freq": None}),
 }
 
@@ -144,6 +158,19 @@ def test_a_step_over_ranks_is_that_of_one_process(name):
     for result in run_ranks(steps, int(name[0]), CASES[name]):
         for case, (got, _) in zip(CASES[name], result, strict=True):
             check_step(got, one_process(case.kind), case)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3"])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_step_with_two_ropes_and_norms_of_branches_is_that_of_one_process(kind, ranks):
+    """Relative to the largest gradient: those before a norm of a branch are large where its weights are small."""
+    tp, cp, other = (1, 3, "striped") if ranks == 3 else (2, 2, "zigzag")
+    cases = [Case(kind, method, tp, cp) for method in ("exchange", other)]
+    bound = 2e-6 * max(gradient.abs().max().item() for gradient in one_process(kind).gradients.values())
+    for result in run_ranks(steps, ranks, cases):
+        for case, (got, _) in zip(cases, result, strict=True):
+            assert abs(got.loss - one_process(kind).loss) < LOSS, case
+            assert difference(got, one_process(kind)) < bound, case
 
 
 def test_a_kept_state_is_not_passed_on_again():

@@ -44,8 +44,8 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 260,
-    "model": 4960,
-    "kernels": 4560,
+    "model": 5240,
+    "kernels": 4580,
     "parallel": 6960,
     "checkpoint": 1570,
     "data": 4310,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1050,
     "papers": 1880,
     "bench": 3060,
-    "tests": 42310,
+    "tests": 43100,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

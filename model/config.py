@@ -40,7 +40,7 @@ COUNTS = (
 )
 """Settings that are 1 or more, or left out."""
 LINEARS = ("wq", "wk", "wv", "wu", "wb", "wa", "wo", "gate", "up", "down")
-GATES = {"transnormer": ("wu", "gate")}
+GATES: dict[str, tuple[str, ...]] = {"transnormer": ("wu", "gate")}
 GATES |= dict.fromkeys(LLAMAS, ("gate",)) | dict.fromkeys(HYBRIDS, ("wu", "wb", "wa", "gate"))
 """Linear layers besides those that every kind of model has."""
 

@@ -7,7 +7,6 @@ import json
 import sys
 
 import torch
-import torch.nn.functional as F
 
 from kernels import pointwise
 from tests.kernels.attention_cases import error
@@ -36,7 +35,7 @@ def rotary_error(dtype, device="cpu", width=20):
     return worst
 
 
-def gate_errors(dtype, device="cpu", faulty=False):
+def gate_errors(dtype, device="cpu", faulty=False, activation="silu"):
     """The errors of the gate in one launch and of both gradients, on numbers that no block divides.
 
     With ``faulty``, up and gate are in each other's place.
@@ -46,11 +45,12 @@ def gate_errors(dtype, device="cpu", faulty=False):
     generator = torch.Generator().manual_seed(8)
     gate, up, dout = (4 * torch.randn(3, 7, 150, generator=generator).to(device, dtype) for _ in range(3))
     exact = [x.double().requires_grad_() for x in (gate, up)]
-    out = F.silu(exact[0]) * exact[1]
+    out = pointwise.ACTIVATIONS[activation][0](exact[0]) * exact[1]
     want = out.detach(), *torch.autograd.grad(out, exact, dout.double())
     if faulty:
         gate, up = up, gate
-    found = launched.gated(gate, up), *launched.gated_backward(dout.mT.contiguous().mT, gate, up)
+    dout = dout.mT.contiguous().mT
+    found = launched.gated(gate, up, activation), *launched.gated_backward(dout, gate, up, activation)
     assert {x.dtype for x in found} == {dtype}
     return [error(a, b) for a, b in zip(found, want, strict=True)]
 
@@ -59,6 +59,7 @@ def main():
     """Print the errors, and those of two faults."""
     found = {f"rotary {name}": rotary_error(dtype) for name, dtype in DTYPES.items()}
     found |= {f"gate {name}": max(gate_errors(dtype)) for name, dtype in DTYPES.items()}
+    found |= {f"gelu {name}": max(gate_errors(dtype, activation="gelu")) for name, dtype in DTYPES.items()}
     json.dump(found | {"faulty": min(gate_errors(torch.float32, faulty=True))}, sys.stdout)
 
 

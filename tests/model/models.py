@@ -27,6 +27,9 @@ QWEN3_5 = replace(
     linear_value_head_dim=12,
 )
 OLMO_HYBRID = replace(LLAMA, model_type="olmo_hybrid", softmax_every=2, linear_key_head_dim=6, linear_value_head_dim=12)
+LOCAL = {"window_size": "5,0", "window_attn_skip_freq": "2", "rotary_base_local": 90.0}
+GEMMA3 = replace(LLAMA, model_type="gemma3", kv_channels=16, query_pre_attn_scalar=21, **LOCAL)
+OLMO3 = replace(LLAMA, model_type="olmo3", **LOCAL)
 KDA = replace(QWEN3_5, linear_gate="per_channel", linear_num_key_heads=4)
 DELTAS = [QWEN3_5, OLMO_HYBRID, KDA]
 KINDS = [LLAMA, GPT, TRANSNORMER, LINEAR]

@@ -8,7 +8,7 @@ from model.attention import HybridAttention, linear, sdpa
 from model.base import initial_weight
 from model.registry import build_model
 from runtime.errors import UserError
-from tests.model.models import GPT, HYBRID, KINDS, LLAMA, built, tied, tokens, used
+from tests.model.models import GEMMA3, GPT, HYBRID, KINDS, LLAMA, OLMO3, built, tied, tokens, used
 
 WINDOWS = {"window_size": "3,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"}
 ALL = {
@@ -16,6 +16,8 @@ ALL = {
     "llama, tied": tied(LLAMA),
     "gpt": GPT,
     "gpt, rope": dataclasses.replace(GPT, position_embedding_type="rope", max_position_embeddings=None),
+    "gemma3": GEMMA3,
+    "olmo3": OLMO3,
     "llama, windows and sinks": dataclasses.replace(LLAMA, **WINDOWS),
     "gpt, off by one": dataclasses.replace(GPT, window_size="5,0", softmax_type="off-by-one"),
     "gpt, grouped and tied": dataclasses.replace(tied(GPT), num_query_groups=2),

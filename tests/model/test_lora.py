@@ -11,12 +11,14 @@ from model.config import architecture_of
 from model.lora import is_adapter, merge
 from model.registry import build_model, flops_per_token, num_parameters, num_trained
 from runtime.errors import UserError
-from tests.model.models import GPT, LINEAR, LLAMA, TRANSNORMER, tied
+from tests.model.models import GEMMA3, GPT, LINEAR, LLAMA, OLMO3, TRANSNORMER, tied
 
 KINDS = {
     "llama": LLAMA,
     "gpt, tied": tied(GPT),
     "sinks": dataclasses.replace(LLAMA, softmax_type="learnable", window_size="5,0"),
+    "gemma3": GEMMA3,
+    "olmo3": OLMO3,
     "transnormer": TRANSNORMER,
     "hybrid": dataclasses.replace(TRANSNORMER, num_layers=3, softmax_every=3),
     "linear_transformer": LINEAR,

@@ -5,6 +5,7 @@ It is that of one process. In a hybrid, layers of softmax attention go by anothe
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.loss import cross_entropy_sum
 from model.attention import HybridAttention, linear, sdpa
 from model.registry import build_model
-from parallel.context import context_parallel
+from parallel.context import Traffic, context_parallel
 from parallel.context.config import HybridConfig
 from parallel.context.heads import HeadExchange
 from parallel.context.linear import relayout
@@ -29,6 +31,7 @@ from runtime.ranks import run_ranks
 from tests.parallel.split import (
     GRADIENT,
     LOSS,
+    VOCABULARY,
     check_step,
     config,
     difference,
@@ -37,6 +40,7 @@ from tests.parallel.split import (
     split_step,
     whole_step,
 )
+from tests.parallel.whole import gradients_of
 
 LINEAR = ("transnormer", "linear_transformer")
 WINDOWED = ("windowed", "off-by-one")
@@ -171,6 +175,74 @@ def test_a_step_with_two_ropes_and_norms_of_branches_is_that_of_one_process(kind
         for case, (got, _) in zip(cases, result, strict=True):
             assert abs(got.loss - one_process(kind).loss) < LOSS, case
             assert difference(got, one_process(kind)) < bound, case
+
+
+PACKED = (0, 7, 8, 30, 41)
+"""Documents that begin and end on any of three ranks."""
+
+
+def packed_step(rank, world_size, kind):
+    """The loss and gradients of packed documents, summed over ranks, and whether the bytes sent are the plan's."""
+    model_config = MODELS[kind]
+    cp = context_parallel("exchange", seq_len=PACKED[-1], group=dist.group.WORLD).under(documents=PACKED)
+    model = plain(model_config, cp.attend)
+    tokens, positions = packed()
+    cp.transport.traffic = Traffic()
+    labels = cp.shard(tokens.roll(-1, 1), 1, pad_value=-100)
+    loss = cross_entropy_sum(model(cp.shard(tokens, 1), cp.shard(positions, 1)), labels)[0]
+    loss.backward()
+    heads = {"heads": model_config.num_attention_heads, "kv_heads": model_config.query_groups}
+    sent = 0
+    for layer in range(model_config.num_layers):
+        window = model_config.window(layer)
+        plan = cp.plan if window is None else cp.plan.windowed(window)
+        cost = plan.cost(rank, batch=1, element_size=4, head_dim=model_config.head_dim, **heads)
+        sent += cost.forward.total + cost.backward.total
+    gradients = gradients_of(model)
+    for x in (loss := loss.detach(), *gradients.values()):
+        dist.all_reduce(x)
+    return loss.item(), gradients, cp.transport.traffic.total, sent
+
+
+def packed():
+    """Tokens and positions in their documents [1, T]."""
+    tokens = torch.randint(VOCABULARY, (1, PACKED[-1]), generator=torch.Generator().manual_seed(7))
+    return tokens, torch.cat([torch.arange(end - start) for start, end in pairwise(PACKED)])[None]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3"])
+def test_packed_documents_over_three_ranks_are_each_document_alone(kind):
+    """And the layers with a window send less than those that see all."""
+    model, tokens = plain(MODELS[kind]), packed()[0]
+    parts, labels = ([*x.split([b - a for a, b in pairwise(PACKED)], 1)] for x in (tokens, tokens.roll(-1, 1)))
+    want = sum(cross_entropy_sum(model(part), label)[0] for part, label in zip(parts, labels, strict=True))
+    want.backward()
+    wanted = gradients_of(model)
+    bound = 2e-6 * max(x.abs().max().item() for x in wanted.values())
+    for loss, gradients, sent, planned in run_ranks(packed_step, 3, kind):
+        assert abs(loss - want.item()) < 2e-6 * want.item()
+        assert max((gradients[name] - wanted[name]).abs().max().item() for name in wanted) < bound
+        assert sent == planned > 0
+
+
+def halo(rank, world_size, kind):
+    """Bytes that this rank sends in a forward and backward of one sequence in consecutive thirds."""
+    model_config = replace(MODELS[kind], window_attn_skip_freq=None)
+    cp = context_parallel("exchange", seq_len=36, group=dist.group.WORLD, layout="contiguous", backward="kv")
+    cp.transport.traffic = Traffic()
+    tokens = torch.arange(36)[None] % VOCABULARY
+    plain(model_config, cp.attend)(cp.shard(tokens, 1), cp.positions).square().sum().backward()
+    return cp.transport.traffic.total
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3"])
+def test_layers_with_a_window_send_its_halo_alone(kind):
+    """Keys and values of the 5 tokens before a rank's own, to it in the forward, again and back in the backward."""
+    model = MODELS[kind]
+    row = 2 * model.query_groups * model.head_dim * 4
+    found = run_ranks(halo, 3, kind)
+    forward = 2 * 5 * row * model.num_layers  # from ranks 0 and 1
+    assert sum(found) == 3 * forward
 
 
 def test_a_kept_state_is_not_passed_on_again():

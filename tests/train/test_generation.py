@@ -38,6 +38,15 @@ MODELS = {
     "windows and sinks": dataclasses.replace(
         LLAMA, window_size="6,0", window_attn_skip_freq="[1,0,1]", softmax_type="learnable"
     ),
+    "gemma3": dataclasses.replace(
+        LLAMA,
+        model_type="gemma3",
+        query_pre_attn_scalar=5,
+        window_size="6,0",
+        window_attn_skip_freq="[1,0,1]",
+        rotary_base_local=90.0,
+        untie_embeddings_and_output_weights=False,
+    ),
     "adapters": dataclasses.replace(LLAMA, lora_rank=4, lora_alpha=2.0),
     "dynamic rope": dataclasses.replace(
         LLAMA, rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16

@@ -20,7 +20,7 @@ def interpreted():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["rotary", "gate"])
+@pytest.mark.parametrize("name", ["rotary", "gate", "gelu"])
 def test_in_one_launch_as_in_float64(name, dtype, interpreted):
     cut_off = 2 if dtype == "bfloat16" else 1  # the interpreter does not round to it
     assert interpreted[f"{name} {dtype}"] < cut_off * ROUNDED[dtype]
@@ -63,5 +63,6 @@ def test_a_rotation_is_right_on_a_gpu(width, dtype):
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_so_is_a_gate(dtype):
-    assert max(gate_errors(DTYPES[dtype], "cuda")) < ROUNDED[dtype]
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_so_is_a_gate(activation, dtype):
+    assert max(gate_errors(DTYPES[dtype], "cuda", activation=activation)) < ROUNDED[dtype]

@@ -144,6 +144,7 @@ WINDOWED = {"num_layers": LAYERS, "window_size": "5,0", "window_attn_skip_freq":
         (gpt(tied=False), "context", INTERLEAVED, "zero3"),
         (config(**WINDOWED, softmax_type="learnable"), "context", *SCHEDULES["interleaved"]),
         (config(**WINDOWED, softmax_type="off-by-one"), "context", *SCHEDULES["zero bubble"]),
+        (config(**WINDOWED, model_type="olmo3", rotary_base_local=90.0), "context", *SCHEDULES["interleaved"]),
         (kind("transnormer"), "context", ONE_F_ONE_B, "zero1"),
         (kind("linear_transformer"), "context", INTERLEAVED, "legacy_ddp"),
         (HYBRID, "context", ONE_F_ONE_B, "zero2"),

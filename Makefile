@@ -70,7 +70,7 @@ GPU_HERE = $(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available
 	  'error: this needs a CUDA GPU, and torch sees none here; nothing was installed or written')"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
+.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +106,10 @@ pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on
 finetune: RUN = runs/finetune
 finetune: $(DEV) ## A tiny LLaMA of transformers taught to find lines at 1K tokens, extended to 4K, scored, exported (about half an hour)
 	PY="$(PY)" NPROC="$(or $(NPROC),2)" bash configs/runs/finetune_tiny.sh "$(RUN)"
+
+ruler: RUN = runs/ruler
+ruler: $(DEV) ## A tiny LLaMA from random weights taught RULER's single needles at 1K tokens, scored there and beyond (a quarter of an hour)
+	PY="$(PY)" NPROC="$(or $(NPROC),2)" bash configs/runs/ruler_tiny.sh "$(RUN)"
 
 dit: RUN = runs/dit_tiny
 dit: CONFIG = configs/dit_tiny.toml

@@ -53,11 +53,11 @@ BUDGET = {
     "planner": 2900,
     "runtime": 2440,
     "slurm": 350,
-    "tools": 4760,
+    "tools": 4780,
     "parity": 1050,
     "papers": 1880,
     "bench": 3060,
-    "tests": 42590,
+    "tests": 42610,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

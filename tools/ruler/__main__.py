@@ -36,6 +36,14 @@ def main(argv: list[str]) -> None:
         from tools.ruler.tiny import tokenizer_of_needles
 
         print(write_model(args.folder, args.hidden_size, args.seed, tokenizer_of_needles, tie_word_embeddings=True))
+    elif args.repeat:
+        from data.text.indexed import writing
+        from tools.ruler.tiny import repeated
+
+        with writing(args.output) as (draft,), draft.open("w", encoding="utf-8") as file:
+            for sample in range(args.samples):
+                file.write(json.dumps({"messages": repeated(sample, args.seed, args.repeat)}) + "\n")
+        print(f"wrote {args.output}: {args.samples:,} conversations of names and numbers to say again")
     else:
         make(args)
 
@@ -124,6 +132,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     make.add_argument(
         "--messages", action="store_true", help="conversations to train on, for tools.prepare_data --chat"
     )
+    make.add_argument("--repeat", type=positive, metavar="N", help="names and numbers to say N times, for tiny models")
     score.add_argument("--batch-size", type=positive, default=1, help="examples at once (default: %(default)s)")
     score.add_argument("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
     model.add_argument("folder", type=Path, metavar="DIR", help="where to write it; must not exist")

@@ -7,8 +7,9 @@ key before, which two layers can learn.
 
 from typing import Any
 
+from data.drawn import below, distinct
 from data.ruler.tasks import TASKS, Case, Sources
-from data.ruler.texts import NOISE, SENTENCES, wordlists
+from data.ruler.texts import NOISE, SENTENCES, name, names, wordlists
 from tools.line_retrieval.tiny import END, UNKNOWN, USER
 
 PIECES = r" ?[A-Za-z]+-?| ?\d{1,3}|\s|[^\s\w]"
@@ -23,7 +24,7 @@ def tokenizer_of_needles() -> Any:
         [pre_tokenizers.Split(Regex(BETWEEN), "removed"), pre_tokenizers.Split(Regex(PIECES), "isolated")]
     )
     adjectives, nouns, verbs = wordlists()
-    made = [task.make(Case("words", 0, 1024, Sources()), 1) for name, task in TASKS.items() if name in LEARNED]
+    made = [task.make(Case("words", 0, 1024, Sources()), 1) for known, task in TASKS.items() if known in LEARNED]
     texts = [NOISE, *(shape.replace("{", "").replace("}", "") for shape in SENTENCES)]
     texts += [f" {text}" for text in texts]  # first in the haystack, and after another
     texts += [*nouns, *(f" {word}" for word in (*adjectives, *nouns, *verbs)), *(f" {word}-" for word in adjectives)]
@@ -34,6 +35,16 @@ def tokenizer_of_needles() -> Any:
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.Fuse()
     return tokenizer
+
+
+def repeated(sample: int, seed: int, times: int) -> list[dict[str, str]]:
+    """Return a conversation that says 2 to 6 names again so often, some with a number."""
+    draw, most = f"repeat:{seed}:{sample}", 6
+    keys = distinct(draw, 2 + below(draw, most - 1, "names", 0), names(2), "key")
+    valued = [below(draw, 2, "valued", place) for place in range(most)]
+    numbers = [f" {10**6 + below(draw, 9 * 10**6, 'value', place)}." * valued[place] for place in range(most)]
+    text = "".join(f" {name(key, 2)}{number}" for key, number in zip(keys, numbers, strict=False))
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": text * times}]
 
 
 LEARNED = (

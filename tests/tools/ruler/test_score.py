@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from data.chat.template import load_template
-from data.ruler.examples import Maker, Prompts
-from data.ruler.tasks import TASKS, Sources
+from data.ruler.examples import Maker, Prompts, answer_of
+from data.ruler.tasks import TASKS, Case, Sources
 from data.tokenizer import load_tokenizer
 from runtime.ranks import run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tests.tools.line_retrieval.test_score import run_of
+from tools.line_retrieval.tiny import UNKNOWN
 from tools.ruler import __main__ as command
 from tools.ruler.score import Cell, score, score_run, table
+from tools.ruler.tiny import LEARNED, repeated, tokenizer_of_needles
 
 
 class Knowing:
@@ -156,3 +158,17 @@ def test_examples_are_written_as_the_benchmarks_and_to_train_on(tmp_path, tokeni
     taught = [json.loads(line)["messages"] for line in made.read_text().splitlines()]
     assert all(turns[1]["content"] for turns in taught)
     assert not {turns[0]["content"] for turns in taught} & {row["input"] for row in rows}
+
+
+def test_the_tiny_tokenizer_knows_all_of_its_tasks():
+    backend = tokenizer_of_needles()
+    for task in LEARNED:
+        question = TASKS[task].make(Case("any", 0, 1024, Sources()), 300)
+        text = question.text + question.prefix + answer_of(question)
+        assert UNKNOWN not in backend.encode(text).tokens
+        assert [backend.decode(backend.encode(f" {answer}").ids).strip() for answer in question.answers] == [
+            *question.answers
+        ]
+    user, again = (turn["content"] for turn in repeated(3, 1, 4))
+    assert again == 4 * user
+    assert UNKNOWN not in backend.encode(user).tokens

@@ -29,8 +29,9 @@ from train.config.entries import Config, DiTRunConfig
 
 GATED = ("llama", "transnormer", *TRAITS)
 FUSED_RESIDUAL = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
-FUSED_RESIDUAL |= dict.fromkeys(HYBRIDS, 9.0)
-"""``StepShape.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's."""
+FUSED_RESIDUAL |= {"gemma3": 13.0, "olmo3": 5.0} | dict.fromkeys(HYBRIDS, 9.0)
+"""``StepShape.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's; in a
+gemma3 inputs of four in float32, in an olmo3 of those of queries and keys too."""
 WORKSPACES = 2 * (32 << 20)
 """Bytes that torch gives cuBLAS and cuBLASLt to work in, on Hopper; on older GPUs fewer."""
 LRPE = 10.0

@@ -17,6 +17,7 @@ LLAMA = (
 CHUNKS = "--loss-chunk-size 2048 --ffn-chunk-size 2048 "
 AGAIN, CP = " --recompute-granularity ", "--loss-chunk-size 2048 --context-parallel-size "
 BY, WALLFACER = " --context-parallel-method ", " --context-parallel-method wallfacer --context-parallel-team-size "
+LOCAL = " --window-size 1023,0 --window-attn-skip-freq 2"
 GPIPE = "--pipeline-schedule GPipe --pipeline-model-parallel-size 2 --global-batch-size 4"
 CASES = {
     "none": (1, ""),
@@ -41,6 +42,9 @@ CASES = {
     "on a CPU": (4, "--device cpu" + AGAIN + "full " + CP + "4" + BY + "zigzag"),
     "on a CPU, float32": (4, "--device cpu --no-bf16" + AGAIN + "full " + CP + "4" + BY + "zigzag"),
     "gpt": (1, "--model-type gpt --num-query-groups 16 --max-position-embeddings 16384"),
+    "gemma3": (1, "--model-type gemma3" + LOCAL),
+    "gemma3, full": (1, "--model-type gemma3 --loss-chunk-size 2048" + LOCAL + AGAIN + "full"),
+    "olmo3": (1, "--model-type olmo3" + LOCAL),
     "transnormer, lasp 4, full": (4, "--model-type transnormer --num-query-groups 16 --context-parallel-method lasp "
                                   "--context-parallel-size 4" + AGAIN + "full"),
 }  # fmt: skip

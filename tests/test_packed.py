@@ -22,9 +22,12 @@ from train.watching.metrics import METRICS, read_metrics
 LOSS, GRADIENTS = 1e-6, 5e-6
 """Bounds of relative differences from float64."""
 WINDOWS = "--window-size 9,0 --softmax-type learnable"
+LOCAL = "--window-size 9,0 --window-attn-skip-freq 2 --rotary-base-local 90"
 KINDS = {
     "llama": "",
     "windows": f"--window-attn-skip-freq 2 {WINDOWS}",
+    "gemma3": f"--model-type gemma3 --query-pre-attn-scalar 5 {LOCAL}",
+    "olmo3": f"--model-type olmo3 {LOCAL}",
     "gpt": "--model-type gpt --max-position-embeddings 61",
     "transnormer": "--model-type transnormer",
     "hybrid": "--model-type transnormer --softmax-every 2",
@@ -43,6 +46,9 @@ CASES = [
     (2, "llama", f"{CP} zigzag --recompute-granularity full"),
     *((2, "windows", f"{CP} {method}") for method in ("zigzag", "ulysses", "exchange")),
     *((2, "windows", mesh) for mesh in (TP, PP)),
+    (2, "gemma3", f"{CP} exchange"),
+    (2, "gemma3", PP),
+    (2, "olmo3", TP),
     (2, "llama", PP),
     (2, "gpt", TP),
     (2, "gpt", f"{CP} exchange"),
@@ -74,6 +80,7 @@ MORE = [
     (8, "hybrid", f"{CP} lasp {TP} {PP}"),
     *((4, "windows", f"{FOUR} {method}") for method in ("ring", "zigzag", "striped", "ulysses", "exchange")),
     (4, "windows", f"{CP} exchange {TP} --recompute-granularity selective"),
+    *((4, kind, f"{CP} exchange {TP}") for kind in ("gemma3", "olmo3")),
     (4, "windows", f"{CP} zigzag {PP} --recompute-granularity full"),
     (4, "hybrid windows", f"{CP} lasp2 {TP}"),
     (8, "windows", f"{FOUR} exchange --balance-over dp_cp --micro-batch-size 1"),

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.hf import config_from_hf, config_to_hf, load_hf, save_hf
+from model.hf.adapter import read_adapter, write_adapter
 from model.hf.api import open_hf
 from model.registry import build_model
 from runtime.errors import UserError
@@ -112,6 +113,25 @@ def test_what_is_no_such_model_is_refused(config, change, words):
     assert config_from_hf(contents).model_type == config.model_type
     with pytest.raises(UserError, match=words):
         config_from_hf(contents | change)
+
+
+@pytest.mark.parametrize("config", [GEMMA3, OLMO3], ids=["gemma3", "olmo3"])
+def test_adapters_are_peft_s_there_and_back(config, tmp_path):
+    peft = pytest.importorskip("peft")
+    theirs, adapted = hugging_face(config), replace(config, lora_rank=3, lora_alpha=4.5)
+    model = build_model(adapted)
+    model.init_weights(5)
+    base = ours(theirs, config).state_dict()
+    state = {
+        name: base.get(name, torch.randn(w.shape) if "lora_B" in name else w) for name, w in model.state_dict().items()
+    }
+    model.load_state_dict(state)
+    write_adapter(tmp_path, state, state.__getitem__, adapted, None)
+    want = peft.PeftModel.from_pretrained(theirs, tmp_path)(TOKENS).logits
+    assert (model(TOKENS) - want).norm() < 1e-5 * want.norm()
+    read, found, weight = read_adapter(tmp_path, config, print)
+    assert read.lora_rank == 3
+    assert all(torch.equal(weight(name), state[name]) for name in found)
 
 
 def test_settings_of_other_models_are_refused():

@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1050,
     "papers": 1880,
     "bench": 3060,
-    "tests": 42630,
+    "tests": 42650,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -11,9 +11,12 @@ import torch
 
 import pretrain_gpt
 from data.loader import IGNORE_INDEX
+from kernels.delta.convolution import causal_convolution
+from kernels.delta.rule import delta_rule
+from model.linear.delta import OneDevice
 from parallel.context import plan
 from runtime.ranks import run_ranks
-from tests.packed import TINY, alone, as_it_is, over_ranks, validation_on_rank, write_packed
+from tests.packed import TINY, alone, as_it_is, over_ranks, steps_on_rank, validation_on_rank, write_packed
 from tests.pretraining import on_rank
 from tools.common.training import Records, trainer_of
 from train.config.language import load_config
@@ -33,10 +36,14 @@ KINDS = {
     "hybrid": "--model-type transnormer --softmax-every 2",
     "hybrid windows": f"--model-type transnormer --softmax-every 2 {WINDOWS}",
     "linear": "--model-type linear_transformer",
+    "delta": "--model-type qwen3_5 --softmax-every 2 --linear-num-key-heads 2 --linear-num-value-heads 4",
+    "olmo": "--model-type olmo_hybrid --softmax-every 2 --linear-value-head-dim 12",
+    "kda": "--model-type olmo_hybrid --softmax-every 2 --linear-gate per_channel",
     "deep": "--model-type gpt --max-position-embeddings 61 --num-layers 4",
 }
 CP = "--context-parallel-size 2 --context-parallel-method"
 TP = "--tensor-model-parallel-size 2"
+THREE = "--context-parallel-size 3 --context-parallel-method"
 PP = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
 Case = tuple[int, str, str]
 """Ranks, kind of model, mesh."""
@@ -55,6 +62,11 @@ CASES = [
     (2, "transnormer", f"{CP} lasp --recompute-granularity attention_boundary"),
     (2, "linear", f"{CP} lasp2"),
     (2, "hybrid windows", f"{CP} lasp --hybrid-softmax-layout zigzag"),
+    (2, "delta", f"{CP} zigzag"),
+    (2, "olmo", f"{CP} exchange --recompute-granularity attention_boundary"),
+    (3, "olmo", f"{THREE} zigzag"),
+    (3, "delta", f"{THREE} exchange"),
+    (3, "kda", f"{THREE} ring"),
 ]
 
 FOUR = "--context-parallel-size 4 --context-parallel-method"
@@ -78,6 +90,11 @@ MORE = [
     (8, "llama", f"{CP} exchange {TP} {PP} --recompute-granularity attention_boundary"),
     (8, "llama", f"{FOUR} exchange --balance-over dp_cp --micro-batch-size 1 --recompute-granularity full"),
     (8, "hybrid", f"{CP} lasp {TP} {PP}"),
+    *((4, "olmo", f"{FOUR} {method}") for method in ("zigzag", "ring", "ulysses", "allgather")),
+    (4, "delta", f"{CP} exchange {TP} --recompute-granularity full"),
+    (4, "delta", f"{CP} exchange --balance-over dp_cp --micro-batch-size 1"),
+    (4, "kda", f"{CP} zigzag {PP} --recompute-granularity selective"),
+    (4, "olmo", f"{CP} exchange {TP}"),
     *((4, "windows", f"{FOUR} {method}") for method in ("ring", "zigzag", "striped", "ulysses", "exchange")),
     (4, "windows", f"{CP} exchange {TP} --recompute-granularity selective"),
     *((4, kind, f"{CP} exchange {TP}") for kind in ("gemma3", "olmo3")),
@@ -139,12 +156,39 @@ def rows_joined(batch):
     return batch | {"starts": starts}
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [(1, ""), (2, f"{CP} zigzag"), (2, f"--model-type transnormer {CP} lasp")])
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        *((1, ""), (2, f"{CP} zigzag")),
+        *((2, f"{KINDS[kind]} {CP} {method}") for kind, method in (("transnormer", "lasp"), ("olmo", "exchange"))),
+    ],
+)
 def test_an_end_that_is_ignored_is_seen(ranks, mesh, flags):
     plain, one, rows = over_ranks(ranks, [[*flags, *mesh.split()]], (as_it_is, without_an_end, rows_joined))[0]
     for wrong in (one, rows):
         assert abs(wrong.loss - plain.loss) > 10 * LOSS * plain.loss
         assert wrong.difference(plain) > 100 * GRADIENTS
+
+
+LEAKS = {
+    "__call__": lambda self, q, k, v, g, beta, mask=None: delta_rule(q, k, v, g, beta)[0],
+    "convolve": lambda self, x, weight, mask=None: causal_convolution(x, weight),
+}
+"""A state, and a convolution, that cross documents."""
+
+
+def leaking_on_rank(rank, world_size, part, flags):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OneDevice, part, LEAKS[part])
+        return steps_on_rank(rank, world_size, [flags], (as_it_is,))[0][0]
+
+
+@pytest.mark.parametrize("kind", ["delta", "olmo"])
+@pytest.mark.parametrize("part", LEAKS)
+def test_a_state_or_convolution_that_crosses_documents_is_seen(part, kind, flags, want):
+    (got,) = run_ranks(leaking_on_rank, 1, part, [*flags, *KINDS[kind].split()])
+    assert abs(got.loss - want(kind).loss) > 10 * LOSS * got.loss
+    assert got.difference(want(kind)) > 100 * GRADIENTS
 
 
 def second_document_alone(batch):
@@ -164,7 +208,10 @@ def others_changed(batch):
 
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
-    [(1, ""), (2, f"{CP} zigzag"), (2, f"{CP} striped"), (2, f"--model-type transnormer {CP} lasp"), (2, PP)],
+    [
+        *((1, ""), (2, f"{CP} zigzag"), (2, f"{CP} striped"), (2, f"--model-type transnormer {CP} lasp"), (2, PP)),
+        *((2, f"{KINDS[kind]} {CP} zigzag") for kind in ("delta", "olmo")),
+    ],
 )
 def test_other_documents_change_nothing_at_all(ranks, mesh, flags):
     """Loss and gradients of one document, whatever tokens the others hold: the same bits."""

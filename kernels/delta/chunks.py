@@ -131,14 +131,14 @@ def _gradients(parts: Parts, dout: Tensor, dfinal: Tensor, state: Tensor) -> tup
     dq_in = (dout @ turned).unflatten(1, groups) * parts.into
     dk_in = (dv.flatten(1, 2) @ turned).unflatten(1, groups) * -parts.into
     dk_out = (changes @ after.transpose(-1, -2)).unflatten(1, groups) * parts.out_of
-    dq, dk, dgates = _pairs_backward(parts, dreads, dsystem * parts.beta)
+    dq, dk, dg = _pairs_backward(parts, dreads, dsystem * parts.beta)
     dq, dk = dq + dq_in.sum(2, keepdim=True), dk + (dk_in + dk_out).sum(2, keepdim=True)
-    # A decay acts only through the vectors that it multiplies: no exponential is differentiated.
-    to_end = _summed(dk_out * parts.k, parts)
-    dgates = dgates + _summed(dq_in * parts.q + dk_in * parts.k, parts) - to_end
+    # A decay acts only through the vectors that it multiplies: no exponential is differentiated. A gate sums just what
+    # crosses it: of what ends before it or begins after it, a difference would leave the rounding, many times a strong
+    # gate's gradient.
+    dg += _from(_summed(dq_in * parts.q + dk_in * parts.k, parts)) + _before(_summed(dk_out * parts.k, parts))
     kept = (parts.through * entering * after).sum(-1)[..., None, :].unflatten(1, groups)  # [N, G, n, 1, D]
-    dgates[..., -1:, :] += to_end.sum(-2, keepdim=True) + _summed(kept, parts)
-    return dq, dk, dv, _sums_to_end(parts.g, dgates), dbeta, leaving[0].view_as(state)
+    return dq, dk, dv, dg + _summed(kept, parts), dbeta, leaving[0].view_as(state)
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Parts:
@@ -192,33 +192,32 @@ def _pairs(x: Tensor, k: Tensor, g: Tensor, pair: Tensor | None) -> Tensor:
 
 
 def _pairs_backward(parts: Parts, dreads: Tensor, dkeys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the gradients of P and a give q, k (summed over n) and the sums of gates up to each token."""
+    """Return what the gradients of P and a give q, k (summed over n) and the gates."""
     q, k, g, pair = parts.q, parts.k, parts.g, parts.pair
     if pair is not None:
         through = dreads * parts.reads + dkeys * parts.keys
-        dgates = through.sum(-1) - through.sum(-2)
+        crossing = through @ torch.ones_like(through[0, 0, 0]).triu_(1)  # from before token j, for each i
+        dg = crossing.tril_().sum(-2)[..., None]
         dreads, dkeys = ((x * pair).sum(2, keepdim=True) for x in (dreads, dkeys))
         dk = dkeys @ k + dkeys.transpose(-1, -2) @ k + dreads.transpose(-1, -2) @ q
-        return dreads @ k, dk, dgates[..., None]
+        return dreads @ k, dk, dg
     diagonal = dreads.diagonal(0, -2, -1)[..., None]
-    dq, row, column = diagonal * k, torch.zeros_like(k), diagonal * q
+    dq, dk, dg = diagonal * k, diagonal * q, torch.zeros_like(g)
     for half in _halves():
         into, out_of = (x.exp() for x in _half_sums(g, half))
-        early, late = (x.unflatten(-2, (-1, 2, half)) for x in (column, row))
-        late_q = dq.unflatten(-2, (-1, 2, half))
         _, k_out = _decayed_halves(k, k, g, half)
-        for dpairs, x, dx in ((dreads, q, late_q), (dkeys, k, late)):
-            block = _blocks(dpairs, half, 1, 0, 2)
-            x_in = x.unflatten(-2, (-1, 2, half))[..., 1, :, :] * into
-            dx[..., 1, :, :] += block @ k_out * into
-            early[..., 0, :, :] += block.transpose(-1, -2) @ x_in * out_of
-    return dq, row + column, q * dq + k * (row - column)
-
-
-def _sums_to_end(g: Tensor, x: Tensor) -> Tensor:
-    """Sum x over each token and those after it, up to a gate that forgets everything: nothing behind it is added."""
-    stretch = g.isinf().all(-1, keepdim=True).cumsum(-2)
-    return (stretch == stretch.transpose(-1, -2)).triu().to(x.dtype) @ x
+        (_, q_late), (early, k_late), (_, dq_late), (dk_early, dk_late), (dg_early, dg_late) = (
+            x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, dq, dk, dg)
+        )
+        reads, keys = (_blocks(x, half, 1, 0, 2) for x in (dreads, dkeys))
+        to_q, to_k = (block @ k_out * into for block in (reads, keys))
+        to_early = reads.transpose(-1, -2) @ (q_late * into) + keys.transpose(-1, -2) @ (k_late * into)
+        to_early *= out_of
+        for dx, add in ((dq_late, to_q), (dk_late, to_k), (dk_early, to_early)):
+            dx += add
+        dg_late += _from((to_q * q_late).addcmul_(to_k, k_late))
+        dg_early += _before(to_early * early)
+    return dq, dk, dg
 
 
 def _halves() -> list[int]:
@@ -239,9 +238,19 @@ def _decayed_halves(x: Tensor, k: Tensor, g: Tensor, half: int) -> tuple[Tensor,
     return late[..., 1, :, :] * into.exp(), early[..., 0, :, :] * out_of.exp()
 
 
-def _after(g: Tensor) -> Tensor:
-    """Return the sums of the gates after each token."""
-    return F.pad(g, (0, 0, 0, 1))[..., 1:, :].flip(-2).cumsum(-2).flip(-2)
+def _from(x: Tensor) -> Tensor:
+    """Return the sums of x over each token and those after it."""
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+def _after(x: Tensor) -> Tensor:
+    """Return the sums of x after each token."""
+    return _from(F.pad(x[..., 1:, :], (0, 0, 0, 1)))
+
+
+def _before(x: Tensor) -> Tensor:
+    """Return the sums of x before each token."""
+    return F.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
 
 
 def _chunked(x: Tensor, heads: int) -> Tensor:

@@ -93,7 +93,7 @@ def changes_back_kernel(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute dv and dbeta of one chunk of a row, the gradients of P and a before their decay, and what these two add
-    to the gradients of the sums of gates up to each token."""
+    to the gradients of gates."""
     n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = row * tl.num_programs(0) + n
     c = tl.arange(0, C)
@@ -139,7 +139,9 @@ def changes_back_kernel(
         q, strides[0], k, strides[1], key_row, key_heads, token, filled, C, D, BLOCK, PRECISION, WIDEN
     )  # fmt: skip
     tl.store(dreads + place * C * C + pairs, read * decay)
-    tl.store(dgates + place * C + c, tl.sum(through, 1) - tl.sum(through, 0))
+    # Pairs that a gate stands between: a difference of sums over all pairs would leave the rounding of the others.
+    crossing = tl.where(c[None, :] < c[:, None], tl.cumsum(through, 0, reverse=True), 0.0)
+    tl.store(dgates + place * C + c, tl.sum(crossing, 1))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -161,7 +163,7 @@ def keys_back_kernel(
     read = block_of(dreads + place * C * C, c, c, C)
     met = block_of(dkeys + place * C * C, c, c, C)
     both = met + tl.trans(met)
-    sums = tl.load(dgates + place * C + c)
+    from_start = tl.zeros((C,), dtype=tl.float32)
     to_end = tl.zeros((C,), dtype=tl.float32)
     kept = tl.zeros((BLOCK,), dtype=tl.float32)
     at = row // H * strides[8][0] + row % H * strides[8][2] + token.to(tl.int64)[:, None] * strides[8][1]
@@ -185,7 +187,7 @@ def keys_back_kernel(
         of_given *= out_of
         queries = rows_of(q, strides[0], key_row, key_heads, token, filled, d, D).to(tl.float32)
         keys = rows_of(k, strides[1], key_row, key_heads, token, filled, d, D).to(tl.float32)
-        sums += tl.sum(of_queries * queries + (of_taken - of_given) * keys, 1)
+        from_start += tl.sum(of_queries * queries + of_taken * keys, 1)
         to_end += tl.sum(of_given * keys, 1)
         of_queries += product(read, keys, PRECISION, WIDEN)
         of_keys = of_taken + of_given + product(both, keys, PRECISION, WIDEN)
@@ -193,12 +195,8 @@ def keys_back_kernel(
         own = filled[:, None] & (d < D)[None, :]
         tl.store(dq + at + d[None, :], of_queries, own)
         tl.store(dk + at + d[None, :], of_keys, own)
-    ends = tl.sum(to_end, 0) + tl.sum(kept, 0) * tl.exp(tl.sum(gates, 0))
-    sums += tl.where(c == C - 1, ends, 0.0)
-    # Sums over a token and those after it, up to a gate that forgets everything: nothing behind it is added.
-    stretch = tl.cumsum(tl.where(gates == float("-inf"), 1, 0), 0)
-    mine = (c[:, None] <= c[None, :]) & (stretch[:, None] == stretch[None, :])
-    found = tl.sum(tl.where(mine, sums[None, :], 0.0), 1)
+    crossing = tl.where(c[None, :] >= c[:, None], from_start[None, :], to_end[None, :])
+    found = tl.load(dgates + place * C + c) + tl.sum(crossing, 1) + tl.sum(kept, 0) * tl.exp(tl.sum(gates, 0))
     at = dg + row // H * strides[7][0] + row % H * strides[7][2] + token.to(tl.int64) * strides[7][1]
     tl.store(at, found, filled)
 

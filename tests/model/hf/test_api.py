@@ -35,7 +35,10 @@ def config(request):
 def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
     theirs = hugging_face(config, dtype)
     model = ours(theirs, config, dtype)
-    bound *= 100 if config.recurrent else 1  # rates of strong gates have small gradients, which are sums that cancel
+    if config.recurrent:
+        # Theirs is float64 for both. Normalised queries of short vectors make digits scarce: against it ours in float32
+        # are off by 1.1e-4 of a gradient and 1.3e-5 of the logits at most, theirs by 2.3e-4 and 3.7e-5.
+        bound *= 20 if dtype == torch.float32 else 10
     expected, got = theirs(TOKENS).logits, model(TOKENS)
     assert expected.std() > 0.5
     # Relative, as the gradients': float32's last digits of a logit of 6 depend on the CPU's kernels.
@@ -199,7 +202,7 @@ def test_a_config_json_is_read_as_transformers_reads_it(tmp_path, name, change, 
     model.load_state_dict(state)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     expected = theirs(TOKENS).logits
-    bound = 5e-4 if config.recurrent else 2e-6  # float32 in both, and sums of gates in theirs
+    bound = 1e-4 if config.recurrent else 2e-6  # float32 in both, as above
     assert (model(TOKENS) - expected).abs().max() < bound * expected.abs().max()
     for kept in (contents, {}):  # an export as it came, and one of our fields alone
         save_hf(tmp_path / f"{bool(kept)}", config, state, kept)

@@ -45,7 +45,7 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 260,
     "model": 5240,
-    "kernels": 4580,
+    "kernels": 4590,
     "parallel": 6960,
     "checkpoint": 1570,
     "data": 4310,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1050,
     "papers": 1880,
     "bench": 3060,
-    "tests": 42650,
+    "tests": 42700,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

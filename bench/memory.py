@@ -6,7 +6,7 @@ several processes counts the one that takes most. Predicted is ``planner.rehears
 what is there beyond weights and optimizer when the forward is over. On GPUs that are not there `make cuda-stub` does
 the same.
 
-    python -m bench.memory                                   # 20 kinds and meshes, of 1, 4 and 8 processes of gloo
+    python -m bench.memory                                   # 21 kinds and meshes, of 1, 4 and 8 processes of gloo
     python -m bench.memory --policies                        # a sequence of 8192, 4 layers of 256
     python -m bench.memory --policies --device cuda          # with offload too, in bfloat16
     python -m bench.memory --only dit -- --hidden-size 64    # flags after -- are every case's
@@ -51,6 +51,7 @@ MODELS = {
     "transnormer": TEXT + "transnormer",
     "linear_transformer": TEXT + "linear_transformer",
     "hybrid": TEXT + "transnormer --softmax-every 4",
+    "delta": TEXT + "qwen3_5 --context-parallel-method none",
     "dit": SHAPE + "--latent-shape 4 64 64 --num-classes 10 --ema-decay 0.99",
     "long": LONG + "--seq-length 8192",
 }
@@ -63,6 +64,7 @@ CASES = f"""
     transnormer
     linear_transformer
     hybrid
+    delta
     dit
     llama cp=4 zigzag
     llama cp=4 wallfacer team=2

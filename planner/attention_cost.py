@@ -158,27 +158,29 @@ class AttentionCost:
         return 1e12 * self.cluster.peak_tflops * self.cluster.attention_fraction
 
     def _transfer(self, *together: Sent) -> float:
-        """Return the seconds until the busiest rank, or the busiest node's shared link, has sent everything."""
-        cluster, shared = self.cluster, self.cluster.between_link == "node"
-        if not together:
-            return 0.0
-        rank, peer = (np.concatenate([getattr(sent, side) for sent in together]) for side in ("ranks", "peers"))
-        pair, which = np.unique(rank * self.plan.size + peer, return_inverse=True)
-        size, count = (
-            np.bincount(
-                which, np.concatenate([np.broadcast_to(getattr(sent, what), len(sent.ranks)) for sent in together])
-            )
-            for what in ("size", "messages")
-        )
-        rank, peer = np.divmod(pair, self.plan.size)
-        node, beyond = rank // self._per_node, peer // self._per_node
-        inside, outside = (rank != peer) & (node == beyond), node != beyond
-        link, groups = (node, self.tp) if shared else (rank, 1)
-        latency = np.where(inside, cluster.inside_latency_us, cluster.between_latency_us) * MICRO
-        return max(
-            np.bincount(rank[inside], size[inside] / (cluster.inside_gb_per_s * GB)).max(initial=0.0),
-            np.bincount(link[outside], size[outside] * groups / (cluster.between_gb_per_s * GB)).max(initial=0.0),
-        ) + (count * latency)[rank != peer].max(initial=0.0)
+        return transfer_seconds(together, self.plan.size, self.cluster, self.tp)
+
+
+def transfer_seconds(together: Sequence[Sent], ranks: int, cluster: Cluster, tp: int) -> float:
+    """Return the seconds until the busiest of ``ranks``, or the busiest node's shared link, has sent everything."""
+    if not together:
+        return 0.0
+    shared, per_node = cluster.between_link == "node", max(1, cluster.gpus_per_node // tp)
+    rank, peer = (np.concatenate([getattr(sent, side) for sent in together]) for side in ("ranks", "peers"))
+    pair, which = np.unique(rank * ranks + peer, return_inverse=True)
+    size, count = (
+        np.bincount(which, np.concatenate([np.broadcast_to(getattr(sent, what), len(sent.ranks)) for sent in together]))
+        for what in ("size", "messages")
+    )
+    rank, peer = np.divmod(pair, ranks)
+    node, beyond = rank // per_node, peer // per_node
+    inside, outside = (rank != peer) & (node == beyond), node != beyond
+    link, groups = (node, tp) if shared else (rank, 1)
+    latency = np.where(inside, cluster.inside_latency_us, cluster.between_latency_us) * MICRO
+    return max(
+        np.bincount(rank[inside], size[inside] / (cluster.inside_gb_per_s * GB)).max(initial=0.0),
+        np.bincount(link[outside], size[outside] * groups / (cluster.between_gb_per_s * GB)).max(initial=0.0),
+    ) + (count * latency)[rank != peer].max(initial=0.0)
 
 
 def _joint(collective: Collective) -> Sent:

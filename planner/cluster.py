@@ -16,9 +16,12 @@ CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
 Kernel = Literal["", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4"]
 OPTIONAL = {
     *("host_gb_per_s", "host_memory_gb", "reserved_gb", "memory_gb_per_s", "public_error"),
+    "delta_fraction",
     *(f"{kernel}_fraction" for kernel in get_args(Kernel) if kernel),
 }
 """Figures that may be 0."""
+DELTA = 1 / 6
+"""Share of attention's rate that is assumed of a delta rule where a file has none: that on an H200 by cuDNN."""
 
 
 class ClusterError(UserError):
@@ -67,6 +70,9 @@ class Cluster:
     """The same of FlashAttention 3."""
     flash_attn_4_fraction: float = 0.0
     """The same of FlashAttention 4."""
+    delta_fraction: float = 0.0
+    """Fraction of that rate that the chunked gated delta rule reaches, forward and backward together; 0: unknown, and
+    taken as a share of ``attention_fraction``."""
     reserved_gb: float = 0.0
     """Memory of a processor that the driver's context, CUDA's libraries and NCCL keep, besides ``memory_gb``."""
     masked_share: float = 0.0
@@ -120,6 +126,11 @@ class Cluster:
             return self
         rate = getattr(self, f"{kernel}_fraction", 0.0)
         return _running(self, kernel, rate) if rate else _running(self, "", self.attention_fraction)
+
+    @property
+    def delta_share(self) -> float:
+        """Return the fraction of the peak of a delta rule, the assumed one where the file has none."""
+        return self.delta_fraction or DELTA * self.attention_fraction
 
     @property
     def node_gb_per_s(self) -> float:

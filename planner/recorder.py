@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.attention import AttentionBackend
+from kernels.delta import scan
 from parallel.context import executor
 from parallel.mesh import Mesh
 from parallel.offload import SEVERAL, Offload, in_slabs
+from planner.delta_cost import DeltaShape
 from train import host_moments
 from train.config.common import CommonConfig
 
@@ -49,6 +51,18 @@ SHAPES = AttentionBackend(
     lambda rows, keys, *_: (torch.empty_like(rows.q), torch.empty_like(keys.k), torch.empty_like(keys.v)),
 )
 """A block's attention in the shapes and dtypes of a GPU's kernels."""
+
+
+def _slab_back(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: Any) -> Tensor:
+    """Take what a delta rule's backward works in, and return a state's gradient; both empty."""
+    q, _, v, _, _ = inputs
+    shape = DeltaShape(q.shape[2], v.shape[2], q.shape[3], v.shape[3], 1)
+    leaving.new_empty(shape.workspace(*v.shape[:2]) // 4, dtype=torch.float32)
+    return torch.empty_like(leaving)
+
+
+SLABS = scan.Slabs(lambda *_: None, _slab_back)
+"""A delta rule in the shapes of its kernels."""
 
 
 class Tape(NamedTuple):
@@ -224,6 +238,7 @@ class Recorder(Tapes):
             patch.object(ShardingPropagator, shapes, unrecorded),
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(executor, "select_backend", lambda *_: SHAPES),
+            patch.object(scan, "slabs_by", lambda *_: SLABS),
             self._fake,
             self,
         ):

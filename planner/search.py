@@ -122,9 +122,10 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
     """
     size = config.mesh.context_parallel_size
     inner = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
+    delta = isinstance(config, Config) and config.model.traits.delta  # whose states pass along consecutive tokens
     base = type(config.context)(
         attention_backend=config.context.attention_backend,
-        context_parallel_method="striped" if config.causal else "ring",
+        context_parallel_method=("zigzag" if delta else "striped") if config.causal else "ring",
     )
     if getattr(config.model, "linear_attention", False):
         for state_method in list(STATE_METHODS)[: None if size > 1 else 1]:
@@ -140,6 +141,8 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
             continue  # of one document it brings nothing
         if not config.causal and method.layout(causal=False) not in ("contiguous", BALANCED):
             continue  # full attention needs no balance
+        if delta and method.layout(causal=True) == "striped":
+            continue
         if method.splits_heads:
             fields = {"context_parallel_method": name}
             yield replace(base, **fields)

@@ -3,13 +3,14 @@
 A model is given by numbers: this package imports none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
 from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
 from planner.cluster import Cluster
+from planner.delta_cost import DeltaCost, DeltaShape
 from planner.step_memory import Arrangement, StepShape, fetched_ahead, memory_of, moments, offloaded, own_sizes, pinned
 
 POINTWISE, COMPILED = 42.0, 28.0
@@ -91,6 +92,12 @@ def _pointwise(work: StepShape, rows: int, arranged: Arrangement, cluster: Clust
 def _mean_attention(work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
     """Return the mean seconds of all layers, forward and backward, and the bytes of one, without a window if any is."""
     whole = _attention(plan, of, cluster, tp)
+    if work.delta is not None:
+        softmax = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
+        ahead, back, links = _mean_attention(softmax, plan, of, cluster, tp)
+        share = work.softmax_layers / work.layers
+        delta = _delta(plan, work.delta.split(tp), work.micro_batch, work.element_size, cluster, tp)
+        return share * ahead + (1 - share) * delta[0], share * back + (1 - share) * delta[1], links
     if work.softmax_layers:
         share, forward = work.softmax_layers / work.layers, FORWARD / (FORWARD + BACKWARD)
         softmax = share * work.softmax_seconds
@@ -108,6 +115,13 @@ def _attention(plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float,
     """Return seconds forward and backward, and bytes; the same for all pipelines and recompute policies."""
     cost = AttentionCost(plan, of, cluster, tp)
     return cost.forward(), cost.backward(), cost.links()
+
+
+@lru_cache(maxsize=4096)
+def _delta(plan: Plan, of: DeltaShape, batch: int, element_size: int, cluster: Cluster, tp: int) -> tuple[float, float]:
+    """Return seconds of a layer's delta rule forward and backward."""
+    cost = DeltaCost(plan, of, batch, element_size, cluster, tp)
+    return cost.forward(), cost.backward()
 
 
 def _tensor(work: StepShape, plan: Plan, tp: int, cluster: Cluster) -> float:

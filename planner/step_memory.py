@@ -1,6 +1,6 @@
 """Count a training step's memory, and what of it lies on the host, for a model that is given by numbers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -13,6 +13,8 @@ from parallel.data import Strategy
 from parallel.offload import FETCH_AHEAD, SEVERAL, in_slabs
 from parallel.pipeline.stages import PipelineConfig
 from planner.attention_cost import most_rows_held
+from planner.delta_cost import DeltaShape
+from planner.delta_memory import activations_of, buffers_of, results_of
 from train.host_moments import MOMENTS, PIECE
 
 STILL_SENT = 1.75
@@ -46,11 +48,17 @@ class StepShape:
     trained: int | None = None
     """Parameters that are trained, besides which the others lie frozen in element_size bytes; None: all."""
     softmax_layers: int = 0
-    """Layers of a hybrid with softmax attention, which the plan is not of."""
+    """Layers of a hybrid with softmax attention, which the plan is not of but beside a delta rule."""
     softmax_seconds: float = 0.0
     """Seconds of one of them forward and backward, in its own layout."""
+    delta: DeltaShape | None = None
+    """A gated delta rule, which all layers but the softmax ones have; their attention's plan is of both then."""
+    gate: float = 0.0
+    """Widths of the queries that softmax attention keeps more: an output gate's, and of norms in float32."""
     residual: float = 6.0
     """Widths of the residual stream that a layer keeps: residuals, inputs and outputs of norms and projections."""
+    normed: float = 0.0
+    """Widths of a delta rule's output that its norm keeps more, where it is no kernel."""
     first_layer: float = 0.0
     """Such widths that the first layer keeps more: queries and keys of twice the width."""
     modulated: int = 0
@@ -160,7 +168,7 @@ def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Mo
     stream = tokens * work.hidden * work.element_size / arranged.tp
     flying, ends = (arranged.pipeline.in_flight(rank, arranged.pp, work.micro_batches) for rank in (0, arranged.pp - 1))
     sent = stream * flying * (arranged.pp > 1)
-    one, held = tokens * _layer_activations(work, plan, arranged)[0], layers
+    one, held = tokens * _kept(work, plan, arranged), layers
     if arranged.offload:  # what is on its way; the layer that runs is counted with its inside
         one, held = one * (layers > 1 and fetched_ahead(work, plan, arranged)), 1
     every, again = one * held, stream * work.first_layer
@@ -168,7 +176,7 @@ def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Mo
     if arranged.recompute in ("none", "selective"):
         every, two, first, again = every + again, two + again, first + again, 0.0
     waiting = (flying - 1) * every + sent
-    layer = _backward_bytes(work, plan, arranged)
+    layer = max(_backward_bytes(kind, plan, arranged) for _, kind in _kinds(work))
     others = every + _loss_kept(work, tokens, arranged) * (arranged.pipeline.pipeline_schedule == "GPipe")
     activations = Moments(
         loss=every + 2 * stream + (ends - 1) * others,
@@ -214,7 +222,11 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
         ffn += matrices * (wide + matrix * (1 + 4 / work.element_size)) + (2 * whole if split else stream)
     else:
         ffn, gone = ffn + whole * split, gone + matrices * wide
-    attention = _attention_buffers(plan, of, plan.backward_moves(of)) + 2 * stream - gone + matrices * matrix
+    if work.delta is None:
+        buffers: float = _attention_buffers(plan, of, plan.backward_moves(of))
+    else:
+        buffers = buffers_of(work.delta.split(arranged.tp), work.micro_batch, plan.local_len, work.element_size)
+    attention = buffers + 2 * stream - gone + matrices * matrix
     return tokens * (inside - kept * (not arranged.offload)) + max(attention, ffn)
 
 
@@ -252,6 +264,19 @@ def _given(of: Sizes) -> int:
     return (of.gradient("kv") + of.gradient("queries")) * of.element_size // of.wide
 
 
+def _kinds(work: StepShape) -> list[tuple[float, StepShape]]:
+    """Return the kinds of layers, each with its share of them."""
+    if work.delta is None:
+        return [(1.0, work)]
+    share = work.softmax_layers / work.layers
+    return [(share, replace(work, delta=None)), (1 - share, work)]
+
+
+def _kept(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes per token that a layer keeps for its backward, of all kinds on average."""
+    return sum(share * _layer_activations(kind, plan, arranged)[0] for share, kind in _kinds(work))
+
+
 def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, float]:
     """Return bytes per token that a layer keeps for its backward, and that it holds then.
 
@@ -263,12 +288,17 @@ def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tu
     per_channel, lse = work.element_size / arranged.tp, 4 * work.heads / arranged.tp
     gathered = 2 * (1 - 1 / arranged.tp) * work.hidden * work.element_size  # outputs of norms
     outputs = queries * _outputs(plan)
-    everything = ((work.residual + work.modulated) * work.hidden + queries + outputs + 2 * keys + ffn) * per_channel
-    everything += gathered + lse
+    if work.delta is None:
+        attention = (queries + outputs + 2 * keys + work.gate * queries) * per_channel + lse
+        results = outputs * per_channel + lse
+    else:
+        delta = work.delta.split(arranged.tp), plan, work.micro_batch, work.element_size
+        attention, results = activations_of(*delta, work.normed), sum(results_of(*delta))
+    everything = ((work.residual + work.modulated) * work.hidden + ffn) * per_channel + attention + gathered
     if arranged.recompute == "full":
         return work.hidden * per_channel, everything
     if arranged.recompute == "attention_boundary":
-        return (work.hidden + outputs) * per_channel + lse, everything
+        return work.hidden * per_channel + results, everything
     return everything, everything
 
 
@@ -289,7 +319,7 @@ def _shards(plan: Plan, arranged: Arrangement) -> int:
 
 def offloaded(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes that a micro-batch keeps in host memory."""
-    kept, _ = _layer_activations(work, plan, arranged)
+    kept = _kept(work, plan, arranged)
     return work.micro_batch * plan.local_len * kept * -(-work.layers // arranged.pp) if arranged.offload else 0.0
 
 
@@ -298,14 +328,22 @@ def pinned(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
 
     Of a pipeline the first stage has most there: of all micro-batches in flight.
     """
-    part = work.element_size / arranged.tp
+    layers = -(-work.layers // arranged.pp)
+    flying = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
+    counts = [(round(share * layers) * flying, _pinned_tensors(kind, plan, arranged)) for share, kind in _kinds(work)]
+    return sum(_in_slabs(tensors, times) for times, tensors in counts) + moments(work, plan, arranged)
+
+
+def _pinned_tensors(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[int, ...]:
+    """Return the bytes of each tensor that a layer keeps in host memory."""
+    tokens, part = work.micro_batch * plan.local_len, work.element_size / arranged.tp
     kept = [work.hidden * part] if arranged.offload else []
     if arranged.offload and arranged.recompute == "attention_boundary":
-        kept += [work.heads * work.head_dim * part] * _outputs(plan) + [4 * work.heads / arranged.tp]
-    tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
-    flying = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
-    tensors = tuple(round(tokens * count) for count in kept)
-    return _in_slabs(tensors, layers * flying) + moments(work, plan, arranged)
+        if work.delta is not None:
+            kept += results_of(work.delta.split(arranged.tp), plan, work.micro_batch, work.element_size)
+        else:
+            kept += [work.heads * work.head_dim * part] * _outputs(plan) + [4 * work.heads / arranged.tp]
+    return tuple(round(tokens * count) for count in kept)
 
 
 @lru_cache(maxsize=1024)
@@ -316,7 +354,7 @@ def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
 
 def fetched_ahead(work: StepShape, plan: Plan, arranged: Arrangement) -> bool:
     """Return whether offloaded activations come back while the layer after theirs runs."""
-    kept, _ = _layer_activations(work, plan, arranged)
+    kept = max(_layer_activations(kind, plan, arranged)[0] for _, kind in _kinds(work))
     return work.micro_batch * plan.local_len * kept <= FETCH_AHEAD
 
 

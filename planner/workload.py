@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from kernels.delta.scan import CPU_CHUNKS
 from kernels.loss import LOSS_CHUNK
 from model.config import ModelConfig
 from model.dit import multiply_adds, num_dit_parameters
 from model.dit_config import DiTConfig
-from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers
-from model.traits import HYBRIDS, TRAITS
+from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers, state_elements
+from model.traits import TRAITS
 from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
 from parallel.context.mask import Window
@@ -23,15 +24,16 @@ from parallel.context.plan import Plan, make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import GB, AttentionCost
 from planner.cluster import Cluster
+from planner.delta_cost import DeltaShape
 from planner.step_memory import StepShape
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 
 GATED = ("llama", "transnormer", *TRAITS)
 FUSED_RESIDUAL = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
-FUSED_RESIDUAL |= {"gemma3": 13.0, "olmo3": 5.0} | dict.fromkeys(HYBRIDS, 9.0)
+FUSED_RESIDUAL |= {"gemma3": 13.0, "olmo3": 5.0, "qwen3_5": 6.0, "olmo_hybrid": 4.0}
 """``StepShape.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's; in a
-gemma3 inputs of four in float32, in an olmo3 of those of queries and keys too."""
+gemma3 inputs of four in float32, in an olmo3 of those of queries and keys too; in a qwen3_5 of two in float32."""
 WORKSPACES = 2 * (32 << 20)
 """Bytes that torch gives cuBLAS and cuBLASLt to work in, on Hopper; on older GPUs fewer."""
 LRPE = 10.0
@@ -44,6 +46,8 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
     if device == "cpu":
         fields["wide_logits"] = LOSS_CHUNK["cpu"]
         fields["residual"] = 10.0 if config.train.bf16 else StepShape.residual  # norms keep copies in float32
+        if delta := fields.get("delta"):
+            fields |= {"delta": delta._replace(slab=CPU_CHUNKS), "normed": 3.0 if config.train.bf16 else 1.0}
     else:
         kind = getattr(config.model, "model_type", "dit")
         fields |= {"residual": FUSED_RESIDUAL.get(kind, StepShape.residual), "workspaces": WORKSPACES}
@@ -84,7 +88,21 @@ def _language(config: CommonConfig) -> dict[str, Any]:
         "matrix_weights": products,
         "window": windows[0] if windows else None,
         "windowed_layers": len(windows),
-    }
+    } | _delta(model)
+
+
+def _delta(model: ModelConfig) -> dict[str, Any]:
+    """Return what differs in a model with layers of a gated delta rule: their heads, and the softmax ones' gate."""
+    traits = model.traits
+    if not traits.delta:
+        return {}
+    heads = DeltaShape(
+        *(model.key_heads, model.value_heads, model.key_dim, model.value_dim, model.linear_conv_kernel_dim),
+        per_channel=model.linear_gate == "per_channel",
+    )
+    norms = (1 + model.query_groups / model.num_attention_heads) * (2 if traits.zero_centred else 1)
+    gate = 2 * traits.output_gate + norms
+    return {"delta": heads, "softmax_layers": len(softmax_layers(model)), "gate": gate}
 
 
 @lru_cache
@@ -97,7 +115,8 @@ def _windows(model: ModelConfig) -> list[Window]:
 def _weights(model: ModelConfig) -> tuple[int, int, int]:
     """Count all parameters, the trained ones, and the weights of all matrix products, on the meta device."""
     with _Undrawn():
-        products = int(flops_per_token(model.merged(), 0) / 6)  # at length 0 there is no attention
+        delta = 3 * state_elements(model) if model.traits.delta else 0  # counted apart, in chunks
+        products = int(flops_per_token(model.merged(), 0) / 6) - delta  # at length 0 there is no softmax attention
         return num_parameters(model), num_trained(model), products
 
 

@@ -181,12 +181,15 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
     cluster = cluster.running(best.context.attention_backend, best.packed)
     kernel = KERNELS.get(cluster.attention_kernel, "attention")
     known = f"no published run of such a model on this card by {kernel} is known, and the card's rates are unproven"
-    if cluster.public_error and best.causal and not getattr(best.model, "linear_attention", False):
+    recurrent = getattr(best.model, "recurrent", False)
+    delta = recurrent and best.model.traits.delta
+    if cluster.public_error and best.causal and not recurrent:
         known = f"within {cluster.public_error:.0%} of the published runs on this card that nothing was fitted to"
+    rule = f", the delta rule at {cluster.delta_share:.1%}{' (assumed)' * (not cluster.delta_fraction)}" * delta
     return [
         "where this comes from:",
         f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
-        f"{kernel} at {cluster.attention_fraction:.0%}; the cluster's file has their sources",
+        f"{kernel} at {cluster.attention_fraction:.0%}{rule}; the cluster's file has their sources",
         f"  error: {known} (python -m papers.records --table public)",
         "  memory: counted by the plan that runs, allocator's reserve left out; --dry-run counts the run's own code",
         "  no run of this program on a GPU has been made yet",

@@ -19,6 +19,11 @@ AGAIN, CP = " --recompute-granularity ", "--loss-chunk-size 2048 --context-paral
 BY, WALLFACER = " --context-parallel-method ", " --context-parallel-method wallfacer --context-parallel-team-size "
 LOCAL = " --window-size 1023,0 --window-attn-skip-freq 2"
 GPIPE = "--pipeline-schedule GPipe --pipeline-model-parallel-size 2 --global-batch-size 4"
+DELTA = (
+    "--model-type qwen3_5 --num-layers 8 --hidden-size 512 --num-attention-heads 4 --kv-channels 128 "
+    "--num-query-groups 2 --ffn-hidden-size 1536 --linear-num-key-heads 4 --linear-num-value-heads 8 "
+    "--linear-key-head-dim 64 --rotary-percent 0.25 --vocab-size 8192 --context-parallel-method none "
+)
 CASES = {
     "none": (1, ""),
     "none, chunks": (1, CHUNKS),
@@ -45,10 +50,24 @@ CASES = {
     "gemma3": (1, "--model-type gemma3" + LOCAL),
     "gemma3, full": (1, "--model-type gemma3 --loss-chunk-size 2048" + LOCAL + AGAIN + "full"),
     "olmo3": (1, "--model-type olmo3" + LOCAL),
+    "qwen3_5": (1, DELTA),
+    "qwen3_5, full": (1, DELTA + AGAIN + "full --loss-chunk-size 2048"),
+    "qwen3_5, attention_boundary, chunks": (1, DELTA + AGAIN + "attention_boundary " + CHUNKS),
+    "qwen3_5 on a CPU, float32": (1, DELTA + "--device cpu --no-bf16"),
+    "qwen3_5 on a CPU": (1, DELTA + "--device cpu"),
+    "olmo_hybrid": (1, DELTA + "--model-type olmo_hybrid --rotary-percent 1"),
     "transnormer, lasp 4, full": (4, "--model-type transnormer --num-query-groups 16 --context-parallel-method lasp "
                                   "--context-parallel-size 4" + AGAIN + "full"),
 }  # fmt: skip
-SLOW = ("allgather 4, full", "GPipe 2", "tensor 4, attention_boundary, chunks", "on a CPU")
+SLOW = (
+    "qwen3_5 on a CPU",
+    "qwen3_5 on a CPU, float32",
+    "qwen3_5, attention_boundary, chunks",
+    "allgather 4, full",
+    "GPipe 2",
+    "tensor 4, attention_boundary, chunks",
+    "on a CPU",
+)
 """Cases whose parts others have too."""
 
 

@@ -1,0 +1,154 @@
+"""Predict the time of one layer's gated delta rule over all ranks of cp, with the convolution before it.
+
+Ranks compute their tokens at once and pass states along each cut document in rounds, as parallel/context/linear does. A
+document that one rank holds sends nothing, whatever its layout.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels.delta.chunks import CHUNK
+from kernels.delta.scan import GPU_CHUNKS
+from parallel.context.linear.delta import parts
+from parallel.context.linear.halo import halo_traffic
+from parallel.context.linear.segments import cut
+from parallel.context.plan import Plan
+from planner.attention_cost import GB, MICRO, Links, Sent, transfer_seconds
+from planner.cluster import Cluster
+
+BACKWARD = 2.5
+"""Products of a backward for each of a forward, which it partly computes again."""
+PER_CHANNEL = 1.6
+"""Time with a gate per channel for each with one per head; measured on a CPU alone."""
+PASSES = 10.0
+"""Times that a forward reads or writes the channels of q, k, v and the output gate: their concatenation, convolution,
+activation, norms and gate. Counted by operators; a backward does twice."""
+
+
+class DeltaShape(NamedTuple):
+    """Heads of a layer with a gated delta rule."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    per_channel: bool = False
+    slab: int = GPU_CHUNKS
+    """Chunks of all heads that kernels take at once."""
+
+    def split(self, tp: int) -> "DeltaShape":
+        """Return the heads of one of ``tp`` ranks."""
+        return self._replace(key_heads=self.key_heads // tp, heads=self.heads // tp)
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of q, k and v, which the convolution takes."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def outputs(self) -> int:
+        """Return the channels of the output."""
+        return self.heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Return the elements of the states of all heads."""
+        return self.heads * self.key_dim * self.value_dim
+
+    def states_bytes(self, batch: int, tokens: int) -> int:
+        """Return the bytes of the states that a forward keeps: before each slab of chunks, and the last."""
+        step = CHUNK * max(1, self.slab // (batch * self.heads))
+        return 4 * (1 + -(-tokens // step)) * batch * self.state
+
+    def workspace(self, batch: int, tokens: int) -> int:
+        """Return the bytes that kernels take to work in: of a slab's chunks, in float32."""
+        d, e = self.key_dim, self.value_dim
+        inside = CHUNK * (3 * CHUNK + d + 2 * e) + 2 * d * e
+        return 4 * min(max(self.slab, batch * self.heads), batch * self.heads * -(-tokens // CHUNK)) * inside
+
+
+def wide_share(plan: Plan) -> float:
+    """Return the most of a rank's positions that are computed before their state arrives."""
+    each = (parts(plan, rank).wide for rank in range(plan.size))
+    return max(sum(segment.length for part in wide for segment in part.segments) for wide in each) / plan.local_len
+
+
+@dataclass(frozen=True)
+class DeltaCost:
+    """Cost of one layer's convolution and delta rule over all ranks of cp."""
+
+    plan: Plan
+    of: DeltaShape
+    """Heads of one rank."""
+    batch: int
+    element_size: int
+    cluster: Cluster
+    tp: int = 1
+
+    def forward(self) -> float:
+        """Return the seconds of a forward."""
+        return self._seconds(reverse=False)
+
+    def backward(self) -> float:
+        """Return the seconds of a backward, without recomputing its forward."""
+        return self._seconds(reverse=True)
+
+    def links(self) -> Links:
+        """Return the bytes on each kind of link, forward and backward."""
+        inside = between = 0
+        for reverse in (False, True):
+            for rank, peer, size in (one for sent in self.rounds(reverse=reverse) for one in sent):
+                beyond = rank // self._per_node != peer // self._per_node
+                inside, between = inside + size * (not beyond), between + size * beyond
+        return Links(inside, between)
+
+    def rounds(self, *, reverse: bool) -> list[list[tuple[int, int, int]]]:
+        """Return (rank, peer, bytes) of the halos, then of the states of each round; gradients go back."""
+        of, wide = self.of, max(4, self.element_size)
+        row = self.batch * of.channels * (wide if reverse else self.element_size)
+        halo = (halo_traffic(self.plan, rank, of.taps, row, gradient=reverse).p2p for rank in range(self.plan.size))
+        found = [[(rank, *one) for rank, sent in enumerate(halo) for one in sent.items()]]
+        for chain in cut(self.plan):
+            ways = list(pairwise(chain))
+            for place, (one, other) in enumerate(reversed(ways) if reverse else ways, 1):
+                found += [[] for _ in range(place + 1 - len(found))]
+                pair = (other.rank, one.rank) if reverse else (one.rank, other.rank)
+                found[place].append((*pair, self.batch * of.state * wide))
+        return found
+
+    def _seconds(self, *, reverse: bool) -> float:
+        sent = sum(self._transfer(one) for one in self.rounds(reverse=reverse) if one)
+        return float(self._busy(reverse=reverse) + sent)
+
+    def _busy(self, *, reverse: bool) -> float:
+        """Return the seconds that the busiest rank computes: all products, and channels that pass through memory."""
+        of, cluster, found = self.of, self.cluster, 0.0
+        d, e = of.key_dim, of.value_dim
+        each = 3 * d * e + CHUNK * (3 * d + 2 * e)  # multiply-adds of a token and head
+        wider = d * e if reverse else 3 * d * d + CHUNK * d + d * e  # one whose state comes later: Q, M and Q S
+        for rank in range(self.plan.size):
+            mine = parts(self.plan, rank)
+            tokens = sum(segment.length for part in mine.all for segment in part.segments)
+            wide = sum(segment.length for part in mine.wide for segment in part.segments)
+            found = max(found, (BACKWARD if reverse else 1) * each * tokens + wider * wide)
+        slower = PER_CHANNEL if of.per_channel else 1.0
+        rate = 1e12 * cluster.peak_tflops * cluster.delta_share
+        seconds = slower * 2 * self.batch * of.heads * found / rate + cluster.launch_us * MICRO
+        if cluster.memory_gb_per_s:
+            passed = (1 + reverse) * PASSES * (of.channels + of.outputs) * self.element_size
+            seconds += passed * self.batch * self.plan.local_len / (cluster.memory_gb_per_s * GB)
+        return seconds
+
+    def _transfer(self, sent: list[tuple[int, int, int]]) -> float:
+        """Time a round's messages, and the product and sum with which a state goes on."""
+        ranks, peers, size = np.array(sent).T
+        one = Sent(ranks, peers, size.astype(np.float64), 1)
+        return transfer_seconds([one], self.plan.size, self.cluster, self.tp) + self.cluster.launch_us * MICRO
+
+    @property
+    def _per_node(self) -> int:
+        return max(1, self.cluster.gpus_per_node // self.tp)

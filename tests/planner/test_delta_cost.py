@@ -1,0 +1,120 @@
+"""The time, bytes and memory of layers with a delta rule, against figures worked out by hand and a measured step."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import pretrain_gpt
+from bench.memory import measured
+from parallel.context import make_plan
+from planner.cluster import CLUSTERS, DELTA, load_cluster
+from planner.delta_cost import DeltaCost, DeltaShape, wide_share
+from planner.extremes import PRECISION, STEP, fits, longest, of_length
+from planner.rehearsal import rehearse
+from planner.search import candidates_of, predicted
+from planner.workload import workload_of
+from runtime.ranks import run_ranks
+from tests.planner.test_step_cost import COMPUTE, LATENCY, NETWORK
+from train.config.language import load_config, parse_args
+
+H100 = load_cluster("h100")
+SHAPE = DeltaShape(key_heads=16, heads=32, key_dim=128, value_dim=128, taps=4)
+"""A layer of Qwen3.5 9B."""
+
+
+def cost(cluster, size=4, tokens=4096, method="ring", shape=SHAPE, **options):
+    return DeltaCost(make_plan(method, seq_len=tokens, size=size, **options), shape, 1, 2, cluster)
+
+
+def test_products_are_counted_by_hand():
+    """3 d^2 + 5 C d multiply-adds of a token and head; Q, M and Q S of those that continue; N in a backward."""
+    computing = replace(COMPUTE, delta_fraction=1.0)
+    plain, wide, d2 = 3 * 128**2 + 5 * 64 * 128, 3 * 128**2 + 64 * 128, 128**2
+    rows = 2 * 32 / 1e12
+    assert (plain, wide) == (90112, 57344)
+    alone = cost(computing, 1)
+    assert alone.forward() == pytest.approx(rows * 4096 * plain)
+    assert alone.backward() == pytest.approx(rows * 4096 * 2.5 * plain)
+    shared = cost(computing)  # 1,024 tokens a rank, and the busiest continue a document
+    assert shared.forward() == pytest.approx(rows * 1024 * (plain + wide + d2))
+    assert shared.backward() == pytest.approx(rows * 1024 * (2.5 * plain + d2))
+    channels = cost(computing, 1, shape=SHAPE._replace(per_channel=True))
+    assert channels.forward() == pytest.approx(1.6 * alone.forward())
+    assert cost(COMPUTE, 1).forward() == pytest.approx(alone.forward() / DELTA), "a file without a rate"
+
+
+def test_states_and_halos_are_what_travels():
+    state, row = 32 * 128 * 128 * 4, 2 * 16 * 128 + 32 * 128
+    halos = 3 * row * (2 + 4)  # gradients are in float32
+    for tokens in (4096, 65536):
+        assert cost(NETWORK, tokens=tokens).links().inside == 3 * (2 * state + halos)
+        # the middle pieces of a zigzag lie on one rank: 7 cuts, 6 of them between ranks
+        assert cost(NETWORK, tokens=tokens, method="zigzag").links().inside == 6 * (2 * state + halos)
+    far = replace(NETWORK, gpus_per_node=2)
+    assert cost(far).links().between == 2 * state + halos
+    assert cost(NETWORK).forward() == pytest.approx(3 * state / 1e9 + 3 * row * 2 / 1e9, rel=1e-6)
+    assert cost(LATENCY).forward() == pytest.approx(1 + 3), "the halo, and a state from each rank to the next"
+    assert cost(LATENCY, method="zigzag").forward() == pytest.approx(1 + 6), "halos to two peers set out together"
+
+
+def test_documents_that_no_rank_shares_cost_nothing_more():
+    whole, cut = (range(0, 4097, step) for step in (1024, 4096))
+    apart = cost(LATENCY, documents=tuple(whole))
+    assert apart.links().inside == 0
+    assert apart.forward() < 1e-9
+    assert wide_share(apart.plan) == 0
+    assert wide_share(make_plan("ring", seq_len=4096, size=4, documents=tuple(cut))) == 1
+
+
+def config_of(**sizes):
+    one = load_config("configs/qwen3_5_9b.toml")
+    return replace(one, model=replace(one.model, num_layers=8), mesh=replace(one.mesh, **sizes))
+
+
+def test_a_step_takes_less_than_with_softmax_everywhere_and_grows_with_the_length():
+    times = [predicted(of_length(config_of(), 1 << power), 8, H100).time for power in (15, 17, 20)]
+    assert times[0] < times[1] < times[2]
+    one = of_length(config_of(), 1 << 20)
+    whole = replace(one, model=replace(one.model, softmax_every=2))
+    assert times[2] < predicted(whole, 8, H100).time / 1.6
+    split = of_length(config_of(context_parallel_size=4, tensor_model_parallel_size=2), 1 << 20)
+    assert predicted(split, 8, H100).seconds["attention"] == pytest.approx(
+        predicted(one, 8, H100).seconds["attention"], rel=0.05
+    )
+
+
+def test_the_state_of_a_token_is_in_no_matrix():
+    work = workload_of(config_of(), 1, "cuda")
+    layer = 3 * 4096 * 12288 + 2 * 4096 * 4096  # a feed-forward, q or z, and the output
+    delta, softmax = layer + 4096 * (2 * 2048 + 4096 + 64), layer + 4096 * (2 * 1024 + 4096)
+    taps = 6 * 4 * (2 * 2048 + 4096)
+    assert work.matrix_weights == 6 * delta + 2 * softmax + 4096 * 248320 + taps
+    assert (work.softmax_layers, work.delta) == (2, SHAPE)
+
+
+def test_methods_have_consecutive_tokens_and_the_longest_sequence_fits():
+    small = replace(H100, memory_gb=40, gpus_per_node=2)
+    one = config_of(context_parallel_size=2)
+    refused = Counter()
+    named = {found.context.context_parallel_method for found in candidates_of([one], 2, small, refused)}
+    assert "zigzag" in named
+    assert not refused
+    assert "striped" not in named
+    found = longest(one, 2, small)
+    assert fits(of_length(one, found), 2, small)
+    assert not fits(of_length(one, found + found // PRECISION + STEP), 2, small)
+
+
+def test_memory_is_that_of_a_real_step():
+    flags = "--model-type qwen3_5 --num-layers 4 --hidden-size 128 --num-attention-heads 8 --micro-batch-size 1"
+    flags += " --vocab-size 1024 --seq-length 1024 --device cpu --context-parallel-method none"
+    (real,) = run_ranks(measured, 1, flags)
+    found = rehearse(parse_args(flags.split()), pretrain_gpt.resolve, 0, 1, per_node=1)
+    assert found.bytes == pytest.approx(real["bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_cluster_has_a_rate_of_the_rule(path):
+    found = load_cluster(path)
+    assert 0.02 < found.delta_share < found.attention_fraction

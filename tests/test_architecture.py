@@ -50,14 +50,14 @@ BUDGET = {
     "checkpoint": 1570,
     "data": 4310,
     "train": 5850,
-    "planner": 2900,
+    "planner": 3190,
     "runtime": 2440,
     "slurm": 350,
-    "tools": 4780,
+    "tools": 4790,
     "parity": 1050,
     "papers": 1880,
-    "bench": 3060,
-    "tests": 42700,
+    "bench": 3070,
+    "tests": 42840,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -1,14 +1,28 @@
 #!/usr/bin/env bash
 # `make finetune`: a tiny LLaMA that transformers made is imported, taught to find a line among 1,024 tokens, extended to
 # 4,096 by RoPE scaling with packed chats under context parallelism, scored before and after, exported, and loaded in
-# transformers. What a step has written is not made again: remove RUN to start afresh.
+# transformers. What a step has written is not made again: remove RUN to start afresh. MODEL=qwen3_5 does so with a hybrid,
+# a gated delta rule in its first layer, whose few rotary channels are not scaled.
 #
-#   bash configs/runs/finetune_tiny.sh [RUN]      PY names the Python, NPROC the processes
+#   bash configs/runs/finetune_tiny.sh [RUN]      PY names the Python, NPROC the processes, MODEL the family;
+#                                                 PERCENT of the iterations are trained, 20 for a first look
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 RUN=${1:-runs/finetune} PY=${PY:-.venv/bin/python} NPROC=${NPROC:-2}
 export OMP_NUM_THREADS=1
-tokenizer=$RUN/imported/hf/tokenizer.json seed=0
+tokenizer=$RUN/imported/hf/tokenizer.json seed=0 MODEL=${MODEL:-llama} PERCENT=${PERCENT:-100}
+case $MODEL in
+    llama)
+        model=() reading=()
+        longer=(--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-original-max-position-embeddings 1024)
+        ;;
+    qwen3_5)
+        model=(--model-type qwen3_5 --softmax-every 2 --kv-channels 32 --rotary-percent 0.25 --linear-key-head-dim 16)
+        reading=(--context-parallel-size 1)
+        longer=()
+        ;;
+    *) echo "MODEL is $MODEL; it must be llama or qwen3_5" >&2; exit 2 ;;
+esac
 
 say() { printf '\n=== %s (%d s)\n' "$*" "$SECONDS"; }
 
@@ -31,29 +45,29 @@ train() { # train TO FROM LENGTH [FLAGS]: from another run's weights, on the sam
     rm -rf "${RUN:?}/$1"
     "$PY" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" pretrain_gpt.py \
         --config configs/runs/finetune_tiny.toml --tokenizer-model "$tokenizer" --data-path "$RUN/$1-data" \
-        --finetune --load "$RUN/$2" --save "$RUN/$1" --seq-length "$3" "${@:4}"
+        --finetune --load "$RUN/$2" --save "$RUN/$1" --seq-length "$3" "${model[@]}" "${@:4}"
     touch "$RUN/$1/finished"
 }
 
-score() { # score RUN LENGTH...: exact answers, with the prompt read by all processes together
+score() { # score RUN LENGTH...: exact answers; all processes read a prompt together, of a hybrid each its own
     "$PY" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" -m tools.line_retrieval score "$RUN/$1" \
-        --vocabulary small --samples 20 --batch-size 5 --lengths "${@:2}" | grep "^|"
+        --vocabulary small --samples 20 --batch-size 5 "${reading[@]}" --lengths "${@:2}" | grep "^|"
 }
 
 mkdir -p "$RUN"
-say "a tiny LLaMA, imported"
-[ -e "$RUN/tiny" ] || "$PY" -m tools.line_retrieval model "$RUN/tiny"
+say "a tiny $MODEL of random weights, imported"
+[ -e "$RUN/tiny" ] || "$PY" -m tools.line_retrieval model "$RUN/tiny" --model-type "$MODEL"
 [ -e "$RUN/imported" ] || "$PY" -m tools.convert_hf import "$RUN/tiny" "$RUN/imported"
 
 say "short records to repeat: to look for what followed a word before"
 chats repeat 80000 80 5 --form repeat
 pack repeat-data 256 repeat
-train repeat imported 256 --train-iters 1000 --min-lr 1e-3
+train repeat imported 256 --train-iters $((1000 * PERCENT / 100)) --min-lr 1e-3
 
 say "short records to ask about"
 chats lines-96 40000 96 12
 pack short-data 256 lines-96
-train short repeat 256 --train-iters 300
+train short repeat 256 --train-iters $((300 * PERCENT / 100))
 
 say "records of up to 1,024 tokens"
 chats lines-24 8000 24 1
@@ -62,20 +76,19 @@ chats lines-512 3000 512 24
 chats lines-1024 3000 1024 40
 chats ends-1024 3000 1024 6
 pack 1k-data 1024 lines-24 lines-256 lines-512 lines-1024 ends-1024
-train 1k short 1024 --micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --train-iters 3000
+train 1k short 1024 --micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --train-iters $((3000 * PERCENT / 100))
 
 say "before: 1,024 tokens, and 4,096"
 score 1k 1024 2048 4096
 
-say "4,096 tokens: RoPE scaled by YaRN, each sample shared by $NPROC processes"
+say "4,096 tokens: each sample shared by $NPROC processes${longer:+, RoPE scaled by YaRN}"
 chats lines-2048 1000 2048 60
 chats lines-4096 1000 4096 100
 chats ends-4096 1000 4096 12
 pack 4k-data 4096 lines-24 ends-1024 lines-2048 lines-4096 ends-4096
 train 4k 1k 4096 --context-parallel-size "$NPROC" --context-parallel-method exchange \
-    --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters 2500 \
-    --max-position-embeddings 4096 --rope-scaling-type yarn --rope-scaling-factor 4 \
-    --rope-scaling-original-max-position-embeddings 1024
+    --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters $((2500 * PERCENT / 100)) \
+    --max-position-embeddings 4096 "${longer[@]}"
 
 say "after: 1,024 tokens, and 4,096"
 score 4k 1024 2048 4096

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     if args.command == "model":
         from tools.line_retrieval.tiny import write_model
 
-        print(write_model(args.folder, args.hidden_size, args.seed))
+        print(write_model(args.folder, args.hidden_size, args.seed, model_type=args.model_type))
     else:
         make(args)
 
@@ -76,7 +76,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.line_retrieval", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("make", help="write conversations to train on", allow_abbrev=False)
-    model = commands.add_parser("model", help="write a tiny LLaMA of the small vocabulary", allow_abbrev=False)
+    model = commands.add_parser("model", help="write a tiny model of the small vocabulary", allow_abbrev=False)
     score = commands.add_parser("score", help="count right answers by length and depth", allow_abbrev=False)
     add = make.add_argument
     add("output", type=Path, metavar="OUT.jsonl", help="OpenAI messages, for tools.prepare_data --chat")
@@ -87,6 +87,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add = model.add_argument
     add("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
     add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
+    add("--model-type", choices=("llama", "qwen3_5"), default="llama", help="its family (default: %(default)s)")
     add = score.add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
     add("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of questions")

@@ -1,4 +1,4 @@
-"""A tiny LLaMA of random weights, in a folder that transformers wrote, whose tokens are the words of short lines.
+"""A tiny LLaMA or Qwen3.5 of random weights, in a folder that transformers wrote; its tokens are words of short lines.
 
 A name, a value and the end of a line are a token each. By its chat template a question ends with the name that it asks
 for, so that the answer is what followed that name before: what two layers can learn.
@@ -22,10 +22,30 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, hidden_size: int, seed: int, words: Callable[[], Any] | None = None, **shape: Any) -> str:
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32,
+    "num_key_value_heads": HEADS,
+    "linear_num_key_heads": HEADS,
+    "linear_num_value_heads": HEADS,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""Settings of a Qwen3.5: a gated delta rule in the first layer, softmax attention in the second."""
+
+
+def write_model(
+    folder: Path,
+    hidden_size: int,
+    seed: int,
+    words: Callable[[], Any] | None = None,
+    model_type: str = "llama",
+    **shape: Any,
+) -> str:
     """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists.
 
-    ``words`` makes the `tokenizers.Tokenizer`, by default ``tokenizer_of_words``; ``shape`` is more of LlamaConfig.
+    ``words`` makes the `tokenizers.Tokenizer`, by default ``tokenizer_of_words``; ``shape`` is more of the family's
+    configuration.
     """
     if hidden_size % (2 * HEADS):
         raise UserError(
@@ -34,7 +54,7 @@ def write_model(folder: Path, hidden_size: int, seed: int, words: Callable[[], A
     import torch
 
     try:
-        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+        from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig
     except ImportError as error:
         raise UserError(
             "a model is written by transformers: pip install transformers (make venv EXTRAS=dev)"
@@ -47,7 +67,8 @@ def write_model(folder: Path, hidden_size: int, seed: int, words: Callable[[], A
     )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    kind, own = (Qwen3_5TextConfig, HYBRID) if model_type == "qwen3_5" else (LlamaConfig, {})
+    config = kind(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -57,9 +78,10 @@ def write_model(folder: Path, hidden_size: int, seed: int, words: Callable[[], A
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
+        **own,
         **shape,
     )
-    model = LlamaForCausalLM(config)
+    model: Any = AutoModelForCausalLM.from_config(config)
     with new_folder(folder) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)

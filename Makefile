@@ -105,7 +105,7 @@ pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on
 
 finetune: RUN = runs/finetune
 finetune: $(DEV) ## A tiny LLaMA of transformers, or MODEL=qwen3_5, taught to find lines at 1K tokens, extended to 4K, scored, exported (about half an hour)
-	PY="$(PY)" NPROC="$(or $(NPROC),2)" MODEL="$(or $(MODEL),llama)" bash configs/runs/finetune_tiny.sh "$(RUN)"
+	PY="$(PY)" NPROC="$(or $(NPROC),2)" MODEL="$(or $(MODEL),llama)" PERCENT="$(or $(PERCENT),100)" bash configs/runs/finetune_tiny.sh "$(RUN)"
 
 ruler: RUN = runs/ruler
 ruler: $(DEV) ## A tiny LLaMA from random weights taught RULER's single needles at 1K tokens, scored there and beyond (a quarter of an hour)

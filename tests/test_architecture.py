@@ -53,7 +53,7 @@ BUDGET = {
     "planner": 3190,
     "runtime": 2440,
     "slurm": 350,
-    "tools": 4790,
+    "tools": 4810,
     "parity": 1050,
     "papers": 1880,
     "bench": 3070,

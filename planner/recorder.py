@@ -55,7 +55,7 @@ SHAPES = AttentionBackend(
 
 def _slab_back(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: Any) -> Tensor:
     """Take what a delta rule's backward works in, and return a state's gradient; both empty."""
-    q, _, v, _, _ = inputs
+    q, v = inputs[0], inputs[2]
     shape = DeltaShape(q.shape[2], v.shape[2], q.shape[3], v.shape[3], 1)
     leaving.new_empty(shape.workspace(*v.shape[:2]) // 4, dtype=torch.float32)
     return torch.empty_like(leaving)

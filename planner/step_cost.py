@@ -93,8 +93,8 @@ def _mean_attention(work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp
     """Return the mean seconds of all layers, forward and backward, and the bytes of one, without a window if any is."""
     whole = _attention(plan, of, cluster, tp)
     if work.delta is not None:
-        softmax = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
-        ahead, back, links = _mean_attention(softmax, plan, of, cluster, tp)
+        others = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
+        ahead, back, links = _mean_attention(others, plan, of, cluster, tp)
         share = work.softmax_layers / work.layers
         delta = _delta(plan, work.delta.split(tp), work.micro_batch, work.element_size, cluster, tp)
         return share * ahead + (1 - share) * delta[0], share * back + (1 - share) * delta[1], links

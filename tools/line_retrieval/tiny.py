@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-HYBRID = {
+HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 32,
     "num_key_value_heads": HEADS,
@@ -67,6 +67,7 @@ def write_model(
     )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(seed)
+    kind: Any
     kind, own = (Qwen3_5TextConfig, HYBRID) if model_type == "qwen3_5" else (LlamaConfig, {})
     config = kind(
         vocab_size=len(tokenizer),

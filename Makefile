@@ -70,7 +70,7 @@ GPU_HERE = $(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available
 	  'error: this needs a CUDA GPU, and torch sees none here; nothing was installed or written')"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench packed-bench link-bench link-attention peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
+.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench packed-bench link-bench link-attention link-delta peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -146,6 +146,9 @@ link-bench: $(READY) ## Train over a slow link between two emulated nodes, every
 
 link-attention: $(READY) ## The attention alone over a slow link: exchange against every method, into bench/results/; needs root
 	$(PY) -m bench.link.attention --results bench/results $(ARGS)
+
+link-delta: $(READY) ## The delta rule over a slow link: states against heads and gathering, into bench/results/; needs root
+	$(PY) -m bench.link.delta --results bench/results $(ARGS)
 
 peers: $(PEERS) ## Measure attention and training by us and by other packages, in one run, into bench/results/ (10 minutes)
 	$(PY) -m bench.peers --results bench/results $(ARGS)

@@ -46,18 +46,18 @@ BUDGET = {
     "entry": 260,
     "model": 5240,
     "kernels": 4590,
-    "parallel": 6960,
+    "parallel": 7050,
     "checkpoint": 1570,
     "data": 4310,
     "train": 5850,
     "planner": 3190,
     "runtime": 2440,
     "slurm": 350,
-    "tools": 4810,
+    "tools": 4890,
     "parity": 1050,
     "papers": 1880,
-    "bench": 3070,
-    "tests": 42840,
+    "bench": 3280,
+    "tests": 42980,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

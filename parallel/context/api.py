@@ -18,6 +18,7 @@ from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange, StagedExecutor
 from parallel.context.linear.attention import DeltaAttention
+from parallel.context.linear.by_heads import DeltaHeads
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor
@@ -133,7 +134,13 @@ class ContextParallel:
     """One rank's shard of every sequence, and its attention to the whole sequence."""
 
     def __init__(
-        self, plan: Plan, group: dist.ProcessGroup | None, backend: str = "auto", timeout: timedelta | None = None
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup | None,
+        backend: str = "auto",
+        timeout: timedelta | None = None,
+        *,
+        delta_by_heads: bool = False,
     ) -> None:
         rank = dist.get_rank(group) if plan.size > 1 else 0
         geometry = plan.geometry
@@ -146,7 +153,9 @@ class ContextParallel:
             self._executor = StagedExecutor(geometry, self.transport, rank, backend, self._heads, stages)
             self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges
         self._state_executor = StateExecutor(geometry, self.transport, rank, backend)
-        self._delta_executor = DeltaExecutor(self.transport, rank, backend)
+        self._delta_executor: DeltaExecutor | DeltaHeads = DeltaExecutor(self.transport, rank, backend)
+        if delta_by_heads:
+            self._delta_executor = DeltaHeads(self._heads, self._delta_executor.backend)
         self._convolution = Convolution(self.transport, rank)
         self._bind_plan(plan)
 
@@ -273,6 +282,7 @@ def context_parallel(
     group: dist.ProcessGroup | None = None,
     backend: str = "auto",
     timeout: timedelta | None = None,
+    delta_by_heads: bool = False,
     **others: Any,
 ) -> ContextParallel:
     """Set up context parallelism for sequences of ``seq_len`` tokens over ``group``. Collective.
@@ -281,10 +291,12 @@ def context_parallel(
         group: the ranks that share a sequence; None is this process alone.
         backend: attention kernel, see ``kernels.attention`` or ``kernels.linear_attention``.
         timeout: for the subgroups of teams and Ulysses within ``group``; by default torch's.
+        delta_by_heads: method ulysses exchanges the heads of a delta rule too, where by default its states pass.
         others: as for ``make_plan``: ``causal``, ``documents``, ``window`` and the fields of ``PlanOptions``.
 
     Raises:
-        ContextError: as in ``make_plan``.
+        ContextError: as in ``make_plan``, and as ``DeltaHeads``.
     """
     size = dist.get_world_size(group) if group is not None else 1
-    return ContextParallel(make_plan(method, seq_len=seq_len, size=size, **others), group, backend, timeout)
+    plan = make_plan(method, seq_len=seq_len, size=size, **others)
+    return ContextParallel(plan, group, backend, timeout, delta_by_heads=delta_by_heads)

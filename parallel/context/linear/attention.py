@@ -6,6 +6,7 @@ from torch import Tensor
 from kernels.delta.convolution import check as check_convolution
 from kernels.delta.rule import check
 from parallel.context.errors import ContextError
+from parallel.context.linear.by_heads import DeltaHeads
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
 from parallel.context.plan import Plan, PlanHandle
@@ -15,9 +16,12 @@ class DeltaAttention:
     """The gated delta rule and its convolution, for any layout whose ranks hold consecutive tokens.
 
     Ranks pass states on, whatever the method of the softmax attention; a document that lies on one rank sends nothing.
+    Or, where asked, they exchange heads.
     """
 
-    def __init__(self, executor: DeltaExecutor, convolution: Convolution, plan: Plan, handle: PlanHandle) -> None:
+    def __init__(
+        self, executor: DeltaExecutor | DeltaHeads, convolution: Convolution, plan: Plan, handle: PlanHandle
+    ) -> None:
         """Bind the operators of one rank to a plan and its handle."""
         self._executor, self._convolution = executor, convolution
         self._local_len, self._handle = plan.local_len, handle
@@ -35,7 +39,7 @@ class DeltaAttention:
             ``[B, T_local, H, E]`` in v's dtype, zero in padding.
 
         Raises:
-            ContextError: a striped layout, a window or a full mask; shapes or dtypes that do not fit.
+            ContextError: a striped layout, a window or a full mask; shapes, dtypes or heads that do not fit.
         """
         self._check_length("attend_delta", "q", q)
         try:
@@ -43,6 +47,8 @@ class DeltaAttention:
         except ValueError as error:
             raise ContextError(f"attend_delta: {error}") from error
         plan = (mask or self._handle).tensor
+        if isinstance(self._executor, DeltaHeads):
+            return self._executor.attend(q, k, v, g, beta, plan)
         operands = q, k, v, g, beta, self._executor.handle, plan
         out: Tensor = torch.ops.longmesh.delta_attention(*operands)[0]
         return out

@@ -128,7 +128,10 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
         kind, every, heads = self.model_type, self.softmax_period, self.num_attention_heads
         for name, (kinds, why) in OWN.items():
             require(self, kind in kinds or self._is_default(name), name, f"model_type {kind} {why}")
-        if every is not None and not 2 <= every <= self.num_layers:
+        if self.softmax_every is None and every is not None:
+            must = f"{kind} has softmax attention in every {EVERY}th layer, and needs as many; or set softmax_every"
+            require(self, every <= self.num_layers, "num_layers", must)
+        elif every is not None and not 2 <= every <= self.num_layers:
             raise wrong(
                 self,
                 "softmax_every",

@@ -24,6 +24,12 @@ from train.objectives.language import NextToken
 Sample = dict[str, Tensor]
 
 
+class Samples(list[Sample]):
+    """Samples in memory, as a data set."""
+
+    fill = 1.0
+
+
 def samples_of(asked: Any, small: Any, number: int) -> tuple[list[Sample], str]:
     """Return ``number`` samples for the shrunken run, and where they are from.
 
@@ -83,7 +89,7 @@ def feed(path: Path, notes: Notes) -> None:
 
     The last third is for validation.
     """
-    train = torch.load(path)
+    train = Samples(torch.load(path))
     valid = train[len(train) * 2 // 3 :]
     gpt: Any = pretrain_gpt
     dit: Any = pretrain_dit

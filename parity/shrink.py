@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from model.config import ModelConfig
+from model.traits import SIZES as DELTA_SIZES
 from parallel.mesh import SIZES
 from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
@@ -125,7 +127,7 @@ def _shrink_layers(asked: CommonConfig, old: Values, new: Values) -> None:
     virtual = new["num_virtual_stages_per_pipeline_rank"] = min(new["num_virtual_stages_per_pipeline_rank"], 2)
     stages, every, windows = pp * virtual, None, tuple(asked.windows)
     if isinstance(asked, Config):
-        every = new["softmax_every"] = asked.model.softmax_every and 2
+        every = new["softmax_every"] = asked.model.softmax_period and 2
     uneven = len(set(old["pipeline_layers"])) > 1 or layers % asked.pipeline.stages(old[PP])
     fewest = max(2, stages + bool(uneven and pp > 1), len(windows) * (every or 1))
     new["num_layers"] = fewest = min(layers, fewest + (fewest % 2 if every else 0))
@@ -166,6 +168,8 @@ def _with_heads(asked: CommonConfig, old: Values, new: Values, ranks: int) -> Co
             wide["kv_channels"] = HEAD if same else 3 * HEAD // 2
         if old["ffn_hidden_size"] is not None:
             wide["ffn_hidden_size"] = 8 * math.ceil(width * shape.ffn_size / shape.hidden_size / 8)
+        if isinstance(asked, Config) and asked.model.traits.delta:
+            wide |= _delta_heads(asked.model, found * ratio)
         try:
             config = _built(asked, new | wide)
             _validate(config, ranks)
@@ -174,6 +178,13 @@ def _with_heads(asked: CommonConfig, old: Values, new: Values, ranks: int) -> Co
         else:
             return config
     raise UserError(f"no small model is of this one's kind; change what its smallest one is refused for: {refused[0]}")
+
+
+def _delta_heads(shape: ModelConfig, heads: int) -> Values:
+    """Return the sizes of so many key heads of a delta rule; value heads and widths of values as before to a key's."""
+    value_dim = HEAD if shape.value_dim == shape.key_dim else 3 * HEAD // 2
+    sizes = (heads, heads * shape.value_heads // shape.key_heads, HEAD, value_dim)
+    return dict(zip(DELTA_SIZES, sizes, strict=True))
 
 
 def _validate(config: CommonConfig, ranks: int) -> None:

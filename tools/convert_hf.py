@@ -31,9 +31,10 @@ from model.hf.folder import CONFIG, read_json
 from model.hf.shards import TOKENIZERS, carry, new_folder, write_model
 from model.lora import merge
 from model.registry import num_parameters
+from parallel.context.config import ContextConfig
 from runtime.errors import UserError
 from tools.common.arguments import one_line_errors, parser_for, run_command
-from train.config.derive import IMPORTED, config_as_trained, with_vocabulary
+from train.config.derive import IMPORTED, config_as_trained, default_method, with_vocabulary
 from train.config.diffusion import load_config as load_dit_config
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import config_file, write_toml
@@ -65,7 +66,8 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
         kept = draft / HF_FOLDER
         kept.mkdir()
         carry(source, kept, CONFIG)
-        config, files = Config(model=model), {}
+        context = ContextConfig(context_parallel_method=default_method(model))
+        config, files = Config(model=model, context=context), {}
         if (name := next((name for name in TOKENIZERS if (kept / name).exists()), None)) is not None:
             config = with_vocabulary(config, load_tokenizer(kept / name).vocab_size)
             config = replace(config, data=DataConfig(tokenizer_model=str((run / HF_FOLDER / name).absolute())))

@@ -39,6 +39,7 @@ EQUAL = (
     "llama2_70b",
     "gpt_tiny --pipeline-model-parallel-size 2",
     "transnormer_hybrid_tiny --context-parallel-size 4",
+    "qwen3_5_9b --context-parallel-size 3 --context-parallel-method zigzag",
     "llama3_8b --window-size 1023,0 --window-attn-skip-freq 6 --softmax-type learnable --global-batch-size 64 "
     "--pipeline-model-parallel-size 4 --pipeline-layers 7 8 8 9 --recompute-granularity full --ffn-chunk-size 4096",
     "llama3_8b --tensor-model-parallel-size 16 --context-parallel-size 2 --seq-length 1000",

@@ -30,6 +30,7 @@ FAMILIES = (
     "qwen3",
     "gpt2",
     "llama, dynamic",
+    "qwen3_5",
 )
 
 
@@ -118,6 +119,12 @@ def test_an_export_is_the_import_to_the_bit(tmp_path, name, capsys):
     assert not list(out.glob("*.py"))
     texts = [kind.generate(TOKENS[:, :5], do_sample=False, max_new_tokens=4, eos_token_id=None) for kind in kinds]
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize(("name", "method"), [("llama", "striped"), ("qwen3_5", "zigzag"), ("olmo_hybrid", "zigzag")])
+def test_an_imports_method_of_context_parallelism_suits_its_kind(name, method, tmp_path):
+    import_model(published(tmp_path / "theirs", name), tmp_path / "run")
+    assert load_config(tmp_path / "run" / "config.toml").context.context_parallel_method == method
 
 
 def test_a_run_of_an_import_computes_what_theirs_does(tmp_path, capsys):

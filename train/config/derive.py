@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from data.text.mock import MockTokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
+from model.config import ModelConfig
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
 from parallel.mesh import SIZES
@@ -144,6 +145,12 @@ def config_to_save(config: C, asked: C) -> C:
     return replace(config, **kept)
 
 
+def default_method(model: ModelConfig) -> Literal["striped", "zigzag", "lasp"]:
+    """Return the method of context parallelism of a kind of model for which nobody has named one."""
+    default: Literal["striped", "zigzag"] = "zigzag" if model.traits.delta else "striped"  # no state passes along it
+    return "lasp" if model.linear_attention else default
+
+
 def fitted(
     config: Config,
     processes: int,
@@ -171,9 +178,7 @@ def fitted(
     elif method == "auto":
         context = ContextConfig(context_parallel_method="auto", cluster=context.cluster)
     elif cp != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):
-        default = "zigzag" if config.model.traits.delta else "striped"  # which a state cannot pass along
-        method = method or ("lasp" if config.model.linear_attention else default)
-        named = config_fields(Config)["context_parallel_method"].convert(method)
+        named = config_fields(Config)["context_parallel_method"].convert(method or default_method(config.model))
         context = ContextConfig(context_parallel_method=named)
     found = replace(
         config,

@@ -52,6 +52,11 @@ def test_toml_round_trip_of_every_field(tmp_path):
         "mock_data": True,
     }
     linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True, "softmax_every": 3}
+    delta = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 3) | {"linear_gate": "per_channel"}
+    delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3}
+    delta |= {"model_type": "qwen3_5", "rotary_percent": 0.1 + 0.4}
+    gemma = {"model_type": "gemma3", "rotary_base_local": 5.1 + 0.2, "query_pre_attn_scalar": 16, "window_size": "8,0"}
+    kinds = linear | delta | gemma
     # Which go with the model type that the others have no use for.
     llama = {"add_qkv_bias": True, "qk_layernorm": True, "rope_scaling_type": "yarn", "rope_scaling_truncate": False}
     llama |= {name: 16.0 for name in flags.config_fields(Config) if name.startswith("rope_scaling_")} | llama
@@ -65,18 +70,18 @@ def test_toml_round_trip_of_every_field(tmp_path):
     dynamic = {name: value for name, value in dynamic.items() if name not in others[:2]}
     alone |= {name: value for name, value in llama.items() if name not in others}
     for name, field in flags.config_fields(Config).items():
-        if name in changed or name in alone or name in others or (name in linear and name != "model_type"):
+        if name in changed or name in alone or name in others or (name in kinds and name != "model_type"):
             continue
         one = {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
         changed[name] = next(choice for choice in field.choices if choice != field.default) if field.choices else one
-    for values in ({}, alone, linear, changed, llama3, dynamic):
+    for values in ({}, alone, linear, delta, gemma, changed, llama3, dynamic):
         config = flags.build(Config, values)
         (tmp_path / "config.toml").write_text(write_toml(config))
         assert load_config(tmp_path / "config.toml") == config
         for name, value in values.items():
             field = flags.config_fields(Config)[name]
             assert getattr(getattr(config, field.section), name) == value != field.default
-    known = changed | alone | linear | llama3 | dynamic
+    known = changed | alone | kinds | llama3 | dynamic
     assert known.keys() == flags.config_fields(Config).keys()
 
 

@@ -49,15 +49,15 @@ BUDGET = {
     "parallel": 7050,
     "checkpoint": 1570,
     "data": 4310,
-    "train": 5850,
+    "train": 5860,
     "planner": 3190,
     "runtime": 2440,
     "slurm": 350,
     "tools": 4890,
-    "parity": 1050,
+    "parity": 1060,
     "papers": 1880,
     "bench": 3280,
-    "tests": 42980,
+    "tests": 42990,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

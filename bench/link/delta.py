@@ -63,7 +63,7 @@ class Gathered(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
         return ctx.transport.reduced(dwhole, ctx.ranks), None
 
 
@@ -164,8 +164,7 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
 
 
 def _steps(network: Network, *given: Any) -> list[Iteration]:
-    *given, before = given
-    return iterate(network, before, attend, *given)
+    return iterate(network, given[-1], attend, *given[:-1])
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:

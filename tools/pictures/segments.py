@@ -49,7 +49,7 @@ def _panel(axes: "Axes", plan: Plan) -> None:
             axes.barh(segment.rank, segment.length, HIGH, segment.start, color=colour, edgecolor="white")
         longest = max(chain, key=lambda segment: segment.length)
         middle = longest.start + longest.length / 2
-        name = {"ha": "center", "va": "center", "size": 8, "color": ink_on(colour)}
+        name: dict[str, Any] = {"ha": "center", "va": "center", "size": 8, "color": ink_on(colour)}
         axes.text(middle, longest.rank, chr(ord("A") + number % 26), **name)
         for one, other in pairwise(chain):
             _passed(axes, one.start + one.length, one.rank, other.rank)

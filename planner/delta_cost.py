@@ -5,16 +5,15 @@ document that one rank holds sends nothing, whatever its layout.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from kernels.delta.chunks import CHUNK
 from kernels.delta.scan import GPU_CHUNKS
+from parallel.context.linear import schedules
 from parallel.context.linear.delta import parts
 from parallel.context.linear.halo import halo_traffic
-from parallel.context.linear.segments import cut
 from parallel.context.plan import Plan
 from planner.attention_cost import GB, MICRO, Links, Sent, transfer_seconds
 from planner.cluster import Cluster
@@ -112,12 +111,10 @@ class DeltaCost:
         row = self.batch * of.channels * (wide if reverse else self.element_size)
         halo = (halo_traffic(self.plan, rank, of.taps, row, gradient=reverse).p2p for rank in range(self.plan.size))
         found = [[(rank, *one) for rank, sent in enumerate(halo) for one in sent.items()]]
-        for chain in cut(self.plan):
-            ways = list(pairwise(chain))
-            for place, (one, other) in enumerate(reversed(ways) if reverse else ways, 1):
-                found += [[] for _ in range(place + 1 - len(found))]
-                pair = (other.rank, one.rank) if reverse else (one.rank, other.rank)
-                found[place].append((*pair, self.batch * of.state * wide))
+        state, square = (self.batch * of.heads * of.key_dim * width * wide for width in (of.value_dim, of.key_dim))
+        for messages in schedules.rounds(self.plan, gradient=reverse):
+            sent = ((one.source.rank, one.peer, state + square * (not one.state)) for one in messages)
+            found.append([one for one in sent if one[0] != one[1]])
         return found
 
     def _seconds(self, *, reverse: bool) -> float:

@@ -46,7 +46,7 @@ BUDGET = {
     "entry": 260,
     "model": 5240,
     "kernels": 4590,
-    "parallel": 7050,
+    "parallel": 7220,
     "checkpoint": 1570,
     "data": 4310,
     "train": 5860,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1060,
     "papers": 1880,
     "bench": 3280,
-    "tests": 42990,
+    "tests": 43850,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -49,6 +49,9 @@ class ContextConfig:
     ulysses_head_chunks: int = 1
     """Stages in which heads are exchanged and attended with (UPipe), to divide the memory of the exchanged q, k, v and
     out by this; it must divide the query heads of a rank. Softmax attention alone."""
+    delta_rule_schedule: Literal["auto", "chain", "tree", "gather"] = "auto"
+    """Rounds by which the states of a delta rule pass between ranks: one rank after the other, in a tree, or all to all
+    later ones; auto is tree where a document lies in more than 8 parts, else chain."""
     cluster: str | None = None
     """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
     attention_backend: Literal[
@@ -77,6 +80,7 @@ class ContextConfig:
             "ranks_per_node": ranks_per_node if own is None else own,
             "ulysses_degree": self.ulysses_degree,
             "ulysses_head_chunks": self.ulysses_head_chunks,
+            "delta_rule_schedule": self.delta_rule_schedule,
         }
 
     def check(
@@ -99,7 +103,11 @@ class ContextConfig:
             reason = "chooses them itself" if method == "auto" else "takes none"
             raise ContextError(
                 f"context_parallel_method is {method}, which {reason}: layout, team size, placement, ranks per node, "
-                "ulysses_degree and ulysses_head_chunks; leave them out, or choose a method"
+                "ulysses_degree, ulysses_head_chunks and delta_rule_schedule; leave them out, or choose a method"
+            )
+        if not causal and self.delta_rule_schedule != "auto":
+            raise ContextError(
+                f"delta_rule_schedule is {self.delta_rule_schedule}, and full attention has no delta rule; leave it out"
             )
         if method not in ("none", "auto"):
             own = method_of(method).layout(causal=False)

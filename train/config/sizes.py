@@ -138,6 +138,10 @@ def validate_method(config: Config) -> None:
                 "delta rule, whose states pass along consecutive tokens, which no rank of that layout has; use zigzag, "
                 "or exchange for packed documents"
             )
+    if not config.model.traits.delta and (schedule := config.context.delta_rule_schedule) != "auto":
+        raise ConfigError(
+            f"delta_rule_schedule is {schedule}, and model_type {kind} has no layers with a delta rule; leave it out"
+        )
     if linear and cp > 1 and method not in (*LINEAR_METHODS, "auto"):
         raise ConfigError(
             f"context_parallel_method is {method} with context_parallel_size {cp}, and model_type {kind} has linear "

@@ -1,9 +1,10 @@
 """Executor of the gated delta rule over segments on several ranks. The only autograd code for it.
 
 A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without (kernels/delta/scan.py).
-So one that continues a document is computed before S arrives: one product is left, and U + M S goes on at once. The
-gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only segments in the middle of a document take that
-wider scan: one that begins it knows its state, one that ends it is computed last, unless it is most of its rank.
+So one that continues a document is computed before S arrives: one product is left, and U + M S goes on at once, or the
+map itself did earlier (schedules.py). The gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only
+segments in the middle of a document take that wider scan: one that begins it knows its state, one that ends it is
+computed last, unless it is most of its rank.
 
 Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (float64 for float64).
 """
@@ -11,7 +12,7 @@ Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from kernels.delta import scan
 from kernels.delta.rule import forgetting
+from parallel.context.linear.schedules import rounds_of
 from parallel.context.linear.segments import Segment, plan_of, segments
 from parallel.context.plan import PLANS, Plan
 from parallel.context.transport import Tensors, Transport
@@ -113,8 +115,9 @@ class DeltaExecutor:
 
         These are the states before each of the part's slabs and after it and, of a wide one, Q and M.
         """
-        mine, v = parts(plan, self.rank), tensors[2]
+        mine, (q, _, v, _, _) = parts(plan, self.rank), tensors
         out, kept = v.new_zeros(v.shape), dict[Part, list[Tensor]]()
+        scans = dict[Part, tuple[Tensor, Tensor, Tensor]]()
 
         def compute(part: Part, state: Tensor | None = None) -> Tensor:
             found, states = scan.scan(*part.inputs(tensors), state, backend=self.backend)
@@ -122,26 +125,29 @@ class DeltaExecutor:
             kept[part] = [states]
             return states[-1]
 
-        maps = dict[Part, tuple[Tensor, Tensor, Tensor]]()
+        @cache
+        def own(part: Part) -> Tensors:
+            if not part.wide:
+                return (compute(part),)
+            scans[part] = scan.wide_scan(*part.inputs(tensors), backend=self.backend)
+            return scans[part][2][-1].split([v.shape[-1], q.shape[-1]], -1)
 
         def meanwhile() -> None:
             for part in mine.wide:
-                maps[part] = scan.wide_scan(*part.inputs(tensors), backend=self.backend)
+                own(part)
             for part in mine.whole:
                 compute(part)
 
-        def enter(part: Part, state: Tensor) -> Tensor:
+        def enter(part: Part, state: Tensor) -> None:
             if not part.wide:
-                return compute(part, state)
-            found, reads, states = maps.pop(part)
-            added, through = states.split([v.shape[-1], state.shape[-2]], -1)
-            states = added + through @ state
+                compute(part, state)
+                return
+            found, reads, states = scans.pop(part)
+            added, through = states.split([v.shape[-1], q.shape[-1]], -1)
             part.put(out, found + torch.einsum("bthd,bhde->bthe", reads, state))
-            kept[part] = [states, reads, through[-1]]
-            return states[-1]
+            kept[part] = [added + through @ state, reads, through[-1]]
 
-        ready = {part: compute(part) for part in mine.first}
-        self._pass(mine, ready, enter, meanwhile, tensors, reverse=False)
+        self._pass(plan, own, meanwhile, enter, tensors, gradient=False)
         row = [x.flatten() for part in mine.all for x in kept[part]]
         return out, torch.cat(row) if row else v.new_empty(0, dtype=torch.promote_types(v.dtype, torch.float32))
 
@@ -164,68 +170,97 @@ class DeltaExecutor:
             reads = saved[part][1]
             return torch.einsum("bthd,bthe->bhde", reads, part.of(dout).to(reads.dtype))
 
-        ends = [part for part in mine.wide if part.link.after is None]
-        ready = {part: compute(part) for part in mine.last} | {part: reached(part) for part in ends}
-        own, entered = dict[Part, Tensor](), dict[Part, Tensor | None](dict.fromkeys(ends))
+        entered = dict[Part, Tensor | None]()
+
+        @cache
+        def own(part: Part) -> Tensors:
+            if not part.wide:
+                return (compute(part),)
+            reads = saved[part][1]
+            reached = torch.einsum("bthd,bthe->bhde", reads, part.of(dout).to(reads.dtype))
+            if part.link.after is None:
+                entered[part] = None
+                return (reached,)
+            return reached, saved[part][2].transpose(-1, -2)
 
         def meanwhile() -> None:
-            own.update((part, reached(part)) for part in mine.wide if part not in ready)
+            for part in mine.wide:
+                own(part)
             for part in mine.whole:
                 compute(part)
 
-        def enter(part: Part, dfinal: Tensor) -> Tensor | None:
-            entered[part] = dfinal
-            return own[part] + saved[part][2].transpose(-1, -2) @ dfinal if part.wide else None
-
-        self._pass(mine, ready, enter, meanwhile, tensors, reverse=True)
+        self._pass(plan, own, meanwhile, entered.__setitem__, tensors, gradient=True)
         for part, dfinal in entered.items():
             compute(part, dfinal)
         return found
 
     def _pass(
         self,
-        mine: Parts,
-        ready: dict[Part, Any],
-        enter: Callable[[Part, Tensor], Tensor | None],
+        plan: Plan,
+        own: Callable[[Part], Tensors],
         meanwhile: Callable[[], None],
+        enter: Callable[[Part, Tensor], None],
         tensors: Tensors,
         *,
-        reverse: bool,
+        gradient: bool,
     ) -> None:
-        """Pass states on in rounds, or (``reverse``) their gradients back, and work ``meanwhile``.
+        """Pass states on in rounds, or their gradients back, and work ``meanwhile``, while the first are on their way.
 
         Args:
-            ready: states of the parts that need no other; the rest are added.
-            enter: takes a part and its incoming state, returns the one that it ends with.
+            own: returns the map of a part, (U, M), or (U,) of the one that begins the chain.
+            enter: takes a part and its incoming state; called when what others wait for has left.
         """
-        rounds = defaultdict[int, tuple[list[Part], list[Part]]](lambda: ([], []))
-        for part in sorted((part for part in mine.all if part not in mine.whole), key=lambda part: part.link.start):
-            *_, depth, left, before, after = part.link
-            place, source, target = (left, after, before) if reverse else (depth, before, after)
-            if target is not None:
-                rounds[place][0].append(part)
-            if source is not None:
-                rounds[place - 1][1].append(part)
         q, _, v, _, _ = tensors
         wide = torch.promote_types(q.dtype, torch.float32)
+        widths = v.shape[-1], q.shape[-1]
+        placed = {part.link: part for part in parts(plan, self.rank).all}
+        known, due, waits = dict[Part, Tensors](), dict[Part, Tensor](), []
         self.transport.connect_all(v.device)
-        waits = []
-        if not rounds:
+        steps = rounds_of(plan, self.rank, gradient=gradient)
+        if not steps:
             meanwhile()
-        for index, number in enumerate(sorted(rounds)):
-            leaving, coming = rounds[number]
-            sends: list[tuple[int, Tensors]] = [(_peer(part, reverse), (ready[part],)) for part in leaving]
-            states = [v.new_empty(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=wide) for _ in coming]
-            peers = [_peer(part, not reverse) for part in coming]
-            receives: list[tuple[int, Tensors]] = [(peer, (state,)) for peer, state in zip(peers, states, strict=True)]
+        for index, (leaving, coming) in enumerate(steps):
+            sends = [(message.peer, _onward(own, known, placed[message.source])) for message in leaving]
+            receives = [
+                (message.source.rank, tuple(_matrix(q, width, v, wide) for width in widths[: 2 - message.state]))
+                for message in coming
+            ]
             arrivals, sent = self.transport.isend_irecv(sends, receives, far=False)
             waits.append(sent)
             if index == 0:
                 meanwhile()
-            for part, arrival in zip(coming, arrivals, strict=True):
-                ready[part] = enter(part, arrival()[0])
+            for part, state in due.items():
+                enter(part, state)
+            due.clear()
+            earlier = defaultdict[Part, list[Tensors]](list)
+            for message, arrival in zip(coming, arrivals, strict=True):
+                found = arrival()
+                for target in message.targets:
+                    earlier[placed[target]].append(found)
+            for part, maps in earlier.items():
+                known[part] = reduce(_composed, [*maps, *([known[part]] if part in known else [])])
+                if len(known[part]) == 1:
+                    due[part] = known[part][0]
+        for part, state in due.items():
+            enter(part, state)
         for sent in waits:
             sent()
+
+
+def _onward(own: Callable[[Part], Tensors], known: dict[Part, Tensors], part: Part) -> Tensors:
+    """Return the map of a part and of all before it that are known."""
+    return _composed(known[part], own(part)) if part in known else own(part)
+
+
+def _composed(earlier: Tensors, later: Tensors) -> Tensors:
+    """Return the map of two stretches in sequence, (U, M), or (U,) if the earlier begins the chain."""
+    added, through = later
+    found = (through @ x for x in earlier)
+    return added + next(found), *found
+
+
+def _matrix(q: Tensor, width: int, v: Tensor, dtype: torch.dtype) -> Tensor:
+    return v.new_empty(v.shape[0], v.shape[2], q.shape[-1], width, dtype=dtype)
 
 
 def _kept_shapes(part: Part, k: Tensor, v: Tensor) -> list[torch.Size]:
@@ -235,12 +270,6 @@ def _kept_shapes(part: Part, k: Tensor, v: Tensor) -> list[torch.Size]:
     width = k.shape[-1]
     wide = [torch.Size((*v.shape[:3], width)), torch.Size((*states[1:3], width, width))] if part.wide else []
     return [states, *wide]
-
-
-def _peer(part: Part, before: bool) -> int:
-    peer = part.link.before if before else part.link.after
-    assert peer is not None
-    return peer
 
 
 # One op for the whole attention, with handles for executor and plan, as in parallel/context/executor.py.

@@ -55,6 +55,8 @@ def test_layouts_for_causal_masks_run_under_full_attention_only_where_forced(met
     for linear in ("lasp", "lasp2"):
         with pytest.raises(ContextError, match="has no full mask"):
             ContextConfig(context_parallel_method=linear).check(**full)
+    with pytest.raises(ContextError, match="delta_rule_schedule is tree, and full attention has no delta rule"):
+        ContextConfig(context_parallel_method="ring", delta_rule_schedule="tree").check(**full)
 
 
 def test_nodes_are_as_launched_unless_said_otherwise():

@@ -54,7 +54,7 @@ def test_toml_round_trip_of_every_field(tmp_path):
     linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True, "softmax_every": 3}
     delta = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 3) | {"linear_gate": "per_channel"}
     delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3}
-    delta |= {"model_type": "qwen3_5", "rotary_percent": 0.1 + 0.4}
+    delta |= {"model_type": "qwen3_5", "rotary_percent": 0.1 + 0.4, "delta_rule_schedule": "tree"}
     gemma = {"model_type": "gemma3", "rotary_base_local": 5.1 + 0.2, "query_pre_attn_scalar": 16, "window_size": "8,0"}
     kinds = linear | delta | gemma
     # Which go with the model type that the others have no use for.

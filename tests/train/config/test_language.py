@@ -179,6 +179,8 @@ CONTRADICTIONS = """
 2 --model-type transnormer --context-parallel-size 2 |
     context_parallel_method is striped | model_type transnormer | use one of lasp, lasp2, ulysses
 1 --context-parallel-method lasp | context_parallel_method is lasp | model_type llama has softmax | use ring, striped
+2 --context-parallel-size 2 --delta-rule-schedule tree |
+    delta_rule_schedule is tree | model_type llama has no layers with a delta rule; leave it out
 2 --model-type transnormer --context-parallel-size 2 --context-parallel-method lasp2 --context-parallel-layout zigzag |
     context_parallel_layout is 'zigzag' with method lasp2 | one state | use contiguous or auto
 2 --model-type transnormer --context-parallel-size 2 --context-parallel-method lasp --attention-backend reference |

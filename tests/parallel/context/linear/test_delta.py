@@ -1,6 +1,7 @@
 """The gated delta rule over real gloo ranks against the recurrence in one process, in float64."""
 
 from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,12 +13,18 @@ from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
 from parallel.context.linear import delta
 from parallel.context.linear.delta import parts
+from parallel.context.linear.schedules import SCHEDULES, delta_traffic
 from parallel.context.linear.segments import segments
 from runtime.ranks import run_ranks
 
 BATCH, KEYS, WIDTH, VALUES = 2, 2, 6, 5
 DOCUMENTS = (0, 3, 40, 41, 131, 251)
 LAYOUTS = [("ring", {"layout": "contiguous"}), ("zigzag", {}), ("exchange", {"layout": "balanced"})]
+TEAMS = [
+    ("wallfacer", {"layout": "zigzag", "team_size": 2}),
+    ("double_ring", {"layout": "contiguous", "ranks_per_node": 2}),
+]
+"""Methods for 4 ranks, in their layouts of consecutive tokens."""
 CASES = [
     (layout, length, documents, shared)
     for layout in LAYOUTS
@@ -31,6 +38,17 @@ CASES = [
     )
 ]
 """Layout, length, documents, and value heads of a key head; None is a gate per channel."""
+
+
+def cases_of(world_size):
+    """All cases of this many ranks, with every schedule; one rank has nothing to send."""
+    teams = [(layout, 251, documents, 1) for layout in TEAMS for documents in (None, DOCUMENTS)]
+    return [(*case, schedule) for schedule in SCHEDULES for case in CASES + teams * (world_size == 4)]
+
+
+def documents_and_options(case):
+    (_, options), length, documents, _, schedule = case
+    return {"seq_len": length, "documents": documents, "delta_rule_schedule": schedule, **options}
 
 
 def inputs(length, shared):
@@ -72,8 +90,9 @@ def attend_on_ranks(rank, world_size, cases, fault=None):
     if fault:
         fault()
     results = []
-    for (method, options), length, documents, shared in cases:
-        cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, documents=documents, **options)
+    for case in cases:
+        (method, _), length, _, shared, _ = case
+        cp = context_parallel(method, group=dist.group.WORLD, **documents_and_options(case))
         padding = (cp.positions >= length).nonzero().flatten()
         local = [cp.shard(x, dim=1) for x in inputs(length, shared)]
         local = [x.index_fill(1, padding, torch.nan) for x in local]  # what padding holds must reach nothing
@@ -82,11 +101,19 @@ def attend_on_ranks(rank, world_size, cases, fault=None):
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_ranks_layouts_and_documents_are_exact(world_size):
-    for case, (got, _) in zip(CASES, run_ranks(attend_on_ranks, world_size, CASES)[0], strict=True):
-        found = errors(got, truth(*case[1:]))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
+def test_ranks_layouts_documents_and_schedules_are_exact_and_send_what_the_plan_says(world_size):
+    cases = cases_of(world_size) if world_size > 1 else [(*case, "auto") for case in CASES]
+    results = run_ranks(attend_on_ranks, world_size, cases)
+    for index, case in enumerate(cases):
+        (method, _), *asked, _ = case
+        found = errors(results[0][index][0], truth(*asked))
         assert max(found.values()) <= 1e-12, (case, found)
+        plan = make_plan(method, size=world_size, **documents_and_options(case))
+        state, square = (BATCH * KEYS * (asked[2] or 1) * WIDTH * width * 8 for width in (VALUES, WIDTH))
+        for rank, result in enumerate(results):
+            ways = [delta_traffic(plan, rank, state, square, gradient=way) for way in (False, True)]
+            assert result[index][1] == Traffic(ways[0].p2p + ways[1].p2p), case
 
 
 def hard_inputs():
@@ -99,8 +126,8 @@ def hard_inputs():
 
 def hard_on_ranks(rank, world_size):
     found = []
-    for method, options in LAYOUTS:
-        cp = context_parallel(method, seq_len=251, group=dist.group.WORLD, **options)
+    for (method, options), schedule in product(LAYOUTS, SCHEDULES):
+        cp = context_parallel(method, seq_len=251, group=dist.group.WORLD, delta_rule_schedule=schedule, **options)
         local = with_gradients(cp.attend_delta, [cp.shard(x, 1).float() for x in hard_inputs()])
         found.append([cp.unshard(x, 1).double() for x in local])
     return found
@@ -129,26 +156,27 @@ def documents_joined():
     delta.forgetting = lambda g, documents: g
 
 
-@pytest.mark.parametrize(("fault", "case"), [(decay_alone, CASES[0]), (documents_joined, CASES[2])])
-def test_faults_show(fault, case):
-    (got, _) = run_ranks(attend_on_ranks, 3, [case], fault)[0][0]
-    assert max(errors(got, truth(*case[1:])).values()) > 1e-3
+def maps_out_of_order():
+    """Maps composed as if the later came first."""
+
+    def swapped(earlier, later, own=delta._composed):
+        return own(earlier, later) if len(earlier) == 1 else own(later, earlier)
+
+    delta._composed = swapped
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_are_states_of_the_documents_that_are_cut(world_size):
-    """Forward and backward, each rank sends a state per segment that another of its document follows, or precedes."""
-    results = run_ranks(attend_on_ranks, world_size, CASES)
-    for index, ((method, options), length, documents, shared) in enumerate(CASES):
-        plan = make_plan(method, seq_len=length, size=world_size, documents=documents, **options)
-        state = BATCH * KEYS * (shared or 1) * WIDTH * VALUES * 8
-        for rank, result in enumerate(results):
-            want = Traffic()
-            for segment in segments(plan)[rank]:
-                for peer in (segment.after, segment.before):
-                    if peer is not None:
-                        want.p2p[peer] += state
-            assert result[index][1] == want
+@pytest.mark.parametrize(
+    ("fault", "case", "schedules"),
+    [
+        (decay_alone, CASES[0], ("chain", "tree", "gather")),
+        (documents_joined, CASES[2], ("chain", "tree", "gather")),
+        (maps_out_of_order, CASES[6], ("tree",)),
+    ],
+)
+def test_faults_show(fault, case, schedules):
+    cases = [(*case, schedule) for schedule in schedules]
+    for got, _ in run_ranks(attend_on_ranks, 3, cases, fault)[0]:
+        assert max(errors(got, truth(*case[1:])).values()) > 1e-3
 
 
 def test_who_has_which_segments():

@@ -1,0 +1,94 @@
+"""Rounds by which states pass: who learns of whom, in how many rounds, and how many bytes; no processes."""
+
+from collections import Counter
+
+import pytest
+
+from parallel.context import ContextError, make_plan
+from parallel.context.linear.schedules import delta_traffic, rounds, rounds_of, schedule_of
+from parallel.context.linear.segments import cut, segments
+
+DOCUMENTS = (0, 3, 40, 41, 131, 251)
+LAYOUTS = [("ring", {"layout": "contiguous"}), ("zigzag", {}), ("exchange", {"layout": "balanced"})]
+
+
+def plans(size, schedule):
+    for method, options in LAYOUTS:
+        for documents in (None, DOCUMENTS, tuple(range(252))):
+            yield make_plan(
+                method, seq_len=251, size=size, documents=documents, delta_rule_schedule=schedule, **options
+            )
+
+
+@pytest.mark.parametrize("schedule", ["chain", "tree", "gather"])
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 16])
+def test_every_segment_ends_with_the_map_of_all_before_it(schedule, gradient, size):
+    for plan in plans(size, schedule):
+        place = {x: x.left if gradient else x.depth for chain in cut(plan) for x in chain}
+        first = dict(place)  # of the segments whose map each knows, up to itself alone
+        for messages in rounds(plan, gradient=gradient):
+            sent = [(message, first[message.source]) for message in messages]
+            for message, begin in reversed(sent):
+                assert message.state == (begin == 0)
+                for target in message.targets:
+                    assert target.rank == message.peer
+                    assert place[message.source] == first[target] - 1  # next to what it knows
+                    first[target] = begin
+        assert not any(first.values())
+
+
+@pytest.mark.parametrize("schedule", ["chain", "tree", "gather"])
+def test_two_ranks_agree_on_every_round(schedule):
+    for plan in plans(7, schedule):
+        for number, messages in enumerate(rounds(plan)):
+            for message in messages:
+                ways = [rounds_of(plan, rank, gradient=False) for rank in (message.source.rank, message.peer)]
+                (sent,) = (leaving for leaving, _ in ways[0] if message in leaving)
+                (came,) = (coming for _, coming in ways[1] if message in coming)
+                between = [x for x in messages if (x.source.rank, x.peer) == (message.source.rank, message.peer)]
+                assert [x for x in sent if x.peer == message.peer] == between, number
+                assert [x for x in came if x.source.rank == message.source.rank] == between, number
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_chain_sends_a_state_per_segment_that_another_follows(size):
+    for plan in plans(size, "chain"):
+        for rank in range(size):
+            for gradient in (False, True):
+                want = Counter()
+                for segment in segments(plan)[rank]:
+                    peer = segment.before if gradient else segment.after
+                    if peer is not None:
+                        want[peer] += 7
+                assert delta_traffic(plan, rank, 7, 100, gradient=gradient).p2p == want
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "count", "most"),
+    [
+        # MiB of a rank: states of 2, maps of 4
+        ("chain", 8, 7, 2),
+        ("chain", 32, 31, 2),
+        ("tree", 8, 3, 10),
+        ("tree", 32, 5, 18),
+        ("gather", 8, 1, 24),
+        ("gather", 32, 1, 120),
+    ],
+)
+def test_rounds_and_bytes_are_those_of_the_page(schedule, size, count, most):
+    plan = make_plan("ring", seq_len=8 * size, size=size, delta_rule_schedule=schedule)
+    for gradient in (False, True):
+        assert len(rounds(plan, gradient=gradient)) == count
+        assert max(delta_traffic(plan, rank, 2, 2, gradient=gradient).total for rank in range(size)) == most
+
+
+def test_auto_takes_the_tree_for_long_chains():
+    options = {"seq_len": 1024, "documents": (0, 1000, 1024)}
+    assert schedule_of(make_plan("ring", size=8, **options)) == "chain"
+    assert schedule_of(make_plan("ring", size=10, **options)) == "tree"
+    assert schedule_of(make_plan("zigzag", size=8, **options)) == "tree"
+    assert schedule_of(make_plan("zigzag", size=8, seq_len=1024, documents=tuple(range(0, 1025, 16)))) == "chain"
+    assert schedule_of(make_plan("ring", size=10, delta_rule_schedule="gather", **options)) == "gather"
+    with pytest.raises(ContextError, match="delta_rule_schedule is 'star'; use one of auto, chain, tree, gather"):
+        make_plan("ring", size=2, seq_len=16, delta_rule_schedule="star")

@@ -38,6 +38,8 @@ def test_toml_round_trip_of_every_field(tmp_path):
         "data_path": ("a b", 'c "d" \\ é'),
         "allow_changed": ("lr", "data_path"),
         "blend_by_length": ("9:0.5",),
+        "ruler_lengths": (8, 16),
+        "ruler_tasks": ("vt", "cwe"),
         "position_embedding_type": "learned_absolute",
         "data_parallel_sharding_strategy": "fsdp",
         "pipeline_schedule": "Interleaved1F1B",

@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1060,
     "papers": 1880,
     "bench": 3280,
-    "tests": 43850,
+    "tests": 43120,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

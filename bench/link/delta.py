@@ -38,8 +38,8 @@ FASTER = 2.0
 SHARED = 2
 """Value heads of a key head."""
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "states": ("ring", {"layout": "contiguous"}),
-    "heads": ("ulysses", {"delta_by_heads": True}),
+    "states": ("ring", {"layout": "contiguous", "delta_rule_schedule": "chain"}),
+    "heads": ("ulysses", {"delta_rule_schedule": "ulysses"}),
     "gather": ("allgather", {"layout": "contiguous"}),
 }
 """Method and options: a chain of states, an all-to-all over heads, and all of the sequence on each rank."""

@@ -139,8 +139,6 @@ class ContextParallel:
         group: dist.ProcessGroup | None,
         backend: str = "auto",
         timeout: timedelta | None = None,
-        *,
-        delta_by_heads: bool = False,
     ) -> None:
         rank = dist.get_rank(group) if plan.size > 1 else 0
         geometry = plan.geometry
@@ -154,7 +152,7 @@ class ContextParallel:
             self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges
         self._state_executor = StateExecutor(geometry, self.transport, rank, backend)
         self._delta_executor: DeltaExecutor | DeltaHeads = DeltaExecutor(self.transport, rank, backend)
-        if delta_by_heads:
+        if geometry.options.delta_rule_schedule == "ulysses":
             self._delta_executor = DeltaHeads(self._heads, self._delta_executor.backend)
         self._convolution = Convolution(self.transport, rank)
         self._bind_plan(plan)
@@ -282,7 +280,6 @@ def context_parallel(
     group: dist.ProcessGroup | None = None,
     backend: str = "auto",
     timeout: timedelta | None = None,
-    delta_by_heads: bool = False,
     **others: Any,
 ) -> ContextParallel:
     """Set up context parallelism for sequences of ``seq_len`` tokens over ``group``. Collective.
@@ -291,7 +288,6 @@ def context_parallel(
         group: the ranks that share a sequence; None is this process alone.
         backend: attention kernel, see ``kernels.attention`` or ``kernels.linear_attention``.
         timeout: for the subgroups of teams and Ulysses within ``group``; by default torch's.
-        delta_by_heads: method ulysses exchanges the heads of a delta rule too, where by default its states pass.
         others: as for ``make_plan``: ``causal``, ``documents``, ``window`` and the fields of ``PlanOptions``.
 
     Raises:
@@ -299,4 +295,4 @@ def context_parallel(
     """
     size = dist.get_world_size(group) if group is not None else 1
     plan = make_plan(method, seq_len=seq_len, size=size, **others)
-    return ContextParallel(plan, group, backend, timeout, delta_by_heads=delta_by_heads)
+    return ContextParallel(plan, group, backend, timeout)

@@ -32,8 +32,8 @@ class DeltaHeads:
         method, layout = self.geometry.method, self.geometry.options.layout
         if not method.splits_heads or layout != "contiguous":
             raise ContextError(
-                f"delta_by_heads with context_parallel_method {method.name} in the layout {layout}; it needs method "
-                "ulysses in the layout contiguous; leave it out to pass states, which any method does"
+                f"delta_rule_schedule is ulysses with context_parallel_method {method.name} in the layout {layout}; it "
+                "needs method ulysses in the layout contiguous; auto passes states, which any method does"
             )
         self.handle = _heads.add(self)
 
@@ -42,8 +42,8 @@ class DeltaHeads:
         ranks, (key_heads, heads) = self.geometry.size, (k.shape[2], v.shape[2])
         if key_heads % ranks:
             raise ContextError(
-                f"attend_delta: delta_by_heads splits key heads, and {ranks} ranks cannot split the {key_heads} of "
-                f"{heads} value heads; use a number of ranks that divides them, or leave it out to pass states"
+                f"attend_delta: delta_rule_schedule ulysses splits key heads, and {ranks} ranks cannot split the "
+                f"{key_heads} of {heads} value heads; use a number of ranks that divides them, or auto to pass states"
             )
         gates = torch.cat([g.view(*g.shape[:3], -1), beta[..., None]], -1)
         length = self.geometry.seq_len

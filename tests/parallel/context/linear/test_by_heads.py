@@ -14,12 +14,12 @@ from tests.parallel.context.linear import test_delta
 DOCUMENTS = (0, 3, 40, 41, 131, 251)
 CASES = [(251, None, 1), (251, DOCUMENTS, 2), (251, DOCUMENTS, None), (256, (0, 64, 128, 256), 1), (5, (0, 1, 5), 2)]
 """Length, documents, and value heads of a key head; None is a gate per channel."""
-ULYSSES = ("ulysses", {"delta_by_heads": True})
+ULYSSES = ("ulysses", {"delta_rule_schedule": "ulysses"})
 
 
 def on_ranks(rank, world_size, cases, fault=None):
     test_delta.KEYS = 12  # heads for 2, 3 and 4 ranks
-    return test_delta.attend_on_ranks(rank, world_size, [(ULYSSES, *case) for case in cases], fault)
+    return test_delta.attend_on_ranks(rank, world_size, [(ULYSSES, *case, "ulysses") for case in cases], fault)
 
 
 def truth(monkeypatch, length, documents, shared):

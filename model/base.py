@@ -39,6 +39,9 @@ class LanguageModel(nn.Module):
         """Build it around its layers; ``norm`` is the last one, modules ``before`` the layers have these names."""
         super().__init__()
         self.config = config
+        # Once, not in every step.
+        self.rotates, self.rotary_dim, self.local_rope = config.rotates, config.rotary_dim, config.local_rope
+        self.scale = config.embedding_scale if config.traits.scaled_embedding else None
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, config.hidden_size)
         for name, module in before.items():
             self.register_module(name, module)
@@ -93,13 +96,17 @@ class LanguageModel(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""
         assert self.embedding is not None, "a part without an embedding takes hidden states"
-        return self.embedding(tokens)
+        x = self.embedding(tokens)
+        # Rounded to the embeddings' dtype, as in the released models' code: the root of 3072 is 55.5 in bfloat16.
+        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype).item()
 
     def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return what every layer is told of the positions; ``dtype`` is the activations'."""
-        rotary, local = Rotary(positions, self.config.rotary_dim, self.config, dtype), self.config.local_rope
-        if local is not None:
-            rotary.local = Rotary(positions, self.config.rotary_dim, local, dtype)
+        if not self.rotates:
+            return None
+        rotary = Rotary(positions, self.rotary_dim, self.config, dtype)
+        if self.local_rope is not None:
+            rotary.local = Rotary(positions, self.rotary_dim, self.local_rope, dtype)
         return rotary
 
     def project(self, hidden: Tensor) -> Tensor:

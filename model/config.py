@@ -225,7 +225,9 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     @property
     def softmax_period(self) -> int | None:
         """Layers from one with softmax attention to the next; None if all have the same attention."""
-        return self.softmax_every or (EVERY if self.traits.delta else None)
+        if self.softmax_every is not None:
+            return self.softmax_every
+        return EVERY if self.traits.delta else None
 
     @property
     def own_softmax_layout(self) -> bool:
@@ -258,6 +260,8 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     def adapted_linears(self) -> tuple[str, ...]:
         """Return the linear layers that get an adapter, by their names in a layer; none without lora_rank."""
         gates, optional = GATES.get(self.model_type, ()), GATES["qwen3_5"]
+        if self.linear_gate == "per_channel":  # whose projections go through a bottleneck
+            gates = tuple(name for name in gates if name not in ("wu", "wa"))
         linears = (name for name in LINEARS if name in gates or name not in optional)
         return self.adapted(tuple(linears), self.hidden_size)
 

@@ -6,10 +6,6 @@ four.
 """
 
 from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from model.attention import Attend, HybridAttention, attention_of, norm_of, sdpa
 from model.base import LanguageModel, RecurrentModel
@@ -37,19 +33,11 @@ class Llama(LanguageModel):
         layers = (layer_of(config, layer, attends) for layer in range(config.num_layers))
         super().__init__(config, norm_of(config)(config.hidden_size, eps=config.norm_epsilon), layers)
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x = super().embed(tokens, positions)
-        if not self.config.traits.scaled_embedding:
-            return x
-        # Rounded to the embeddings' dtype, as in the released models' code: the root of 3072 is 55.5 in bfloat16.
-        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
-
-    def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
-        return LanguageModel.places(self, positions, dtype) if self.config.rotates else None
-
 
 class DeltaHybrid(Llama, RecurrentModel):
     """Qwen3.5 or OLMo Hybrid: a LLaMA most of whose layers have a gated delta rule."""
+
+    places = LanguageModel.places
 
     def __init__(self, config: ModelConfig, attend: HybridAttention | None = None) -> None:
         super().__init__(config, attend or HybridAttention(OneDevice(), sdpa))

@@ -1,6 +1,6 @@
 """Context parallelism of a configuration, and the attention that its model calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -68,15 +68,16 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
 def _delta_of(config: Config, cp: ContextParallel) -> DeltaAttend:
     """Return the delta rule and its convolution, in whatever layout the softmax layers have."""
     if config.mesh.context_parallel_size > 1:
-        return DeltaRanks(cp)
-    return OneDevice(_documents, "reference" if config.context.attention_backend == "reference" else "auto")
+        return Uncompiled(cp.attend_delta, cp.convolve)
+    alone = OneDevice(_documents, "reference" if config.context.attention_backend == "reference" else "auto")
+    return Uncompiled(alone, alone.convolve) if config.packed and config.train.compile else alone
 
 
-class DeltaRanks:
-    """The delta rule, and the convolution before it, of tokens that ranks share; not compiled, as each mask differs."""
+class Uncompiled:
+    """A delta rule and the convolution before it that are not compiled, as each mask is another."""
 
-    def __init__(self, cp: ContextParallel) -> None:
-        self._rule, self._convolve = map(torch.compiler.disable, (cp.attend_delta, cp.convolve))
+    def __init__(self, rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) -> None:
+        self._rule, self._convolve = map(torch.compiler.disable, (rule, convolve))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
@@ -106,7 +107,8 @@ def _linear_context_of(
 
     length = config.joined_length
     if config.mesh.context_parallel_size == 1:
-        return context_parallel("ring", seq_len=length, multiple=multiple), attend
+        alone = torch.compiler.disable(attend) if config.packed and config.train.compile else attend
+        return context_parallel("ring", seq_len=length, multiple=multiple), alone
     timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
     method = config.context.context_parallel_method
     cp = context_parallel(method, seq_len=length, group=group, multiple=multiple, backend=backend, timeout=timeout)
@@ -145,12 +147,13 @@ def softmax_context(
             f"the heads are {width} wide, and attention on cuda takes up to 256; change kv_channels or "
             "num_attention_heads"
         )
+    recurrent = getattr(config.model, "recurrent", False)
     cp = context_parallel(
         method,
         seq_len=length,
         group=group,
         causal=config.causal,
-        window=config.windows[0] if len(config.windows) == 1 else None,  # the layout balances layers that see all
+        window=config.windows[0] if len(config.windows) == 1 and not recurrent else None,  # or layers that see all
         multiple=tp,
         backend=backend,
         timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),

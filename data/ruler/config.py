@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from data.ruler.tasks import TASKS
 from runtime.errors import UserError, at_least, require
 
+LEAST = 512
+"""Tokens of an example that most tasks' answers fit into."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RulerConfig:
@@ -14,7 +17,8 @@ class RulerConfig:
     """Iterations between points of the curve, such as save_interval: how many needles are found at each length; one is
     made at the end too. By default none."""
     ruler_lengths: tuple[int, ...] = ()
-    """Tokens of the examples, at most seq_length; by default that, its half and its quarter."""
+    """Tokens of the examples, at most seq_length; by default that, and of its half and quarter those of 512
+    or more."""
     ruler_samples: int = 8
     """Examples of each length, shared out over the tasks; each takes a forward of seq_length tokens."""
     ruler_tasks: tuple[str, ...] = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
@@ -28,10 +32,14 @@ class RulerConfig:
         for task in self.ruler_tasks:
             require(self, task in there, "ruler_tasks", f"there are {', '.join(there)}; name some of these")
         require(self, bool(self.ruler_tasks), "ruler_tasks", "name at least one, such as niah_single_1")
+        require(self, len(set(self.ruler_tasks)) == len(self.ruler_tasks), "ruler_tasks", "name each task once")
+        most = f"it must be at least 1 for each of the {len(self.ruler_tasks)} ruler_tasks; give more, or name fewer"
+        require(self, self.ruler_samples >= len(self.ruler_tasks), "ruler_samples", most)
 
     def lengths(self, seq_length: int) -> list[int]:
         """Return the lengths in ascending order. Raises UserError: one is more than the model reads at once."""
-        found = sorted(set(self.ruler_lengths)) or [seq_length // 4, seq_length // 2, seq_length]
+        parts = [part for part in (seq_length // 4, seq_length // 2) if part >= LEAST]
+        found = sorted(set(self.ruler_lengths)) or [*parts, seq_length]
         if found[-1] > seq_length:
             raise UserError(
                 f"ruler_lengths names {found[-1]} and seq_length is {seq_length}, so that prompts would be cut; give "

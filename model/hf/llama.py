@@ -74,7 +74,8 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     elif kind == "dynamic":
         longest = config.rope_scaling_original_max_position_embeddings or 0  # the length that theirs scales from
     length = {"max_position_embeddings": longest} if longest else {}
-    turned = {} if config.rotary_percent == 1 else {"partial_rotary_factor": config.rotary_percent}
+    partly = config.traits.delta or config.rotary_percent != 1  # a Qwen3.5 turns a quarter where nothing is said
+    turned = {"partial_rotary_factor": config.rotary_percent} if partly else {}
     if kind is None:
         return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base, **turned}} | length
     scaling: dict[str, Any] = {"rope_type": kind, **turned}

@@ -81,6 +81,8 @@ LEARNED = {"position_embedding_type": "learned_absolute", "max_position_embeddin
         ({"softmax_every": 2}, "softmax_every is 2; model_type llama has one kind .* set model_type to transnormer"),
         (TRANSNORMER | {"softmax_every": 5}, "softmax_every is 5; .* to num_layers 4"),
         ({"model_type": "qwen3_5", "num_layers": 3}, "num_layers is 3; qwen3_5 has softmax attention in every 4th"),
+        (TRANSNORMER | {"softmax_every": 0}, "softmax_every is 0; it must be from 2"),
+        ({"model_type": "qwen3_5", "softmax_every": 0}, "softmax_every is 0; it must be from 2"),
         (TRANSNORMER | {"softmax_every": 1}, "softmax_every is 1; it must be from 2"),
         (
             TRANSNORMER | {"window_size": "8,0"},

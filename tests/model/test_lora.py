@@ -11,7 +11,7 @@ from model.config import architecture_of
 from model.lora import is_adapter, merge
 from model.registry import build_model, flops_per_token, num_parameters, num_trained
 from runtime.errors import UserError
-from tests.model.models import GEMMA3, GPT, LINEAR, LLAMA, OLMO3, TRANSNORMER, tied
+from tests.model.models import GEMMA3, GPT, KDA, LINEAR, LLAMA, OLMO3, QWEN3_5, TRANSNORMER, tied
 
 KINDS = {
     "llama": LLAMA,
@@ -19,6 +19,8 @@ KINDS = {
     "sinks": dataclasses.replace(LLAMA, softmax_type="learnable", window_size="5,0"),
     "gemma3": GEMMA3,
     "olmo3": OLMO3,
+    "qwen3_5": QWEN3_5,
+    "kda": KDA,
     "transnormer": TRANSNORMER,
     "hybrid": dataclasses.replace(TRANSNORMER, num_layers=3, softmax_every=3),
     "linear_transformer": LINEAR,
@@ -65,7 +67,7 @@ def test_merging_changes_nothing_of_what_it_reads():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_alone_have_gradients(kind):
-    """Every linear layer in a layer has one, and the output projection none."""
+    """Every linear layer in a layer has one, and the output projection and bottlenecks none."""
     config = adapted(KINDS[kind])
     model = model_of(config)
     model(TOKENS).square().sum().backward()
@@ -73,7 +75,7 @@ def test_adapters_alone_have_gradients(kind):
         name for name in model.state_dict() if is_adapter(name)
     }
     linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith("layers")]
-    linears = [name for name in linears if ".lora_" not in name]
+    linears = [name for name in linears if not any(part in name for part in (".lora_", ".narrow", ".wide"))]
     assert {f"{name}.lora_{matrix}.weight" for name in linears for matrix in "AB"} == {
         name for name in model.state_dict() if is_adapter(name)
     }
@@ -130,3 +132,11 @@ def test_peft_names_are_ours():
 def test_settings_without_sense_are_refused(config, settings, said):
     with pytest.raises(UserError, match=said):
         adapted(config, **settings)
+
+
+def test_a_bottleneck_of_a_delta_rule_has_no_adapter():
+    kda = adapted(KDA)
+    assert {"wq", "wb", "wo"} < set(kda.adapted_linears())
+    assert not {"wu", "wa"} & set(kda.adapted_linears())
+    with pytest.raises(UserError, match="wa"):
+        adapted(KDA, lora_target=("wa",))

@@ -36,7 +36,10 @@ class Curve:
         self.interval = interval
         self._run, self.lengths, self._rows = run, asked.lengths(length), list[Batch]()
         for most in self.lengths:
-            makers = [Maker(task, most, SEED, prompts, Sources()) for task in asked.ruler_tasks]
+            try:
+                makers = [Maker(task, most, SEED, prompts, Sources()) for task in asked.ruler_tasks]
+            except DataError as error:
+                raise DataError(f"ruler_lengths has {most}, for each of ruler_tasks: {error}") from None
             for number in range(asked.ruler_samples):
                 turn, place = divmod(number, len(makers))
                 ids, prompt = prompts.with_answer(makers[place].make(turn).question)

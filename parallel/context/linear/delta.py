@@ -103,10 +103,10 @@ class DeltaExecutor:
     transport: Transport
     rank: int
     backend: str = "auto"
-    """As for ``select_delta_backend``; softmax attention's other backends leave it to ``auto``."""
+    """As for ``select_delta_backend``; that of softmax attention, its Triton kernel too, leaves it to ``auto``."""
 
     def __post_init__(self) -> None:
-        if self.backend not in scan.DELTA_BACKENDS:
+        if self.backend == "triton" or self.backend not in scan.DELTA_BACKENDS:
             self.backend = "auto"
         self.handle = _executors.add(self)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,11 @@ def test_the_text_part_of_a_model_of_images_is_read(folder, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again).__name__ == "Qwen3_5ForCausalLM"
     assert (again(TOKENS).logits - want).norm() < 1e-5 * want.norm()
+
+
+def test_rope_of_all_channels_is_written_where_a_missing_key_is_a_quarter():
+    whole = replace(QWEN3_5, rotary_percent=1.0)
+    assert config_from_hf(config_to_hf(whole)).rotary_percent == 1.0
 
 
 def test_only_known_parts_are_passed_over(folder):

@@ -215,7 +215,7 @@ def test_a_released_configuration_is_read():
         ({"softmax_every": 2}, "softmax_every is 2, and a released TransNormer has only linear attention in every lay"),
         (
             {"model_type": "linear_transformer"},
-            "model_type is linear_transformer.*only llama, gpt, transnormer, qwen3_5 and olmo_hybrid",
+            "model_type is linear_transformer.*only llama, gpt, transnormer, gemma3, olmo3, qwen3_5 and olmo_hybrid",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The curve of RULER in a run: an answer counts exactly where greedy writing begins with it, on any mesh."""
+"""The curve of RULER in a run: wrong tokens by example, and settings."""
 
 import pytest
 import torch
@@ -28,6 +28,8 @@ def test_wrong_tokens_are_counted_by_example():
         ({"ruler_lengths": (0,)}, "ruler_lengths is 0; each must be 1 or more"),
         ({"ruler_tasks": ("qa_1",)}, "ruler_tasks is qa_1; there are niah_single_1"),
         ({"ruler_tasks": ()}, "ruler_tasks is ; name at least one"),
+        ({"ruler_tasks": ("vt", "vt")}, "ruler_tasks is vt vt; name each task once"),
+        ({"ruler_samples": 3}, "ruler_samples is 3; it must be at least 1 for each of the 4 ruler_tasks"),
     ],
 )
 def test_wrong_settings_are_named(given, said):
@@ -37,6 +39,7 @@ def test_wrong_settings_are_named(given, said):
 
 def test_lengths_are_those_of_the_model_or_less():
     assert RulerConfig().lengths(4096) == [1024, 2048, 4096]
+    assert RulerConfig().lengths(1024) == [512, 1024]
     assert RulerConfig(ruler_lengths=(512, 256)).lengths(512) == [256, 512]
     with pytest.raises(ValueError, match="ruler_lengths names 512 and seq_length is 256, so that prompts would be cut"):
         RulerConfig(ruler_lengths=(512,)).lengths(256)

@@ -46,10 +46,10 @@ BUDGET = {
     "entry": 260,
     "model": 5240,
     "kernels": 4590,
-    "parallel": 7220,
+    "parallel": 7210,
     "checkpoint": 1570,
     "data": 4310,
-    "train": 5860,
+    "train": 5870,
     "planner": 3190,
     "runtime": 2440,
     "slurm": 350,
@@ -57,7 +57,7 @@ BUDGET = {
     "parity": 1060,
     "papers": 1880,
     "bench": 3280,
-    "tests": 43120,
+    "tests": 43150,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

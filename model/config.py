@@ -260,8 +260,8 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     def adapted_linears(self) -> tuple[str, ...]:
         """Return the linear layers that get an adapter, by their names in a layer; none without lora_rank."""
         gates, optional = GATES.get(self.model_type, ()), GATES["qwen3_5"]
-        if self.linear_gate == "per_channel":  # whose projections go through a bottleneck
-            gates = tuple(name for name in gates if name not in ("wu", "wa"))
+        if self.linear_gate == "per_channel":  # through a bottleneck, as wu is but in layers of softmax attention
+            gates = tuple(name for name in gates if name != "wa")
         linears = (name for name in LINEARS if name in gates or name not in optional)
         return self.adapted(tuple(linears), self.hidden_size)
 

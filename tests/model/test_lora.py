@@ -137,6 +137,6 @@ def test_settings_without_sense_are_refused(config, settings, said):
 def test_a_bottleneck_of_a_delta_rule_has_no_adapter():
     kda = adapted(KDA)
     assert {"wq", "wb", "wo"} < set(kda.adapted_linears())
-    assert not {"wu", "wa"} & set(kda.adapted_linears())
+    assert "wa" not in kda.adapted_linears()
     with pytest.raises(UserError, match="wa"):
         adapted(KDA, lora_target=("wa",))

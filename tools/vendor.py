@@ -24,18 +24,23 @@ from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
 
 PACKAGE = "longmesh_attention"
-PARTS = {"parallel.context": "context", "kernels": "kernels", "runtime": "runtime"}
+PARTS = {
+    "parallel.context": "context",
+    "parallel.transformers": "transformers",
+    "kernels": "kernels",
+    "runtime": "runtime",
+}
 """Our packages, and their names inside the package."""
-OURS = re.compile(r"(parallel\.context|kernels|runtime)\b")
+OURS = re.compile(rf"({'|'.join(map(re.escape, PARTS))})\b")
 NAMESPACE = "longmesh"
 """Namespace of our custom operators; a second library of the same name would silently replace them."""
 ORIGIN = "ORIGIN.json"
 
 
-def package(namespace: str = PACKAGE) -> dict[str, bytes]:
+def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, bytes]:
     """Return the package's files by relative path; the same checkout gives the same bytes.
 
-    ``namespace`` is that of the package's custom operators.
+    ``namespace`` is that of the package's custom operators, by default its name.
 
     Raises UserError: a file imports something of ours that is not in the package, or cannot be renamed.
     """
@@ -45,23 +50,30 @@ def package(namespace: str = PACKAGE) -> dict[str, bytes]:
     for module, part in PARTS.items():
         folder = ROOT.joinpath(*module.split("."))
         for path in sorted(folder.rglob("*.py")):
-            name = (Path(part) / path.relative_to(folder)).as_posix()
-            files[name] = renamed(path.read_bytes(), path.relative_to(ROOT), namespace)
-    files["__init__.py"] = _face(commit).encode()
+            inside = (Path(part) / path.relative_to(folder)).as_posix()
+            files[inside] = renamed(path.read_bytes(), path.relative_to(ROOT), name, namespace)
+    files["__init__.py"] = _face(name, commit).encode()
     files["LICENSE"] = (ROOT / "LICENSE").read_bytes()
     ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
-    _check_imports(files, ours)
+    _check_imports(files, ours, name)
+    return with_origin(files, commit)
+
+
+def with_origin(files: dict[str, bytes], commit: str) -> dict[str, bytes]:
+    """Add a file that says where the others are from, and what they were when they were written."""
     digests = {name: sha256(files[name]) for name in sorted(files)}
     origin = {"project": "longmesh", "version": __version__, "commit": commit, "files": digests}
     return {**files, ORIGIN: (json.dumps(origin, indent=1) + "\n").encode()}
 
 
-def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
+def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | None = None) -> bytes:
     """Rename our packages and operators in a source file; every other byte stays as it is.
+
+    Packages become parts of ``name``, and operators' namespace ``namespace``, by default the same.
 
     Raises UserError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
     """
-    lines = source.splitlines(keepends=True)
+    lines, namespace = source.splitlines(keepends=True), namespace or name
     edits: set[tuple[int, int, str, str]] = set()  # row, column in bytes, old text and new text
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
@@ -70,10 +82,10 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
                 where = f"{path}:{node.lineno} imports {module}, relative to its folder"
                 raise UserError(f"{where}; give the module's full name")
             column = lines[node.lineno - 1].index(module.encode(), node.col_offset + len("from "))
-            edits.add((node.lineno - 1, column, module, _moved(module)))
+            edits.add((node.lineno - 1, column, module, _moved(module, name)))
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if (moved := _moved(alias.name)) != alias.name and not alias.asname:
+                if (moved := _moved(alias.name, name)) != alias.name and not alias.asname:
                     raise UserError(f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import")
                 edits.add((alias.lineno - 1, alias.col_offset, alias.name, moved))
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
@@ -89,18 +101,18 @@ def renamed(source: bytes, path: Path, namespace: str = PACKAGE) -> bytes:
     return b"".join(lines)
 
 
-def _moved(module: str) -> str:
+def _moved(module: str, name: str) -> str:
     ours = OURS.match(module)
-    return f"{PACKAGE}.{PARTS[ours[0]]}{module[ours.end() :]}" if ours else module
+    return f"{name}.{PARTS[ours[0]]}{module[ours.end() :]}" if ours else module
 
 
-def _face(commit: str) -> str:
+def _face(name: str, commit: str) -> str:
     """Return the package's ``__init__.py``: the public names of parallel.context, and process_group."""
     tree = ast.parse((ROOT / "parallel/context/__init__.py").read_text(encoding="utf-8"))
     listed = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
     names = sorted(ast.literal_eval(listed.value))
-    imported = "".join(f"    {name},\n" for name in names)
-    public = "".join(f'    "{name}",\n' for name in sorted([*names, "process_group"]))
+    imported = "".join(f"    {public},\n" for public in names)
+    listing = "".join(f'    "{public}",\n' for public in sorted([*names, "process_group"]))
     return f'''"""Exact attention over sequences that several processes share.
 
     with process_group() as group:                                 # started by torchrun
@@ -111,44 +123,44 @@ Longmesh {__version__}, commit {commit}; Apache-2.0, see LICENSE.
 Written by `python -m tools.vendor` of Longmesh; change it there, and write it again.
 """
 
-from {PACKAGE}.context import (
+from {name}.context import (
 {imported})
-from {PACKAGE}.runtime.processes import process_group
+from {name}.runtime.processes import process_group
 
 __version__ = {__version__!r}
 __commit__ = {commit!r}
 __all__ = [
-{public}]
+{listing}]
 '''
 
 
-def _check_imports(files: dict[str, bytes], ours: set[str]) -> None:
+def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKAGE) -> None:
     """Raise UserError if a file imports something of ours that the package lacks."""
-    modules = {f"{PACKAGE}/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
+    modules = {f"{package}/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
     for name, content in files.items():
         for node in ast.walk(ast.parse(content)) if name.endswith(".py") else ():
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for module in [node.module] if isinstance(node, ast.ImportFrom) and node.module else found:
-                if module.split(".")[0] in ours - {PACKAGE} or (module.startswith(PACKAGE) and module not in modules):
+                if (top := module.split(".")[0]) in ours - {package} or (top == package and module not in modules):
                     raise UserError(f"{name} of the package imports {module}, which is not in it; move what it needs")
 
 
-def write(destination: Path, files: dict[str, bytes]) -> Path:
+def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Path:
     """Write the package into a folder, whole or not at all; return its path.
 
     Raises UserError: the folder takes no files, or the target was not written by this command or was changed since;
     InUseError: another process writes there; OSError: a file cannot be written.
     """
-    target = destination / PACKAGE
+    target = destination / name
     if why := unwritable(destination, "name another folder"):
         raise UserError(f"DEST is {destination}, {why}")
-    with owned(destination, PACKAGE):
+    with owned(destination, name):
         _check_target(target)
-        draft, old = (destination / f".{PACKAGE}.{uuid.uuid4().hex}" for _ in range(2))
+        draft, old = (destination / f".{name}.{uuid.uuid4().hex}" for _ in range(2))
         try:
-            for name, content in files.items():
-                (draft / name).parent.mkdir(parents=True, exist_ok=True)
-                (draft / name).write_bytes(content)
+            for inside, content in files.items():
+                (draft / inside).parent.mkdir(parents=True, exist_ok=True)
+                (draft / inside).write_bytes(content)
             for path in (*draft.rglob("*"), draft):
                 fsync(path)
             # Nothing is between the two renames, so that a kill hardly leaves none of the two packages.

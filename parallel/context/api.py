@@ -5,6 +5,7 @@ Softmax attention is called at once, or started on k and v while the model proje
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,7 @@ from parallel.context.transport import Transport
 
 
 class SoftmaxAttention:
-    """Attention of this rank's queries to the whole sequence, scaled by 1 / sqrt(D); differentiable, collective.
+    """Attention of this rank's queries to the whole sequence; differentiable, collective.
 
     Shapes: q ``[B, T_local, H, D]``, k and v ``[B, T_local, K, D]``, H a multiple of K.
     """
@@ -48,6 +49,7 @@ class SoftmaxAttention:
         *,
         window: Window | None = None,
         sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Return ``[B, T_local, H, D]`` in q's dtype. Rows of padding are undefined.
 
@@ -55,6 +57,7 @@ class SoftmaxAttention:
             mask: the plan of these sequences, from ``ContextParallel.handle``; by default the one bound.
             window: keys (left, right) that a query of this layer sees besides its own, -1 for all.
             sinks: a score per head, ``[H]``, in the denominator of the softmax.
+            scale: factor of the scores, by default 1 / sqrt(D).
 
         Raises:
             ContextError: shapes or dtypes do not fit each other or the plan; a window that sees nothing or the future.
@@ -63,7 +66,8 @@ class SoftmaxAttention:
         self._check_queries(q, k)
         _check_sinks(sinks, q)
         keys, values = self._heads.to_heads(k), self._heads.to_heads(v)
-        return self._attend(q, keys, values, None, self._plan if mask is None else mask.tensor, window, sinks)
+        plan = self._plan if mask is None else mask.tensor
+        return self._attend(q, keys, values, None, plan, window, sinks, scale)
 
     def prefetch_kv(
         self,
@@ -101,10 +105,11 @@ class SoftmaxAttention:
         plan: Tensor,
         window: Window | None,
         sinks: Tensor | None,
+        scale: float | None = None,
     ) -> Tensor:
         """Compute attention; the heads of k and v are already exchanged."""
         q, sinks = self._heads.to_heads(q), None if sinks is None else self._heads.own(sinks)
-        scale, handle = q.shape[-1] ** -0.5, self._executor.handle
+        scale, handle = q.shape[-1] ** -0.5 if scale is None else scale, self._executor.handle
         out, _ = torch.ops.longmesh.context_attention(q, k, v, sinks, scale, handle, plan, list(window or ()), prefetch)
         return self._heads.to_tokens(out)
 
@@ -139,11 +144,12 @@ class ContextParallel:
         group: dist.ProcessGroup | None,
         backend: str = "auto",
         timeout: timedelta | None = None,
+        links: Transport | None = None,
     ) -> None:
         rank = dist.get_rank(group) if plan.size > 1 else 0
         geometry = plan.geometry
         self.group = group
-        self.transport = Transport(geometry, group, rank, timeout)
+        self.transport = Transport(geometry, group, rank, timeout, links)
         self._rank, self._backend = rank, backend
         self._heads = self._outside = HeadExchange(self.transport)
         self._executor = Executor(geometry, self.transport, rank, backend)
@@ -173,6 +179,17 @@ class ContextParallel:
         other = copy(self)
         other._bind_plan(self.plan.under(documents=documents, window=window))
         return other
+
+    def over(self, seq_len: int, *, documents: tuple[int, ...] | None = None) -> "ContextParallel":
+        """Return one of the same method, ranks and groups for sequences of another length. Not collective.
+
+        Raises:
+            ContextError: as ``make_plan``.
+        """
+        geometry, mask = self.plan.geometry, self.plan.mask
+        of: dict[str, Any] = {"causal": mask.causal, "window": mask.window, "documents": documents}
+        plan = make_plan(geometry.method.name, seq_len=seq_len, size=geometry.size, **of, **asdict(geometry.options))
+        return ContextParallel(plan, self.group, self._backend, links=self.transport)
 
     def plan_ahead(self, windows: Iterable[Window | None] = (None,)) -> None:
         """Make now what an attention under this mask needs, and would make at its first call.

@@ -29,8 +29,14 @@ class Transport:
     """
 
     def __init__(
-        self, geometry: Geometry, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None = None
+        self,
+        geometry: Geometry,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        timeout: timedelta | None = None,
+        links: "Transport | None" = None,
     ) -> None:
+        """Make the links, or take those of a transport whose geometry differs in its length alone."""
         self.geometry = geometry
         self.rank = rank
         self.traffic = Traffic()
@@ -38,11 +44,14 @@ class Transport:
         self._group = group
         self._connected: set[dist.ProcessGroup] = set()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(geometry.size)): group}
+        self._far = group
+        if links is not None:
+            self._connected, self._groups, self._far = links._connected, links._groups, links._far
+            return
         for ranks in (geometry.head_group(rank), geometry.teammates(rank), geometry.holders(rank)):
             if len(ranks) > 1 and ranks not in self._groups:
                 self._groups[ranks] = self._new_group(ranks, timeout)
         # Sends with several rounds' time must not queue ahead of those that the next round needs.
-        self._far = group
         if any(send.due > i + 1 for i, step in enumerate(geometry.rounds_of(rank)) for send in step.sends):
             self._far = self._new_group(tuple(range(geometry.size)), timeout)
 

@@ -1,0 +1,104 @@
+"""Batches as transformers has them, made one packed sequence, and one rank's part of it.
+
+Shapes: B sequences of T tokens, which become one of N packed documents; n of its tokens are this rank's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.context import ContextParallel
+from parallel.transformers.layers import CONTEXT
+from runtime.errors import UserError
+
+IGNORED = -100
+"""Label of a token without loss, as in transformers."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A whole batch as one sequence, without padding."""
+
+    tokens: dict[str, Tensor]
+    """``input_ids``, ``position_ids`` in the documents, and ``labels``: each the one of the next token; ``[1, N]``."""
+    bounds: tuple[int, ...]
+    """Cumulative lengths of the documents, from 0 to N."""
+    kept: Tensor
+    """The tokens that are no padding, ``[B, T]``."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a batch."""
+
+    inputs: dict[str, Any]
+    """Keyword arguments of the model: this rank's ``input_ids`` and ``position_ids``, ``[1, n]``, and its context."""
+    labels: Tensor
+    """The token after each of this rank's tokens, or -100: ``[1, n]``."""
+    context: ContextParallel
+    """The ranks and documents; its ``positions`` say which tokens are this rank's."""
+    whole: Packed
+
+
+def pack(
+    input_ids: Tensor,
+    labels: Tensor | None,
+    position_ids: Tensor | None,
+    documents: Sequence[int] | None,
+    attention_mask: Tensor | None,
+) -> Packed:
+    """Pack a batch; arguments and errors as for ``Sharded.batch``. Labels are shifted here, before any cut."""
+    for name, x in (("labels", labels), ("position_ids", position_ids), ("attention_mask", attention_mask)):
+        if input_ids.ndim != 2 or (x is not None and x.shape != input_ids.shape):
+            shape = None if x is None else tuple(x.shape)
+            raise UserError(f"input_ids is {tuple(input_ids.shape)} and {name} is {shape}; both must be [B, T]")
+    kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    places = kept.long().cumsum(1) - 1  # of each token in its row
+    ids, positions = input_ids[kept], (places if position_ids is None else position_ids)[kept]  # [N]
+    if documents is None:
+        begins = (places[kept] == 0) | (positions.diff(prepend=positions[:1]) != 1)
+        bounds = (*begins.nonzero().flatten().tolist(), len(ids))
+    else:
+        bounds = tuple(accumulate(documents, initial=0))
+        if bounds[-1] != len(ids) or min(documents, default=0) < 1:
+            raise UserError(
+                f"documents are {tuple(documents)}; give the lengths of the documents, 1 or more, {len(ids)} tokens "
+                "together"
+            )
+    starts = torch.tensor(bounds[:-1], device=ids.device)
+    if documents is not None and position_ids is None:
+        lengths = torch.tensor(documents, device=ids.device)
+        positions = torch.arange(len(ids), device=ids.device) - starts.repeat_interleave(lengths)
+    following = torch.full_like(ids, IGNORED)
+    if labels is not None:
+        following = labels[kept].roll(-1).index_fill(0, (starts - 1) % len(ids), IGNORED)  # of a document's last token
+    tokens = {"input_ids": ids, "position_ids": positions, "labels": following}
+    return Packed({name: x[None] for name, x in tokens.items()}, bounds, kept)
+
+
+def part(whole: Packed, context: ContextParallel) -> Batch:
+    """Return this rank's part; ``context`` has the batch's length and documents. Padding has no label."""
+    mine = {name: context.shard(x, 1, IGNORED if name == "labels" else 0) for name, x in whole.tokens.items()}
+    labels = mine.pop("labels")
+    return Batch({**mine, "use_cache": False, CONTEXT: context}, labels, context, whole)
+
+
+def check_same(whole: Packed, group: dist.ProcessGroup | None) -> None:
+    """Raise UserError on all ranks of the group if they have not the same tokens and documents. One collective."""
+    if group is None:
+        return
+    ids, positions = (whole.tokens[name][0] for name in ("input_ids", "position_ids"))
+    numbers = torch.arange(1, len(ids) + 1, device=ids.device)
+    mine = torch.stack([numbers[-1], (ids * numbers).sum(), (positions * numbers).sum()])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    if others := [rank for rank, x in enumerate(every) if not torch.equal(x, every[0])]:
+        raise UserError(
+            f"input_ids or documents of the group's ranks {others} are not those of its rank 0; give all ranks that "
+            "share a sequence the same samples, such as by a sampler that takes the group's number as its rank"
+        )

@@ -1,0 +1,168 @@
+"""One rank's part of every batch for a model of transformers, and the loss of the whole.
+
+Shapes: B sequences of T tokens, which become one of N packed documents; n of its tokens are this rank's.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kernels.loss import cross_entropy_sum
+from parallel.context import ContextParallel, context_parallel
+from parallel.transformers.batch import Batch, check_same, pack, part
+from parallel.transformers.check import Report, compare
+from parallel.transformers.layers import NAME, install
+from parallel.transformers.probe import probe
+from runtime.errors import UserError
+
+REFUSED = {
+    "is_encoder_decoder": "a decoder that attends to an encoder; context parallelism is for decoders alone",
+    "output_router_logits": "the loss of its router is of a rank's own tokens; set it to False",
+}
+"""Settings of a model's configuration, and why they are refused."""
+
+
+class Sharded:
+    """A model's way to its sequences' ranks; made by ``shard``."""
+
+    def __init__(self, model: nn.Module, context: ContextParallel, world: dist.ProcessGroup | None) -> None:
+        self.model, self.group, self.world = model, context.group, world
+        self._own = {id(config): config._attn_implementation for config in _configs(model)}
+        self._over = lru_cache(maxsize=16)(context.over)
+        self._last: Batch | None = None
+        install(model)
+        self._set({})
+        try:
+            probe(model, context.plan)
+        except BaseException:
+            self._set(self._own)
+            raise
+
+    def _set(self, names: dict[int, str]) -> None:
+        for config in _configs(self.model):
+            config._attn_implementation = names.get(id(config), NAME)
+
+    def batch(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        documents: Sequence[int] | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Batch:
+        """Return this rank's part of a batch, which is the same on every rank of the group. Collective.
+
+        Rows become documents of one packed sequence, without their padding. Labels are shifted first, then cut.
+
+        Args:
+            input_ids: ``[B, T]``.
+            labels: a label for each token, as transformers takes them: its own id, or -100; ``[B, T]``.
+            position_ids: of each token in its document, ``[B, T]``; a document begins where they do not go on by 1.
+            documents: lengths of the documents, row after row, instead of what position_ids say.
+            attention_mask: 1 for tokens, 0 for padding, ``[B, T]``.
+
+        Raises UserError: shapes or lengths that do not fit, or other tokens on another rank.
+        """
+        whole = pack(input_ids, labels, position_ids, documents, attention_mask)
+        check_same(whole, self.group)
+        context = self._over(whole.bounds[-1])
+        self._last = part(whole, context.under(documents=whole.bounds) if len(whole.bounds) > 2 else context)
+        return self._last
+
+    def loss(self, output: Any, batch: Batch, count: Tensor | int | None = None) -> Tensor:
+        """Return the mean loss of all tokens with a label, of all ranks: the same number on each. Collective.
+
+        Its gradients are to be averaged over the ranks of ``world``, as DDP and FSDP do: the mean is exact.
+
+        Args:
+            output: the model's, or its logits ``[1, n, V]``.
+            count: tokens that the sum is divided by, for micro-batches whose losses add up to a mean.
+        """
+        total, valid = cross_entropy_sum(getattr(output, "logits", output), batch.labels)
+        sums = torch.stack([total.detach().double(), valid.double()])
+        if self.world is not None:
+            dist.all_reduce(sums, group=self.world)
+        ranks = 1 if self.world is None else dist.get_world_size(self.world)
+        tokens = sums[1].clamp(min=1) if count is None else torch.as_tensor(count, device=sums.device).double()
+        share = total * (ranks / tokens).to(total.dtype)
+        return share - share.detach() + (sums[0] / tokens).to(total.dtype)
+
+    def gather(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        """Return ``[B, T, ...]`` of every rank's ``[1, n, ...]``, 0 in padding. Collective; no gradient.
+
+        ``batch`` is the one that x was computed of, by default the last one.
+        """
+        batch = batch or self._last
+        if batch is None:
+            raise UserError("there is no batch yet; call gather on what the model returned for one")
+        found, kept = batch.context.unshard(x, 1), batch.whole.kept
+        out = found.new_zeros(*kept.shape, *found.shape[2:])
+        out[kept] = found[0]
+        return out
+
+    def check(self, model: nn.Module, batch: Batch) -> Report:
+        """Compare losses, and gradients of every module, with the model in one process. Collective.
+
+        There each document is alone, and attention is the model's own. Rank 0 of the group holds all of it, so give a
+        short batch. No number of the model changes.
+
+        Raises UserError: the model's weights are sharded.
+        """
+        return compare(model, batch, self.group, self.paused)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Give the model its own attention back, such as to generate."""
+        self._set(self._own)
+        try:
+            yield
+        finally:
+            self._set({})
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return the configurations of a model and its parts, each once, the whole's first."""
+    found = [part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")]
+    return list({id(config): config for config in found}.values())
+
+
+def _check_settings(model: nn.Module) -> None:
+    """Raise UserError for a setting of the model that a forward of a few tokens does not show."""
+    for config in _configs(model):
+        for name, reason in REFUSED.items():
+            if getattr(config, name, False):
+                raise UserError(f"{type(config).__name__}.{name} is set: {reason}")
+    for name, module in model.named_modules():
+        if isinstance(rate := getattr(module, "attention_dropout", 0), float) and rate > 0:
+            raise UserError(f"{name} has attention_dropout {rate}, which no kernel here draws; make the model with 0")
+
+
+def shard(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    method: str = "exchange",
+    world: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> Sharded:
+    """Let a model of transformers attend over the ranks of a group, which share every sequence. Collective.
+
+    Args:
+        model: a causal language model with its weights, also within peft's or FSDP2's wrapping.
+        group: None is this process alone.
+        method: a name in ``METHODS``.
+        world: the ranks whose gradients are averaged, by default all processes.
+        options: as for ``context_parallel``.
+
+    Raises UserError: a layer that these ranks cannot compute, with its name and the reason.
+    """
+    _check_settings(model)
+    size = 1 if group is None else dist.get_world_size(group)
+    context = context_parallel(method, seq_len=size, group=group, **options)
+    return Sharded(model, context, dist.group.WORLD if world is None and group is not None else world)

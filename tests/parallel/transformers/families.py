@@ -1,0 +1,109 @@
+"""Tiny random models of transformers, one of each family, and the same in one process with each document alone."""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.overrides import TorchFunctionMode
+
+VOCABULARY, LAYERS = 40, 3
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": LAYERS,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ALTERNATE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 6},
+    "Qwen2": {**ALTERNATE, "use_sliding_window": True},
+    "Qwen3": {},
+    "Gemma3": {**ALTERNATE, "query_pre_attn_scalar": 20},
+    "Olmo3": ALTERNATE,
+    "GptOss": {**ALTERNATE, **EXPERTS, "experts_implementation": "eager"},
+    "Qwen3_5": LINEAR,
+    "Phi3": {"sliding_window": 6},
+}
+"""Names of classes, and what of their configurations is not in SIZES."""
+CAUSAL = {"Gemma3": "Gemma3ForCausalLM", "Qwen3_5": "Qwen3_5ForCausalLM"}
+
+
+def config_of(family, heads, **others):
+    """A configuration with ``heads`` key heads, two query heads for each."""
+    name = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}.get(family, f"{family}Config")
+    values = {**SIZES, "num_attention_heads": 2 * heads, "num_key_value_heads": heads, **FAMILIES.get(family, {})}
+    return getattr(transformers, name)(**{**values, **others})
+
+
+def model_of(family, heads, dtype=torch.float64, **others):
+    """A model with random weights from one seed, in training; its sinks, gates and norms are random too."""
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, heads, **others))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model.to(dtype).train()
+
+
+class Wide(TorchFunctionMode):
+    """Compute in float64 where models of transformers ask for float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def widened(x):
+            return torch.float64 if x is torch.float32 else x
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(widened, args), **{name: widened(x) for name, x in (kwargs or {}).items()})
+
+
+def tokens(length, seed=3):
+    """Random input_ids [1, T], and labels of which a fifth is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (1, length), generator=generator)
+    left_out = torch.rand(ids.shape, generator=generator) < 0.2
+    return ids, ids.masked_fill(left_out, -100)
+
+
+def one_process(family, heads, ids, labels, documents):
+    """Loss and gradients in float64, with each document alone, and transformers' own attention."""
+    with Wide():
+        return _one_process(model_of(family, heads), ids, labels, documents)
+
+
+def _one_process(model, ids, labels, documents):
+    bounds = [sum(documents[:i]) for i in range(len(documents) + 1)]
+    total, count = 0.0, 0
+    for a, b in pairwise(bounds):
+        logits = model(input_ids=ids[:, a:b], use_cache=False).logits[0, :-1]
+        after = labels[0, a + 1 : b]
+        total = total + F.cross_entropy(logits, after, ignore_index=-100, reduction="sum")
+        count += int((after != -100).sum())
+    loss = total / count
+    return [loss.detach(), *gradients(loss, model)]
+
+
+def gradients(loss, model):
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(model.parameters(), found, strict=True)]
+
+
+def difference(mine, truth):
+    """The largest error of a tensor in the 2-norm, relative to its own or to 1e-3 of all gradients' together."""
+    least = 1e-3 * torch.stack([b.norm() for b in truth[1:]]).norm()
+    return max(float((a.double() - b).norm() / b.norm().clamp(min=least)) for a, b in zip(mine, truth, strict=True))

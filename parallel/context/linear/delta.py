@@ -10,90 +10,35 @@ Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache, reduce
-from itertools import accumulate
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.delta import scan
-from kernels.delta.rule import forgetting
-from parallel.context.linear.schedules import rounds_of
-from parallel.context.linear.segments import Segment, plan_of, segments
+from parallel.context.linear.parts import Part, Parts, parts
+from parallel.context.linear.schedules import Message, rounds_of
+from parallel.context.linear.segments import cut, plan_of
 from parallel.context.plan import PLANS, Plan
-from parallel.context.transport import Tensors, Transport
+from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles
 
-
-class Part(NamedTuple):
-    """Segments of a rank that one scan computes."""
-
-    segments: tuple[Segment, ...]
-    wide: bool = False
-    """True if it does not wait for the incoming state."""
-
-    @property
-    def link(self) -> Segment:
-        """Return the only segment of a part that states enter or leave."""
-        return self.segments[0]
-
-    def of(self, x: Tensor) -> Tensor:
-        """Return the part's tokens of x ``[B, T, ...]``."""
-        found = [x[:, segment.tokens] for segment in self.segments]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
-
-    def put(self, x: Tensor, values: Tensor) -> None:
-        """Copy the part's tokens into x."""
-        pieces = values.split([segment.length for segment in self.segments], 1)
-        for segment, piece in zip(self.segments, pieces, strict=True):
-            x[:, segment.tokens] = piece
-
-    def inputs(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v, g and beta, with gates that forget between documents."""
-        q, k, v, g, beta = map(self.of, tensors)
-        bounds = tuple(accumulate((segment.length for segment in self.segments), initial=0))
-        return q, k, v, forgetting(g, bounds), beta
+MOST_WAVES = 4
+"""Groups of heads at most that take their turns."""
 
 
-class Parts(NamedTuple):
-    """Parts of a rank in the order of its work."""
+class Wave(NamedTuple):
+    """A group of heads whose states pass together."""
 
-    first: tuple[Part, ...]
-    """Segments that begin a document which goes on elsewhere."""
-    wide: tuple[Part, ...]
-    whole: tuple[Part, ...]
-    """One part of all documents that no other rank has tokens of; none if there is none."""
-    last: tuple[Part, ...]
-    """Segments that end a document and wait for its state."""
-
-    @property
-    def all(self) -> tuple[Part, ...]:
-        """Return all parts."""
-        return self.first + self.wide + self.whole + self.last
-
-
-@lru_cache(maxsize=256)
-def parts(plan: Plan, rank: int) -> Parts:
-    """Return the parts of a rank, without padding, whatever that holds."""
-    found = defaultdict[str, list[Part]](list)
-    whole = []
-    for segment in segments(plan)[rank]:
-        if segment.start >= plan.seq_len:
-            continue
-        if segment.before is None and segment.after is None:
-            whole.append(segment)
-        elif segment.before is None:
-            found["first"].append(Part((segment,)))
-        elif segment.after is not None or segment.length > plan.local_len // 2:
-            found["wide"].append(Part((segment,), wide=True))
-        else:
-            found["last"].append(Part((segment,)))
-    if whole:
-        found["whole"].append(Part(tuple(whole)))
-    return Parts(*(tuple(found[name]) for name in Parts._fields))
+    parts: Parts
+    inputs: Tensors
+    """q, k, v, g and beta of its heads."""
+    more: Tensors
+    posted: list[Arrival]
+    """Receives of the only round, if they were started before; else none."""
 
 
 @dataclass(eq=False)
@@ -110,14 +55,43 @@ class DeltaExecutor:
             self.backend = "auto"
         self.handle = _executors.add(self)
 
+    def _waves(self, plan: Plan, inputs: Tensors, *more: Tensor, gradient: bool) -> Iterator[Wave]:
+        """Cut inputs and more tensors ``[B, T, heads, ..]`` into groups of heads that take their turns.
+
+        Where each document that ranks share ends on the second of two, only the first group's end is wide: the states
+        of the others arrive meanwhile, into what is posted at once. A GPU computes all heads together, to be full.
+        """
+        groups, shared = 1, cut(plan)
+        pairs = all(len(chain) == 2 == len({segment.rank for segment in chain}) for chain in shared)
+        if shared and pairs and inputs[0].device.type == "cpu":
+            groups = next(n for n in range(MOST_WAVES, 0, -1) if inputs[0].shape[2] % n == 0)
+        count, steps = len(inputs), rounds_of(plan, self.rank, gradient=gradient)
+        heads = list(zip(*(x.chunk(groups, 2) for x in (*inputs, *more)), strict=True))
+        posted: list[list[Arrival]] = [[] for _ in heads]
+        if groups > 1 and steps:
+            ((_, coming),) = steps
+            for arrivals, x in zip(posted, heads, strict=True):
+                rooms = [_room(message, x[:count]) for message in coming]
+                arrivals += self.transport.isend_irecv([], rooms, far=False)[0]
+        for number, (x, arrivals) in enumerate(zip(heads, posted, strict=True)):
+            yield Wave(parts(plan, self.rank, waits=number > 0), x[:count], x[count:], arrivals)
+
     def forward(self, plan: Plan, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, E]`` in v's dtype, and in one row what the backward of each part of ``parts`` needs.
 
         These are the states before each of the part's slabs and after it and, of a wide one, Q and M.
         """
-        mine, (q, _, v, _, _) = parts(plan, self.rank), tensors
-        out, kept = v.new_zeros(v.shape), dict[Part, list[Tensor]]()
-        scans = dict[Part, tuple[Tensor, Tensor, Tensor]]()
+        v = tensors[2]
+        out, row = v.new_zeros(v.shape), list[Tensor]()
+        for wave in self._waves(plan, tensors, out, gradient=False):
+            row += self._forward(plan, wave)
+        return out, torch.cat(row) if row else v.new_empty(0, dtype=torch.promote_types(v.dtype, torch.float32))
+
+    def _forward(self, plan: Plan, wave: Wave) -> list[Tensor]:
+        """Write the outputs of a wave's heads, and return what their backward needs."""
+        tensors, (out,) = wave.inputs, wave.more
+        q, _, v, _, _ = tensors
+        kept, scans = dict[Part, list[Tensor]](), dict[Part, tuple[Tensor, Tensor, Tensor]]()
 
         def compute(part: Part, state: Tensor | None = None) -> Tensor:
             found, states = scan.scan(*part.inputs(tensors), state, backend=self.backend)
@@ -132,56 +106,84 @@ class DeltaExecutor:
             scans[part] = scan.wide_scan(*part.inputs(tensors), backend=self.backend)
             return scans[part][2][-1].split([v.shape[-1], q.shape[-1]], -1)
 
-        def meanwhile() -> None:
-            for part in mine.wide:
-                own(part)
-            for part in mine.whole:
-                compute(part)
-
         def enter(part: Part, state: Tensor) -> None:
             if not part.wide:
                 compute(part, state)
                 return
             found, reads, states = scans.pop(part)
             added, through = states.split([v.shape[-1], q.shape[-1]], -1)
-            part.put(out, found + torch.einsum("bthd,bhde->bthe", reads, state))
+            part.put(out, found.add_(torch.einsum("bthd,bhde->bthe", reads, state)))
             kept[part] = [added + through @ state, reads, through[-1]]
 
-        self._pass(plan, own, meanwhile, enter, tensors, gradient=False)
-        row = [x.flatten() for part in mine.all for x in kept[part]]
-        return out, torch.cat(row) if row else v.new_empty(0, dtype=torch.promote_types(v.dtype, torch.float32))
+        self._pass(plan, wave, own, compute, enter, gradient=False)
+        return [x.flatten() for part in wave.parts.all for x in kept[part]]
 
     def backward(self, plan: Plan, dout: Tensor, kept: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Return dq, dk, dv, dg and dbeta in the dtypes of the inputs."""
-        mine = parts(plan, self.rank)
-        shapes = {part: _kept_shapes(part, *tensors[1:3]) for part in mine.all}
-        left = iter(kept.split([shape.numel() for several in shapes.values() for shape in several]))
-        saved = {part: [next(left).view(shape) for shape in several] for part, several in shapes.items()}
-        found = [x.new_zeros(x.shape) for x in tensors]
+        gradients, last = [x.new_zeros(x.shape) for x in tensors], list[Callable[[], None]]()
+        for wave in self._waves(plan, tensors, dout, *gradients, gradient=True):
+            shapes = [(part, shape) for part in wave.parts.all for shape in _kept_shapes(part, *wave.inputs[1:3])]
+            sizes = [shape.numel() for _, shape in shapes]
+            *pieces, kept = kept.split([*sizes, len(kept) - sum(sizes)])
+            saved = defaultdict[Part, list[Tensor]](list)
+            for (part, shape), piece in zip(shapes, pieces, strict=True):
+                saved[part].append(piece.view(shape))
+            last.append(self._backward(plan, wave, saved))
+        for compute in last:
+            compute()
+        return gradients
+
+    def _backward(self, plan: Plan, wave: Wave, saved: dict[Part, list[Tensor]]) -> Callable[[], None]:
+        """Write the gradients of a wave's heads; the function returned writes those that no other rank waits for."""
+        dout, *found = wave.more
 
         def compute(part: Part, dfinal: Tensor | None = None) -> Tensor:
-            taken = part.of(dout), dfinal, *part.inputs(tensors), saved[part][0]
+            taken = part.of(dout), dfinal, *part.inputs(wave.inputs), saved[part][0]
             *gradients, dstate = scan.backward(*taken, backend=self.backend)
             for dx, gradient in zip(found, gradients, strict=True):
                 part.put(dx, gradient)
             return dstate
 
-        def reached(part: Part) -> Tensor:
-            reads = saved[part][1]
-            return torch.einsum("bthd,bthe->bhde", reads, part.of(dout).to(reads.dtype))
-
-        entered = dict[Part, Tensor | None]()
-
         @cache
         def own(part: Part) -> Tensors:
             if not part.wide:
                 return (compute(part),)
-            reads = saved[part][1]
+            _, reads, through = saved[part]
             reached = torch.einsum("bthd,bthe->bhde", reads, part.of(dout).to(reads.dtype))
-            if part.link.after is None:
-                entered[part] = None
-                return (reached,)
-            return reached, saved[part][2].transpose(-1, -2)
+            return (reached,) if part.link.after is None else (reached, through.transpose(-1, -2))
+
+        entered = dict[Part, Tensor]()
+        self._pass(plan, wave, own, compute, entered.__setitem__, gradient=True)
+        for part, dfinal in entered.items():
+            compute(part, dfinal)
+
+        def ends() -> None:
+            for part in wave.parts.wide:
+                if part.link.after is None:
+                    compute(part)
+
+        return ends
+
+    def _pass(
+        self,
+        plan: Plan,
+        wave: Wave,
+        own: Callable[[Part], Tensors],
+        compute: Callable[[Part], object],
+        enter: Callable[[Part, Tensor], None],
+        *,
+        gradient: bool,
+    ) -> None:
+        """Pass states on in rounds, or their gradients back, and work while the first are on their way.
+
+        Args:
+            own: returns the map of a part, (U, M), or (U,) of the one that begins the chain.
+            compute: does the part of whole documents.
+            enter: takes a part and its incoming state; called when what others wait for has left.
+        """
+        mine = wave.parts
+        placed = {part.link: part for part in mine.all}
+        known, due, waits = dict[Part, Tensors](), dict[Part, Tensor](), []
 
         def meanwhile() -> None:
             for part in mine.wide:
@@ -189,42 +191,13 @@ class DeltaExecutor:
             for part in mine.whole:
                 compute(part)
 
-        self._pass(plan, own, meanwhile, entered.__setitem__, tensors, gradient=True)
-        for part, dfinal in entered.items():
-            compute(part, dfinal)
-        return found
-
-    def _pass(
-        self,
-        plan: Plan,
-        own: Callable[[Part], Tensors],
-        meanwhile: Callable[[], None],
-        enter: Callable[[Part, Tensor], None],
-        tensors: Tensors,
-        *,
-        gradient: bool,
-    ) -> None:
-        """Pass states on in rounds, or their gradients back, and work ``meanwhile``, while the first are on their way.
-
-        Args:
-            own: returns the map of a part, (U, M), or (U,) of the one that begins the chain.
-            enter: takes a part and its incoming state; called when what others wait for has left.
-        """
-        q, _, v, _, _ = tensors
-        wide = torch.promote_types(q.dtype, torch.float32)
-        widths = v.shape[-1], q.shape[-1]
-        placed = {part.link: part for part in parts(plan, self.rank).all}
-        known, due, waits = dict[Part, Tensors](), dict[Part, Tensor](), []
-        self.transport.connect_all(v.device)
+        self.transport.connect_all(wave.inputs[0].device)
         steps = rounds_of(plan, self.rank, gradient=gradient)
         if not steps:
             meanwhile()
         for index, (leaving, coming) in enumerate(steps):
             sends = [(message.peer, _onward(own, known, placed[message.source])) for message in leaving]
-            receives = [
-                (message.source.rank, tuple(_matrix(q, width, v, wide) for width in widths[: 2 - message.state]))
-                for message in coming
-            ]
+            receives = [] if wave.posted else [_room(message, wave.inputs) for message in coming]
             arrivals, sent = self.transport.isend_irecv(sends, receives, far=False)
             waits.append(sent)
             if index == 0:
@@ -233,7 +206,7 @@ class DeltaExecutor:
                 enter(part, state)
             due.clear()
             earlier = defaultdict[Part, list[Tensors]](list)
-            for message, arrival in zip(coming, arrivals, strict=True):
+            for message, arrival in zip(coming, wave.posted or arrivals, strict=True):
                 found = arrival()
                 for target in message.targets:
                     earlier[placed[target]].append(found)
@@ -259,8 +232,12 @@ def _composed(earlier: Tensors, later: Tensors) -> Tensors:
     return added + next(found), *found
 
 
-def _matrix(q: Tensor, width: int, v: Tensor, dtype: torch.dtype) -> Tensor:
-    return v.new_empty(v.shape[0], v.shape[2], q.shape[-1], width, dtype=dtype)
+def _room(message: Message, tensors: Tensors) -> tuple[int, Tensors]:
+    """Return who sends a message, and matrices for it."""
+    q, _, v, _, _ = tensors
+    shape, wide = (v.shape[0], v.shape[2], q.shape[-1]), torch.promote_types(q.dtype, torch.float32)
+    widths = (v.shape[-1], q.shape[-1])[: 2 - message.state]
+    return message.source.rank, tuple(v.new_empty(*shape, width, dtype=wide) for width in widths)
 
 
 def _kept_shapes(part: Part, k: Tensor, v: Tensor) -> list[torch.Size]:

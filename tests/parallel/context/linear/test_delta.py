@@ -12,7 +12,7 @@ from kernels.delta.rule import delta_rule
 from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
 from parallel.context.linear import delta
-from parallel.context.linear.delta import parts
+from parallel.context.linear import parts as scanned
 from parallel.context.linear.schedules import SCHEDULES, delta_traffic
 from parallel.context.linear.segments import segments
 from runtime.ranks import run_ranks
@@ -153,7 +153,7 @@ def decay_alone():
 
 def documents_joined():
     """Documents that are not told apart."""
-    delta.forgetting = lambda g, documents: g
+    scanned.forgetting = lambda g, documents: g
 
 
 def maps_out_of_order():
@@ -186,8 +186,27 @@ def test_who_has_which_segments():
         [(4, 8, 1, 1, 0, 0)],  # the two middle chunks touch
     ]
     plan = make_plan("ring", seq_len=29, size=4, documents=(0, 8, 12, 29), layout="contiguous")
-    kinds = [[len(kind) for kind in parts(plan, rank)] for rank in range(4)]
+    kinds = [[len(kind) for kind in scanned.parts(plan, rank)] for rank in range(4)]
     assert kinds == [[0, 0, 1, 0], [1, 0, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0]]  # 5 tokens of 8 do not wait
+
+
+def heads_ahead(rank, world_size):
+    """Heads of each scan that did not wait for its state."""
+    found, wide_scan = [], delta.scan.wide_scan
+
+    def counted(q, k, v, *others, **options):
+        found.append(v.shape[2])
+        return wide_scan(q, k, v, *others, **options)
+
+    delta.scan.wide_scan = counted
+    cp = context_parallel("ring", seq_len=251, group=dist.group.WORLD, layout="contiguous")
+    cp.attend_delta(*(cp.shard(x, 1) for x in inputs(251, 2)[:5]))
+    return found
+
+
+def test_heads_take_their_turns_where_a_document_lies_on_two_ranks():
+    assert run_ranks(heads_ahead, 2) == [[], [2]]  # a key head's two of four; the states of the others come meanwhile
+    assert run_ranks(heads_ahead, 3) == [[], [4], [4]]
 
 
 def test_calls_that_do_not_fit_are_named():

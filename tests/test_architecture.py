@@ -47,7 +47,7 @@ BUDGET = {
     "entry": 260,
     "model": 5240,
     "kernels": 4590,
-    "parallel": 7900,
+    "parallel": 7960,
     "checkpoint": 1570,
     "data": 4310,
     "train": 5870,
@@ -58,7 +58,7 @@ BUDGET = {
     "parity": 1060,
     "papers": 1880,
     "bench": 3280,
-    "tests": 43330,
+    "tests": 43340,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

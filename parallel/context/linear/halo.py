@@ -114,12 +114,18 @@ class Convolution:
         rows, at = spaced(x[:, : bounds[-1]], bounds, reach)
         for before, gap, _ in self._gaps(plan, halo, reach):
             rows[:, gap] = arrived[:, before]
-        dout, _ = spaced(dout[:, : bounds[-1]], bounds, reach)
-        drows, dweight = torch.ops.longmesh.causal_convolution_backward(dout[:, reach:], rows, weight)
+        drows = spaced(dout[:, : bounds[-1]], bounds, reach)[0][:, reach:]
+        drows, dweight = torch.ops.longmesh.causal_convolution_backward(drows, rows, weight)
         dx = x.new_zeros(x.shape)
         dx[:, : bounds[-1]] = drows.index_select(1, at + reach)
-        for part, found in arrivals():
-            dx[:, part.rows] += found
+        ends: dict[int, Tensor] = {}  # gradients of the rows that others read, to be rounded once
+        for part, found in arrivals():  # of a segment's last rows the most come first
+            end = part.rows.stop
+            if end not in ends:
+                ends[end] = convolve(F.pad(dout[:, part.rows].to(wide), (0, 0, 0, reach)), weight.flip(1))
+            ends[end][:, -found.shape[1] :] += found
+        for end, whole in ends.items():
+            dx[:, end - whole.shape[1] : end] = whole
         return dx, dweight
 
     def _bounds(self, plan: Plan) -> tuple[int, ...]:

@@ -30,7 +30,6 @@ ATTENTION = frozenset(
         "longmesh::state_attention",
         "longmesh::delta_rule",
         "longmesh::delta_attention",
-        "longmesh::context_convolution",
         "longmesh::heads_to_tokens",
         "longmesh::relayout_out",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -40,7 +39,8 @@ ATTENTION = frozenset(
     }
 )
 """Operators of an attention forward: ours, with the gather before and the exchange of heads or tokens after it, and the
-fused kernels of torch's SDPA."""
+fused kernels of torch's SDPA. Not a delta rule's convolution: its rows are all channels of all tokens, and what ranks
+send for it those of a few tokens."""
 
 
 class RecomputeError(UserError):

@@ -5,13 +5,12 @@ from planner.delta_cost import DeltaShape, wide_share
 
 
 def results_of(of: DeltaShape, plan: Plan, batch: int, element_size: int) -> list[float]:
-    """Return bytes per token of what its operators return: states, Q and the output; over ranks the convolution's too.
+    """Return bytes per token of what the rule's operator returns: states, Q and the output.
 
     Q is what a state that comes later adds to the outputs of tokens that do not wait for it.
     """
     states = of.states_bytes(batch, plan.local_len) / (batch * plan.local_len)
-    found = [states, 4 * wide_share(plan) * of.heads * of.key_dim, element_size * of.outputs]
-    return found + [element_size * of.channels] * (plan.size > 1)
+    return [states, 4 * wide_share(plan) * of.heads * of.key_dim, element_size * of.outputs]
 
 
 def activations_of(of: DeltaShape, plan: Plan, batch: int, element_size: int, normed: float) -> float:

@@ -41,8 +41,9 @@ class LoraConfig:
     lora_alpha: float | None = None
     """Adapters count lora_alpha / lora_rank times; by default once."""
     lora_target: tuple[str, ...] = ()
-    """Linear layers that get an adapter: wq wk wv wo of attention (and wu, a transnormer's gate) and gate up down of
-    the feed-forward, or PEFT's names of these, such as q_proj; by default all of them."""
+    """Linear layers that get an adapter: wq wk wv wo of attention (and wu, a gate of its output; wa and wb, a delta
+    rule's gates and betas) and gate up down of the feed-forward, or PEFT's names of a LLaMA's, such as q_proj; by
+    default all of them."""
 
     def adapted(self, linears: Sequence[str], width: int) -> tuple[str, ...]:
         """Return which of a layer's ``linears`` get an adapter, by our names; ``width`` is the residual stream's.

@@ -93,27 +93,52 @@ Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class States:
     """State that a model's layers keep of the tokens read so far.
 
-    Linear attention keeps a state [B, H, D, E], softmax attention a KVCache. ``read`` precedes every forward.
+    Linear attention keeps a state [B, H, D, E], softmax attention a KVCache. ``read`` precedes every forward. Of first
+    tokens that processes share, each keeps its own rows, and all keep the state after the last.
     """
 
-    def __init__(self, layers: int, merge: Merge = lambda out, lse: (out, lse)) -> None:
-        """Begin before the first token."""
+    def __init__(
+        self, layers: int, merge: Merge = lambda out, lse: (out, lse), total: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Begin before the first token; ``total`` sums over the processes that share the first tokens, if several."""
         self.layers: list[Any] = [None] * layers
         """The state of each layer; None before the first token."""
-        self._merge = merge
+        self._merge, self._total = merge, total
 
-    def read(self, positions: Tensor, ends: Tensor, keep: bool = True) -> None:
+    def read(self, positions: Tensor, ends: Tensor, keep: bool = True, *, shared: bool = False) -> None:
         """Say what the next forward's tokens are.
 
         Args:
             positions: int64 [B, T], or [1, T] if they are the same in all sequences.
             ends: int64 [B], how many tokens of each sequence will have been read; positions from there on are padding.
             keep: whether this process keeps the rows of these tokens, not another one.
+            shared: whether each process has other tokens of the sequences, which are then the first ones.
         """
         real = positions < ends[:, None]  # [B, T]
-        self._positions, self._ends = positions, ends
-        self._kept = real.any(0).nonzero()[:, 0] if keep else positions.new_empty(0)
+        there = real.any(0).nonzero()[:, 0]
+        self._positions, self._ends, self.shared = positions, ends, shared
+        self.count = len(there)
+        """Tokens here before the ends: those of layers with a state, whose sequences are of one length."""
+        self._kept = there if keep else there[:0]
         self._rows = positions.where(real, UNSEEN).index_select(1, self._kept)
+
+    @property
+    def left(self) -> Tensor:
+        """Return how many tokens of a sequence follow each of the ``count`` here, int64 [count]."""
+        return self._ends[0] - 1 - self._positions[0, : self.count]
+
+    def last(self, rows: Tensor, count: int) -> Tensor:
+        """Return the last rows [B, count, ...] of rows [B, T, ...] that processes share, zeros before the first."""
+        places = count - 1 - self.left
+        found = rows.new_zeros(len(rows), count, *rows.shape[2:])
+        here = places >= 0
+        found[:, places[here]] = rows[:, : self.count][:, here]
+        return self.total(found)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of x over the processes that share the first tokens."""
+        assert self._total is not None
+        return self._total(x)
 
     def attention(
         self, layer: int, k: Tensor, v: Tensor, left: int | None, sinks: Tensor | None

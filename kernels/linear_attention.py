@@ -172,6 +172,14 @@ def passed_on(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
     return state * (rates * tokens).exp()[:, None, None]
 
 
+def state_after(k: Tensor, v: Tensor, log_decay: Sequence[float], left: Tensor) -> Tensor:
+    """Compute what these tokens add to the state [B, H, D, E] after ``left`` [T] more tokens each, in any order."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    rates = rates_of(tuple(log_decay), wide, k.device)
+    faded = k.to(wide) * (left[:, None] * rates).exp()[..., None]  # [B, T, H, D]
+    return torch.einsum("bthd,bthe->bhde", faded, v.to(wide))
+
+
 def from_state(
     q: Tensor, state: Tensor, log_decay: Sequence[float], tokens: int | None = None, *, reverse: bool = False
 ) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from kernels.linear_attention import linear_attention
+from kernels.linear_attention import linear_attention, state_after
 from model.config import ModelConfig, SoftmaxType
 from model.layers import JointRMSNorm, Linear, RMSNorm, Rotary, ZeroCentredRMSNorm
 from model.windows import Window
@@ -165,8 +165,12 @@ class LinearCore(nn.Module):
         if states is None:
             return self.attend(q, k, v, log_decay, *(() if mask is None else (mask,)))
         refuse_mask(mask)
-        out, states.layers[layer] = linear_attention(q, k, v, log_decay, states.layers[layer])
-        return out
+        own_q, own_k, own_v = (x[:, : states.count] for x in (q, k, v))
+        if states.shared:
+            states.layers[layer] = states.total(state_after(own_k, own_v, log_decay, states.left))
+            return self.attend(q, k, v, log_decay)
+        out, states.layers[layer] = linear_attention(own_q, own_k, own_v, log_decay, states.layers[layer])
+        return F.pad(out, (0, 0, 0, 0, 0, q.shape[1] - states.count))
 
 
 class Attention(nn.Module):

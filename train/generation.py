@@ -2,7 +2,8 @@
 
 Reading the prompts is an ordinary forward under any method, whose ranks keep the keys and values of their own tokens.
 Afterwards all context-parallel ranks read each new token, attend to the rows that they keep, and merge the results;
-they keep the new rows in turn. Pipeline stages hand hidden states on, and the last one draws.
+they keep the new rows in turn. States after the prompts are the same on all of them. Pipeline stages hand hidden states
+on, and the last one draws.
 
 Shapes: B prompts, T new tokens of this rank, C width of the residual stream, V vocabulary entries.
 """
@@ -25,17 +26,18 @@ from checkpoint.manifest import read_manifest
 from checkpoint.search import checkpoint_of
 from kernels.cache import States
 from kernels.merge import merged
-from model.attention import Attend, Attention, sdpa
+from model.attention import Attention, LinearCore
 from model.base import RecurrentModel
 from model.config import architecture_of
 from model.generate import DivergedError, Draw, Read, at_ends, check_lengths, write
+from model.linear.delta import DeltaAttention
 from model.registry import build_model
 from parallel.context import ContextParallel
 from parallel.mesh import SIZES, Mesh, distributed_mesh
 from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
-from train.attention import softmax_context
+from train.attention import context_of
 from train.config.derive import IMPORTED, Choices, config_as_trained, fitted, with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_file
@@ -69,11 +71,6 @@ def opened(
     config, processes = load_config(config_file(run)), launched_world_size()
     sizes = dict.fromkeys(SIZES, 1) | sizes
     pp, cp, tp = (sizes[name] for name in SIZES)
-    if config.model.recurrent and max(cp, tp, pp) > 1:
-        raise ConfigError(
-            f"model_type is {config.model.model_type}, whose states of linear attention one process keeps; "
-            "leave out the sizes of context, tensor and pipeline parallelism"
-        )
     if processes % (cp * tp * pp) or (processes > cp * tp * pp and not replicas):
         fix = "a multiple of it" if replicas else "all of them write the same text"
         raise ConfigError(
@@ -107,6 +104,8 @@ class Writer:
             config = replace(config, checkpoint=CheckpointConfig())  # nothing is resumed, whatever the run began with
             config = with_method(config, dist.get_world_size(), choices.method)
         dtype = dtype or (torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32)
+        # Of a hybrid's layouts the one that moves no tokens.
+        config = replace(config, hybrid=replace(config.hybrid, hybrid_softmax_layout="contiguous"))
         # Attention's backend is chosen for what is computed here, not for what the run computed in.
         config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))
         self.config, self.folder, self.iteration = config, folder, manifest.iteration
@@ -128,7 +127,7 @@ class Writer:
             split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups)
         self._part = part.to_empty(device=mesh.device)
         load_model(folder, part, architecture_of(model))
-        self._contexts: dict[int, tuple[ContextParallel, Attend]] = {}
+        self._contexts: dict[int, tuple[ContextParallel, Any]] = {}
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise the UserErrors of ``write`` that are about these."""
@@ -174,7 +173,8 @@ class Writer:
     def _begin(self, length: int, draw: Draw) -> Read:
         """Return what reads prompts padded to ``length``, then new tokens."""
         cp, tp = self._mesh.cp, self._mesh.tp.size()
-        states = States(self.config.model.num_layers, *([self._merge] if cp.size() > 1 else []))
+        layers = self.config.model.num_layers
+        states = States(layers, self._merge, self._total) if cp.size() > 1 else States(layers)
         turns = count()
 
         def read(tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
@@ -186,7 +186,8 @@ class Writer:
                 tokens = F.pad(tokens, (0, missing))
                 more = torch.arange(1, missing + 1, device=tokens.device)
                 positions = torch.cat((positions, positions[:, -1:] + more), 1)  # from the ends on: padding
-            states.read(positions, ends, prompts or turn % cp.size() == cp.get_local_rank())
+            keep = prompts or turn % cp.size() == cp.get_local_rank()
+            states.read(positions, ends, keep, shared=prompts and cp.size() > 1)
             hidden = self._through_stages(tokens, positions, ends, states)
             return self._drawn(hidden, draw, len(ends), spread=prompts)
 
@@ -194,19 +195,28 @@ class Writer:
 
     def _share(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens [B, T] of prompts, with positions [1, T], and let attention go over the ranks."""
-        length, table = tokens.shape[1], self.config.model.position_table
+        length, model = tokens.shape[1], self.config.model
         # A few lengths for all prompts, since each has groups and plans of its own: at most an eighth is padding.
-        step = max(1 << max(length.bit_length() - 4, 0), 2 * self._mesh.cp.size())
+        # States end with the last token.
+        step = 1 if model.recurrent else max(1 << max(length.bit_length() - 4, 0), 2 * self._mesh.cp.size())
         padded = -(-length // step) * step
-        padded = padded if table is None else min(padded, table)
+        padded = padded if model.position_table is None else min(padded, model.position_table)
         if padded not in self._contexts:
             config = replace(self.config, train=replace(self.config.train, seq_length=padded))
-            self._contexts[padded] = softmax_context(config, self._mesh.cp.get_group(), sdpa)
+            self._contexts[padded] = context_of(config, self._mesh.cp.get_group())
         cp, attend = self._contexts[padded]
         for module in self._part.modules():
-            if isinstance(module, Attention):
-                module.attend = attend
+            own: Any = module
+            if isinstance(module, DeltaAttention):
+                own.attend, own.convolve = cp.delta, cp.convolve
+            elif isinstance(module, Attention | LinearCore):
+                own.attend = getattr(attend, "softmax" if isinstance(module, Attention) else "linear", attend)
         return cp.shard(F.pad(tokens, (0, padded - length)), 1), cp.positions[None].to(tokens.device)
+
+    def _total(self, x: Tensor) -> Tensor:
+        """Sum x over the ranks of cp, in place."""
+        dist.all_reduce(x, group=self._mesh.cp.get_group())
+        return x
 
     def _merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge attention to the rows of this rank with the others'."""

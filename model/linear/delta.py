@@ -133,6 +133,8 @@ class DeltaAttention(nn.Module):
 
     def forward(self, x: Tensor, places: Any = None, mask: Any = None, states: States | None = None) -> Tensor:
         """Apply it to x [B, T, C]; with states, read and replace this layer's."""
+        if states is not None and not states.shared and (more := x.shape[1] - states.count):
+            return F.pad(self.forward(x[:, : states.count], states=states), (0, 0, 0, more))
         parts = [w(x) for w in (self.wq, self.wk, self.wv)]  # heads of this device, [B, T, K D or H E]
         weight = torch.cat([conv() for conv in (self.conv_q, self.conv_k, self.conv_v)])
         rows = torch.cat(parts, -1)
@@ -153,6 +155,9 @@ class DeltaAttention(nn.Module):
         refuse_mask(mask)
         before, state = states.layers[self.layer] or (None, None)
         gap = weight.shape[1] - 1
+        if states.shared:
+            states.layers[self.layer] = states.last(rows, gap), None
+            return self.convolve(rows, weight)
         seen = F.pad(rows, (0, 0, gap, 0)) if before is None else torch.cat((before, rows), 1)
         states.layers[self.layer] = seen[:, seen.shape[1] - gap :], state
         return causal_convolution(rows, weight, before)
@@ -163,6 +168,11 @@ class DeltaAttention(nn.Module):
         if states is None:
             return self.attend(q, k, v, g, beta, *(() if mask is None else (mask,)))
         before, state = states.layers[self.layer]
+        if states.shared:
+            attend: Any = self.attend  # parallel.context.linear.attention.DeltaAttention, as its devices share tokens
+            out, state = attend.with_state(q, k, v, g, beta)
+            states.layers[self.layer] = before, states.total(state)
+            return out
         backend = "reference" if q.shape[1] == 1 else "auto"  # which goes token by token
         out, state = delta_rule(q, k, v, g, beta, state, backend=backend)
         states.layers[self.layer] = before, state

@@ -213,10 +213,10 @@ class ContextParallel:
         gathers = self._executor.gathers_keys and not plan.sparse
         self.attend = SoftmaxAttention(self._executor, self._outside, self.handle.tensor, gathers=gathers)
         """Softmax attention: this rank's q, k, v -> out; it can start on k and v before q is ready."""
-        delta = DeltaAttention(self._delta_executor, self._convolution, plan, self.handle)
-        self.attend_delta = delta.attend
+        self.delta = DeltaAttention(self._delta_executor, self._convolution, plan, self.handle)
+        self.attend_delta = self.delta.attend
         """The gated delta rule: this rank's q, k, v, g, beta -> out, see ``DeltaAttention``."""
-        self.convolve = delta.convolve
+        self.convolve = self.delta.convolve
         """The short causal convolution before it: this rank's x, and weight -> out."""
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:

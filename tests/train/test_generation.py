@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from checkpoint.api import save_checkpoint
+from kernels.cache import States
 from model.config import ModelConfig, architecture_of
 from model.generate import Draw
 from model.registry import build_model
@@ -52,6 +53,19 @@ MODELS = {
         LLAMA, rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16
     ),
 }
+STATES = {
+    "qwen3_5": dataclasses.replace(
+        LLAMA, model_type="qwen3_5", softmax_every=2, kv_channels=16, rotary_percent=0.5, linear_num_value_heads=8
+    ),
+    "olmo_hybrid": dataclasses.replace(LLAMA, model_type="olmo_hybrid", softmax_every=2, linear_value_head_dim=10),
+    "kda": dataclasses.replace(LLAMA, model_type="qwen3_5", softmax_every=2, linear_gate="per_channel", lora_rank=4),
+    **{
+        kind: dataclasses.replace(LLAMA, model_type=kind, num_query_groups=None)
+        for kind in ("transnormer", "linear_transformer")
+    },
+    "hybrid": dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None, softmax_every=2),
+}
+"""Models whose layers keep states."""
 NEW = 9
 PROMPTS = [
     torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (21, 5, 33)
@@ -98,9 +112,9 @@ def weighted(config):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The folder of a run of each model."""
-    folders = {name: tmp_path_factory.mktemp("run") for name in MODELS}
+    folders = {name: tmp_path_factory.mktemp("run") for name in MODELS | STATES}
     for name, folder in folders.items():
-        saved(folder, MODELS[name])
+        saved(folder, (MODELS | STATES)[name])
     return folders
 
 
@@ -108,8 +122,8 @@ def naive(config, prompts):
     """The likeliest tokens and their logits [NEW, B, V], from a forward over all tokens for each."""
     if config.rope_scaling_type == "dynamic":
         config = dataclasses.replace(config, rope_scaling_seq_length=max(map(len, prompts)) + NEW)
-    model = weighted(config).double()
-    found = []
+    model, found = weighted(config), []
+    model.cast(torch.float64)
     for prompt in prompts:
         tokens, logits = list(prompt), []
         for _ in range(NEW):
@@ -189,6 +203,82 @@ def test_one_process_writes_what_no_cache_does(name, runs):
     assert (lost[1] - expected[1]).abs().max() > 1e-4
 
 
+CP = "context_parallel_size"
+OWN = {"cp 2": {CP: 2}, "tp 2": MESHES["tp 2"], "pp 2": MESHES["pp 2"]}
+"""Meshes of 2 ranks whose method is the model's own, zigzag or lasp."""
+CELLS = {
+    2: [
+        *((name, mesh) for name in STATES for mesh in OWN.values()),
+        *(("qwen3_5", MESHES[f"cp 2, {method}"]) for method in ("ring", "exchange", "ulysses")),
+        *((name, {CP: 2, "context_parallel_method": "ulysses"}) for name in ("transnormer", "hybrid")),
+        ("hybrid", {CP: 2, "context_parallel_method": "lasp2"}),
+    ],
+    4: [
+        *((name, {CP: 4}) for name in STATES),
+        *((name, {CP: 2, **MESHES[mesh]}) for name in STATES for mesh in ("tp 2", "pp 2")),
+    ],
+    6: [(name, {CP: 3, **MESHES["tp 2"]}) for name in ("kda", "hybrid")],
+}
+
+
+def all_written(rank, world_size, cells, folders, fault=None):
+    """The texts of a rank in each cell; ``fault`` breaks something first."""
+    if fault:
+        fault()
+    return [written(rank, world_size, folders[name], mesh) for name, mesh in cells]
+
+
+def away(name, results):
+    """The largest difference of logits from those of a forward over all tokens, and whether texts are the same."""
+    texts, logits = of_ranks(results)
+    wanted, expected = naive(STATES[name], PROMPTS)
+    order = sorted(range(len(PROMPTS)), key=lambda number: len(PROMPTS[number]))  # lengths are read one by one
+    found = logits.view(len(PROMPTS), NEW, -1)
+    return (found - expected[:, order].transpose(0, 1)).abs().max().item(), texts == wanted
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (4, 6))])
+def test_states_go_on_from_prompts_that_ranks_share(ranks, runs):
+    results = run_ranks(all_written, ranks, CELLS[ranks], runs)
+    for (name, mesh), cell in zip(CELLS[ranks], zip(*results, strict=True), strict=True):
+        error, same = away(name, cell)
+        assert error < 1e-10, (name, mesh)
+        assert same
+
+
+def without_the_sum():
+    """Each rank goes on from the state of its own tokens."""
+    States.total = lambda self, x: x
+
+
+def with_padding():
+    """Padding that tensor parallelism adds to a token changes the states."""
+    States.count = property(lambda self: self._positions.shape[1], lambda self, value: None)
+
+
+@pytest.mark.parametrize(("fault", "mesh"), [(without_the_sum, "cp 2"), (with_padding, "tp 2")])
+def test_a_state_that_is_not_of_all_tokens_shows(fault, mesh, runs):
+    kinds = [("olmo_hybrid", OWN[mesh]), ("transnormer", OWN[mesh])]
+    results = run_ranks(unequal, 2, kinds, runs, fault)
+    for (name, _), logits in zip(kinds, results[0], strict=True):
+        _, expected = naive(STATES[name], PROMPTS[1:2])
+        assert (logits[0] - expected[0, 0]).abs().max() < 1e-10  # the prompt's
+        assert (logits[1] - expected[1, 0]).abs().max() > 1e-4
+
+
+def unequal(rank, world_size, cells, folders, fault):
+    """The logits of a prompt of five tokens, whose text may differ between ranks."""
+    fault()
+    found, draw = [], Draw.__call__
+    for name, mesh in cells:
+        seen = []
+        Draw.__call__ = lambda self, hidden, logits, seen=seen: (seen.append(logits), draw(self, hidden, logits))[1]
+        with opened(folders[name], dtype=torch.float64, **mesh) as writer:
+            writer.write(PROMPTS[1:2], 2)
+        found.append([logits[0] for logits in seen])
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["cp 2, zigzag", "pp 2, tp 2"])
 def test_a_lost_row_shows_on_a_mesh(mesh, runs):
@@ -242,9 +332,6 @@ def test_what_cannot_be_written_is_refused(runs, tmp_path):
     (tmp_path / "config.toml").write_text(write_toml(Config(model=LLAMA)))
     assert "holds no checkpoint" in message(tmp_path)
     assert "lasp, which passes states of linear attention on" in message(tmp_path, context_parallel_method="lasp")
-    linear = dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None)
-    (tmp_path / "config.toml").write_text(write_toml(Config(model=linear)))
-    assert "model_type is transnormer, whose states" in message(tmp_path, tensor_model_parallel_size=2)
     with opened(runs["gpt"], context_parallel_method="auto") as writer:  # one process has nothing to choose
         for prompts, said in (
             ([[1, 61]], "token 61, and the model has 0 to 60"),

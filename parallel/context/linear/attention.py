@@ -9,7 +9,7 @@ from parallel.context.errors import ContextError
 from parallel.context.linear.by_heads import DeltaHeads
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
-from parallel.context.plan import Plan, PlanHandle
+from parallel.context.plan import PLANS, Plan, PlanHandle
 
 
 class DeltaAttention:
@@ -31,6 +31,8 @@ class DeltaAttention:
     ) -> Tensor:
         """Compute the gated delta rule over the whole sequence; differentiable, collective.
 
+        ``with_state`` returns the state that it ends in too.
+
         Args:
             q, k, v, g, beta: as for ``kernels.delta.rule.delta_rule``, with T_local tokens.
             mask: the plan of these sequences, another ``handle``; by default the one bound.
@@ -41,17 +43,32 @@ class DeltaAttention:
         Raises:
             ContextError: a striped layout, a window or a full mask; shapes, dtypes or heads that do not fit.
         """
+        plan = self._checked(q, k, v, g, beta, mask)
+        if isinstance(self._executor, DeltaHeads):
+            return self._executor.attend(q, k, v, g, beta, plan)
+        out: Tensor = torch.ops.longmesh.delta_attention(q, k, v, g, beta, self._executor.handle, plan)[0]
+        return out
+
+    def with_state(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Do as ``attend`` without a gradient, for ranks that pass states on.
+
+        Returns:
+            Out, and the state ``[B, H, D, E]`` after the last document on the rank that ends it, zeros on the others.
+        """
+        assert isinstance(self._executor, DeltaExecutor), "ranks that exchange heads know no state of all"
+        plan = self._checked(q, k, v, g, beta, mask)
+        out, kept = torch.ops.longmesh.delta_attention(q, k, v, g, beta, self._executor.handle, plan)
+        return out, self._executor.final(PLANS[plan], kept, k, v)
+
+    def _checked(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None) -> Tensor:
         self._check_length("attend_delta", "q", q)
         try:
             check(q, k, v, g, beta)
         except ValueError as error:
             raise ContextError(f"attend_delta: {error}") from error
-        plan = (mask or self._handle).tensor
-        if isinstance(self._executor, DeltaHeads):
-            return self._executor.attend(q, k, v, g, beta, plan)
-        operands = q, k, v, g, beta, self._executor.handle, plan
-        out: Tensor = torch.ops.longmesh.delta_attention(*operands)[0]
-        return out
+        return (mask or self._handle).tensor
 
     def convolve(self, x: Tensor, weight: Tensor, mask: PlanHandle | None = None) -> Tensor:
         """Compute ``causal_convolution`` of kernels/delta/convolution.py in each document; differentiable, collective.

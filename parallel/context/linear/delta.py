@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.delta import scan
 from parallel.context.linear.parts import Part, Parts, parts
 from parallel.context.linear.schedules import Message, rounds_of
-from parallel.context.linear.segments import cut, plan_of
+from parallel.context.linear.segments import chains, cut, plan_of
 from parallel.context.plan import PLANS, Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles
@@ -61,10 +61,7 @@ class DeltaExecutor:
         Where each document that ranks share ends on the second of two, only the first group's end is wide: the states
         of the others arrive meanwhile, into what is posted at once. A GPU computes all heads together, to be full.
         """
-        groups, shared = 1, cut(plan)
-        pairs = all(len(chain) == 2 == len({segment.rank for segment in chain}) for chain in shared)
-        if shared and pairs and inputs[0].device.type == "cpu":
-            groups = next(n for n in range(MOST_WAVES, 0, -1) if inputs[0].shape[2] % n == 0)
+        groups = _groups(plan, inputs[0])
         count, steps = len(inputs), rounds_of(plan, self.rank, gradient=gradient)
         heads = list(zip(*(x.chunk(groups, 2) for x in (*inputs, *more)), strict=True))
         posted: list[list[Arrival]] = [[] for _ in heads]
@@ -118,16 +115,20 @@ class DeltaExecutor:
         self._pass(plan, wave, own, compute, enter, gradient=False)
         return [x.flatten() for part in wave.parts.all for x in kept[part]]
 
+    def final(self, plan: Plan, kept: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the state after the last document where that ends, zeros elsewhere; ``kept`` is forward's row."""
+        last, found = [chain for chain in chains(plan) if chain[0].start < plan.seq_len][-1][-1], list[Tensor]()
+        groups = _groups(plan, k)
+        for number, heads in enumerate(zip(k.chunk(groups, 2), v.chunk(groups, 2), strict=True)):
+            saved, kept = _unpacked(parts(plan, self.rank, waits=number > 0), kept, *heads)
+            found += [states[-1] for part, (states, *_) in saved.items() if part.segments[-1] == last]
+        return torch.cat(found, 1) if found else torch.zeros_like(scan.empty_states(k[:, :1], v[:, :1])[0])
+
     def backward(self, plan: Plan, dout: Tensor, kept: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Return dq, dk, dv, dg and dbeta in the dtypes of the inputs."""
         gradients, last = [x.new_zeros(x.shape) for x in tensors], list[Callable[[], None]]()
         for wave in self._waves(plan, tensors, dout, *gradients, gradient=True):
-            shapes = [(part, shape) for part in wave.parts.all for shape in _kept_shapes(part, *wave.inputs[1:3])]
-            sizes = [shape.numel() for _, shape in shapes]
-            *pieces, kept = kept.split([*sizes, len(kept) - sum(sizes)])
-            saved = defaultdict[Part, list[Tensor]](list)
-            for (part, shape), piece in zip(shapes, pieces, strict=True):
-                saved[part].append(piece.view(shape))
+            saved, kept = _unpacked(wave.parts, kept, *wave.inputs[1:3])
             last.append(self._backward(plan, wave, saved))
         for compute in last:
             compute()
@@ -238,6 +239,25 @@ def _room(message: Message, tensors: Tensors) -> tuple[int, Tensors]:
     shape, wide = (v.shape[0], v.shape[2], q.shape[-1]), torch.promote_types(q.dtype, torch.float32)
     widths = (v.shape[-1], q.shape[-1])[: 2 - message.state]
     return message.source.rank, tuple(v.new_empty(*shape, width, dtype=wide) for width in widths)
+
+
+def _groups(plan: Plan, q: Tensor) -> int:
+    """Return the groups of heads that take their turns."""
+    shared = cut(plan)
+    pairs = all(len(chain) == 2 == len({segment.rank for segment in chain}) for chain in shared)
+    turns = shared and pairs and q.device.type == "cpu"
+    return next(n for n in range(MOST_WAVES, 0, -1) if q.shape[2] % n == 0) if turns else 1
+
+
+def _unpacked(mine: Parts, kept: Tensor, k: Tensor, v: Tensor) -> tuple[dict[Part, list[Tensor]], Tensor]:
+    """Return what was kept of each part of a wave's heads, and the rest of the row."""
+    shapes = [(part, shape) for part in mine.all for shape in _kept_shapes(part, k, v)]
+    sizes = [shape.numel() for _, shape in shapes]
+    *pieces, rest = kept.split([*sizes, len(kept) - sum(sizes)])
+    saved = defaultdict[Part, list[Tensor]](list)
+    for (part, shape), piece in zip(shapes, pieces, strict=True):
+        saved[part].append(piece.view(shape))
+    return saved, rest
 
 
 def _kept_shapes(part: Part, k: Tensor, v: Tensor) -> list[torch.Size]:

@@ -57,10 +57,9 @@ def mesh_config(tp=1, cp=1):
 
 
 def weight_of(model_config, name, shape, part=()):
-    """Initial weights, but for biases and sinks, which near 0 would hide what is done with them."""
-    return initial_weight(model_config, name.replace("bias", "bias.matrix"), shape, SEED, part) * (
-        50 if name.endswith("sinks") else 1
-    )
+    """Initial weights, but for biases, sinks and adapters, which near 0 would hide what is done with them."""
+    drawn = name.replace("bias", "bias.matrix").replace("lora_B.weight", "lora_B.matrix")
+    return initial_weight(model_config, drawn, shape, SEED, part) * (50 if name.endswith("sinks") else 1)
 
 
 def plain(model_config, attend=sdpa):
@@ -72,7 +71,7 @@ def plain(model_config, attend=sdpa):
     return model
 
 
-def build(mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, method="zigzag", hybrid=RING):
+def build(mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, method="zigzag", hybrid=RING, *, bf16=False):
     """As the entry script does."""
     cp, attend = context(mesh, model_config, method, hybrid)
     with torch.device("meta"):
@@ -80,7 +79,7 @@ def build(mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, method="zigz
     split_model(model, mesh.tp, head_dim=model_config.head_dim, kv_heads=model_config.query_groups)
     recompute_layers(model.layers, recompute)
     sharding = sharding_mesh(mesh.dp_cp, data_parallel)
-    shard_model(model, model.layers, sharding, bf16=False, strategy=data_parallel.strategy)
+    shard_model(model, model.layers, sharding, bf16=bf16, strategy=data_parallel.strategy)
     init_parameters(model, mesh.device, lambda name, shape, part: weight_of(model_config, name, shape, part))
     return model, cp
 
@@ -88,7 +87,7 @@ def build(mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, method="zigz
 def context(mesh, model_config, method, hybrid=RING):
     """The context-parallel dimension and the attention of the model; ``hybrid`` is for its softmax layers, if any."""
     group = mesh.cp.get_group()
-    if model_config.softmax_every is not None:
+    if model_config.softmax_period is not None:
         run = Config(
             model=model_config,
             mesh=mesh_config(mesh.tp.size(), mesh.cp.size()),
@@ -135,10 +134,18 @@ def own_batch(mesh, cp):
 
 
 def split_step(
-    mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, *, local_mean=False, method="zigzag", hybrid=RING
+    mesh,
+    model_config,
+    recompute=PLAIN,
+    data_parallel=ZERO3,
+    *,
+    local_mean=False,
+    method="zigzag",
+    hybrid=RING,
+    bf16=False,
 ):
     """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
-    model, cp = build(mesh, model_config, recompute, data_parallel, method, hybrid)
+    model, cp = build(mesh, model_config, recompute, data_parallel, method, hybrid, bf16=bf16)
     weights = weights_of(model)
     tokens, labels = own_batch(mesh, cp)
     valid = (labels != -100).sum() * mesh.dp_cp.size() if local_mean else (data()[1] != -100).sum()
@@ -192,8 +199,8 @@ def difference(got, want):
     return max((got.gradients[name] - want.gradients[name]).abs().max().item() for name in want.gradients)
 
 
-def check_step(got, want, case=None):
-    """Assert that a step over ranks is that of one process."""
+def check_step(got, want, case=None, bound=GRADIENT):
+    """Assert that a step over ranks is that of one process; ``bound`` is on its gradients."""
     assert abs(got.loss - want.loss) < LOSS, case
-    assert difference(got, want) < GRADIENT, case
+    assert difference(got, want) < bound, case
     assert equal(got.weights, want.weights), case

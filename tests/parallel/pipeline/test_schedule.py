@@ -137,8 +137,14 @@ def kind(name, **changes):
 
 
 HYBRID = kind("transnormer", num_layers=4, softmax_every=2)
+DELTA = config(model_type="olmo_hybrid", num_layers=LAYERS, softmax_every=2, linear_value_head_dim=10)
+KDA = config(model_type="qwen3_5", num_layers=LAYERS, softmax_every=2, linear_gate="per_channel")
+"""Five layers, of which each second has softmax attention: numbered within a stage, others would."""
 WINDOWED = {"num_layers": LAYERS, "window_size": "5,0", "window_attn_skip_freq": "3"}
 """Every third layer of five sees all: numbered within a stage, others would."""
+
+
+INNER = ("context", "tensor_model")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +158,8 @@ WINDOWED = {"num_layers": LAYERS, "window_size": "5,0", "window_attn_skip_freq":
         (kind("linear_transformer"), "context", INTERLEAVED, "legacy_ddp"),
         (HYBRID, "context", ONE_F_ONE_B, "zero2"),
         (HYBRID, "tensor_model", ONE_F_ONE_B, "zero2"),
+        (DELTA, "context", *SCHEDULES["interleaved"]),
+        *(pytest.param(KDA, inner, *SCHEDULES["zero bubble"], marks=pytest.mark.slow) for inner in INNER),
     ],
 )
 def test_a_pipeline_over_tensor_or_context_parallel_ranks(model, inner, pipeline, strategy):

@@ -1,0 +1,107 @@
+"""A step of models with a delta rule over ranks of any dimension, in every mode, is that of one process."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from parallel.mesh import distributed_mesh
+from runtime.ranks import run_ranks
+from tests.parallel import test_steps
+from tests.parallel.split import check_step, config, mesh_config, plain, split_step, whole_step
+from tests.parallel.test_steps import Case
+
+DELTA = {"num_layers": 3, "softmax_every": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
+QWEN3_5 = {"model_type": "qwen3_5", "kv_channels": 8, "rotary_percent": 0.5, **DELTA}
+MODELS = {
+    "qwen3_5": config(True, **QWEN3_5, linear_num_key_heads=2, linear_num_value_heads=4),
+    "olmo_hybrid": config(model_type="olmo_hybrid", **DELTA),
+    "kda": config(**QWEN3_5, linear_gate="per_channel"),
+}
+KINDS = tuple(MODELS)
+MODELS |= {f"{kind} lora": replace(MODELS[kind], lora_rank=3, lora_alpha=4.5) for kind in KINDS}
+test_steps.MODELS.update(MODELS)
+POLICIES = ("full", "selective", "attention_boundary")
+CASES = {
+    2: [
+        *(Case(kind, "zigzag", 1, 2, policy=policy) for kind, policy in zip(KINDS, POLICIES, strict=True)),
+        *(Case(kind, "ring", 2, 1, policy=policy) for kind, policy in zip(KINDS, reversed(POLICIES), strict=True)),
+        *(Case(f"{kind} lora", *mesh) for kind in KINDS for mesh in (("exchange", 1, 2), ("ring", 2, 1))),
+        *(Case("olmo_hybrid", method, 1, 2) for method in ("ring", "allgather", "ulysses", "wallfacer")),
+        Case("kda", "double_ring", 1, 2, "zero1", "attention_boundary"),
+        Case("qwen3_5", "ulysses", 1, 2, "ddp", "full"),
+        Case("qwen3_5 lora", "zigzag", 1, 2, "zero2", "attention_boundary"),
+        Case("qwen3_5 lora", "zigzag", 1, 1, policy="selective"),
+    ],
+    3: [
+        *(Case(kind, "zigzag", 1, 3, policy="full") for kind in KINDS),
+        *(Case(kind, "exchange", 1, 3, "ddp", "selective") for kind in KINDS),
+    ],
+    4: [
+        *(Case(kind, method, 2, 2, policy="full") for kind in KINDS for method in ("zigzag", "ulysses")),
+        *(Case(kind, "ring", 1, 2, strategy) for kind in KINDS for strategy in ("zero3", "zero1", "legacy_ddp")),
+        *(Case(kind, method, 1, 4) for kind in KINDS for method in ("zigzag", "exchange", "double_ring", "allgather")),
+        *(Case(f"{kind} lora", "zigzag", 2, 2) for kind in KINDS),
+        Case("kda", "ring", 4, 1),  # whose KV heads two ranks share
+    ],
+}
+
+
+@cache
+def one_process(kind):
+    return whole_step(MODELS[kind], plain(MODELS[kind], None))
+
+
+def steps(rank, world_size, cases):
+    return [step for step, _ in test_steps.steps(rank, world_size, cases)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_step_over_ranks_is_that_of_one_process(ranks):
+    """Gradients relative to the largest, which is up to 0.3."""
+    for result in run_ranks(steps, ranks, CASES[ranks]):
+        for case, got in zip(CASES[ranks], result, strict=True):
+            want = one_process(case.kind)
+            check_step(got, want, case, 1e-6 * max(x.abs().max().item() for x in want.gradients.values()))
+
+
+def halves(rank, world_size, meshes):
+    """The steps in bfloat16 on each mesh."""
+    found = {}
+    for tp, cp in meshes:
+        for kind in (*KINDS, "qwen3_5 lora"):
+            with distributed_mesh(mesh_config(tp, cp)) as mesh:
+                found[kind, tp, cp] = split_step(mesh, MODELS[kind], bf16=True)[1]
+    return found
+
+
+def errors(step, kind):
+    """Differences of a step from that in float32: of its loss, and of each gradient relative to its norm."""
+    want = one_process(kind)
+    pairs = {name: (x, want.gradients[name]) for name, x in step.gradients.items()}
+    return abs(step.loss - want.loss), {name: (x - y).norm() / y.norm() for name, (x, y) in pairs.items()}
+
+
+def test_bfloat16_over_ranks_is_as_near_to_float32_as_in_one_process():
+    alone = run_ranks(halves, 1, [(1, 1)])[0]
+    for (kind, tp, cp), step in run_ranks(halves, 2, [(1, 2), (2, 1)])[0].items():
+        (loss, away), (_, limits) = errors(step, kind), errors(alone[kind, 1, 1], kind)
+        assert loss < 1e-3, (kind, tp, cp)
+        assert max(away.values()) < 0.05, (kind, tp, cp)
+        for name, size in away.items():
+            # Tensor parallel ranks add partial sums of 8 bits.
+            assert size < (1.25 if tp == 1 else 3.5) * limits[name], (kind, tp, cp, name)
+
+
+def without_a_halo(rank, world_size, cases):
+    """Parts of a sequence begin with zeros."""
+    from parallel.context.linear import halo
+
+    halo.cut = lambda plan: ()
+    return steps(rank, world_size, cases)
+
+
+def test_a_lost_halo_would_be_seen():
+    case = Case("olmo_hybrid", "zigzag", 1, 2)
+    (got,), want = run_ranks(without_a_halo, 2, [case])[0], one_process(case.kind)
+    assert test_steps.difference(got, want) > 1e-4

@@ -1,7 +1,8 @@
 # Everything a user or CI starts. `make` alone prints the targets.
 #
 # Variables, as in `make pretrain RUN=runs/second ARGS="--lr 1e-3"`:
-#   RUN     folder of the run                       ARGS  more flags for the program
+#   RUN     folder of the run, by default runs/ and the name of CONFIG
+#   ARGS    more flags for the program
 #   CONFIG  TOML file of `make pretrain`            NPROC its processes: 4 on a CPU, or one for each of up to 8 GPUs
 #   PYTHON  interpreter that the environment is made with, 3.11 or newer
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
@@ -28,8 +29,8 @@ $(if $(strip $(UNSAFE)),$(error $(sort $(UNSAFE)) has a character that a shell w
 	use names of letters, digits and any of . / , : = + @ ~ - _, the first no -, and quotes in ARGS alone))
 
 VENV   ?= .venv
-RUN    ?= runs/llama_tiny
 CONFIG ?= configs/llama_tiny.toml
+RUN    ?= runs/$(basename $(notdir $(CONFIG)))
 NPROC  ?=
 ARGS   ?=
 EXTRAS ?=
@@ -111,7 +112,6 @@ ruler: RUN = runs/ruler
 ruler: $(DEV) ## A tiny LLaMA from random weights taught RULER's single needles at 1K tokens, scored there and beyond (a quarter of an hour)
 	PY="$(PY)" NPROC="$(or $(NPROC),2)" bash configs/runs/ruler_tiny.sh "$(RUN)"
 
-dit: RUN = runs/dit_tiny
 dit: CONFIG = configs/dit_tiny.toml
 dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then pictures. Goes on where RUN holds a checkpoint
 	@$(call start,pretrain_dit.py)

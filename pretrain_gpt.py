@@ -131,6 +131,8 @@ def described(run: Run[Config], fill: float) -> str:
     packing = config.data.packing
     if config.data.pack_documents:
         packing += f", none cut that fits, {1 - fill:.2%} padding"
+    if config.data.blend_by_length:
+        packing += f", of documents of {config.data.length_blend}"
     return run.summary(title, method, f"sequences of {config.train.seq_length} {drawn}tokens{packing}")
 
 

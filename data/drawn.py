@@ -1,8 +1,8 @@
 """Draws by name: each is a SHA-256 of what it is for, so that a seed gives the same on any machine and Python."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ def bits(draw: str, name: str, number: int) -> int:
 
 def distinct(draw: str, size: int, bound: int, name: str) -> list[int]:
     """Return ``size`` different ones of [0, bound), which begin alike for any size."""
-    return different(size, (below(draw, bound, name, number) for number in count()))
+    return different(size, (int.from_bytes(digest[:8], "big") % bound for digest in _digests(draw, name)))
 
 
 def different(size: int, numbers: Iterable[int]) -> list[int]:
@@ -33,8 +33,14 @@ def different(size: int, numbers: Iterable[int]) -> list[int]:
 
 def shuffled(draw: str, items: Sequence[T], name: str) -> list[T]:
     """Return the items in an order that depends on these names and their number alone."""
-    return [items[place] for place in sorted(range(len(items)), key=lambda place: _digest(draw, name, place))]
+    digests = list(islice(_digests(draw, name), len(items)))
+    return [items[place] for place in sorted(range(len(items)), key=digests.__getitem__)]
 
 
 def _digest(draw: str, name: str, number: int) -> bytes:
-    return hashlib.sha256(f"{draw}:{name}:{number}".encode()).digest()
+    return next(_digests(draw, name, number))
+
+
+def _digests(draw: str, name: str, first: int = 0) -> Iterator[bytes]:
+    begin = f"{draw}:{name}:".encode()
+    return (hashlib.sha256(begin + b"%d" % number).digest() for number in count(first))

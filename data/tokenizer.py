@@ -111,6 +111,8 @@ class HuggingFaceTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Backend
         from tokenizers.processors import ByteLevel
 
+        # Work is shared out to processes here, and threads of its own would warn at each fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         content = _read(path)
         with _undamaged(path, "Hugging Face tokenizer.json"):
             self._backend = Backend.from_buffer(content)
@@ -152,7 +154,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
-            return self._backend.encode(text, add_special_tokens=False).ids
+            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)  # without places in the text
+            return found.ids
 
     def tokenize_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text in which special tokens count as such, and the characters [begin, end) of each."""

@@ -113,6 +113,7 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
             require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
         for name in ("rotary_base", "norm_epsilon", "init_method_std"):
             require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
+        require(self, 0 < self.rotary_percent <= 1, "rotary_percent", "it must be above 0, and 1 (all) at most")
         if self.kv_channels is None and self.hidden_size % heads:
             must = f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels"
             raise wrong(self, "hidden_size", must)

@@ -71,7 +71,6 @@ class RopeConfig:
     def check_rope(self, head_dim: int, *, rotates: bool) -> None:
         """Check the scaling; ``rotates``: whether the model has rope. Raises UserError."""
         kind = self.rope_scaling_type
-        require(self, 0 < self.rotary_percent <= 1, "rotary_percent", "it must be above 0, and 1 (all) at most")
         if kind is not None and not rotates:
             raise UserError(
                 f"rope_scaling_type is {kind}, and this model has no rope; leave it out, or set model_type to llama"

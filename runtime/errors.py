@@ -63,6 +63,11 @@ def nearest(value: int, fits: Iterable[int]) -> str:
     return " or ".join(map(str, near))
 
 
+def with_article(name: str) -> str:
+    """Return a name after "a" or "an"."""
+    return f"{'an' if name.startswith(('a', 'e', 'i', 'o', 'u')) else 'a'} {name}"
+
+
 LONGEST = 4000
 """Characters of a message; more than that quotes a file at length."""
 

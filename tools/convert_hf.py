@@ -32,7 +32,7 @@ from model.hf.shards import TOKENIZERS, carry, new_folder, write_model
 from model.lora import merge
 from model.registry import num_parameters
 from parallel.context.config import ContextConfig
-from runtime.errors import UserError
+from runtime.errors import UserError, with_article
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from train.config.derive import IMPORTED, config_as_trained, default_method, with_vocabulary
 from train.config.diffusion import load_config as load_dit_config
@@ -134,9 +134,9 @@ def export_model(
         if came_with is not None:
             carry(came_with, draft)
         tokenizer = any((draft / name).exists() for name in TOKENIZERS)
-    many = f"{len(files)} file{'s' * (len(files) > 1)}"
+    kind, many = with_article(settings["model_type"]), f"{len(files)} file{'s' * (len(files) > 1)}"
     taken = f", with the {'tokenizer and ' * tokenizer}settings of {came_with}" if came_with is not None else ""
-    return f"exported {folder} to {target}: a {settings['model_type']} of {', '.join(dtypes)} in {many}{taken}{longer}"
+    return f"exported {folder} to {target}: {kind} of {', '.join(dtypes)} in {many}{taken}{longer}"
 
 
 def _length_trained_on(run: Path, config: Config) -> int:

@@ -35,6 +35,10 @@ class RulerConfig:
         require(self, len(set(self.ruler_tasks)) == len(self.ruler_tasks), "ruler_tasks", "name each task once")
         most = f"it must be at least 1 for each of the {len(self.ruler_tasks)} ruler_tasks; give more, or name fewer"
         require(self, self.ruler_samples >= len(self.ruler_tasks), "ruler_samples", most)
+        for name in ("ruler_lengths", "ruler_samples", "ruler_tasks") if self.ruler_interval is None else ():
+            default = getattr(self, name) == getattr(RulerConfig, name)
+            must = "it is of a curve that ruler_interval asks for; give --ruler-interval N, or leave it out"
+            require(self, default, name, must)
 
     def lengths(self, seq_length: int) -> list[int]:
         """Return the lengths in ascending order. Raises UserError: one is more than the model reads at once."""

@@ -106,8 +106,8 @@ class Maker:
         few, more = (len(self._ids(self.task.make(self._of(0), size))) for size in (least, 2 * least + 30))
         if prompts.tokenizer.unknown in prompts.ids(self.task.make(self._of(0), least)):
             raise DataError(
-                f"{task} has words that {prompts.tokenizer.path} has no token for; leave the task out, or take a "
-                "run of another tokenizer"
+                f"{task} has words that {prompts.tokenizer.path} has no token for; take a run of another tokenizer, "
+                "or leave the task out"
             )
         if few > self._room:
             raise DataError(
@@ -120,13 +120,21 @@ class Maker:
         there = len(self._ids(self.task.make(self._of(0), guess)))
         self._each = max(1e-3, (there - few) / max(guess - least, 1)) if guess > least else self._each
         self._guess = max(least, guess + int((self._room - there) / self._each))
+        self._beside = there - self._counter(self._of(0))(guess)
+        self._first = self._fill(0)
+        self._guess = self._first.size
 
     def make(self, number: int) -> Example:
         """Make an example as large as fits: one of one more sentence, line or word does not. Raises DataError."""
-        case, task = self._of(number), self.task
+        return self._fill(number) if number else self._first
+
+    def _fill(self, number: int) -> Example:
+        case, task, guess = self._of(number), self.task, self._guess
         made = cache(lambda size: task.make(case, size))
         ids = cache(lambda size: self._ids(made(size)))
-        size = fill(self._room, lambda size: len(ids(size)), task.least, self._guess, self._each)
+        if task.words is not None:  # a guess of this example's own, in the time of a few hundred words
+            guess = fill(self._room - self._beside, self._counter(case), task.least, guess, self._each)
+        size = fill(self._room, lambda size: len(ids(size)), task.least, guess, self._each)
         if len(ids(size)) > self._room:
             raise DataError(
                 f"{self.name} takes {len(ids(size))} tokens in example {number} at the least, and {self._room} of "
@@ -134,11 +142,40 @@ class Maker:
             )
         return Example(self.name, self.length, number, made(size), ids(size), size)
 
+    def _counter(self, case: Case) -> Callable[[int], int]:
+        """Return what counts the tokens of the haystack's words, each tokenized once and alone; 0 for other tasks."""
+        alone, words = cache(lambda word: len(self._prompts.tokenizer.tokenize(f" {word}"))), self.task.words
+        return lambda size: 0 if words is None else sum(n * alone(word) for word, n in words(case, size).items())
+
     def _ids(self, question: Question) -> list[int]:
         return self._prompts.ids(question, answer_of(question) if self._trains else "")
 
     def _of(self, number: int) -> Case:
         return replace(self._case, draw=f"{self._draw}:{number}", number=number)
+
+
+def makers(
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    seed: int,
+    prompts: Prompts,
+    sources: Sources,
+    purpose: Purpose = "score",
+    *,
+    flag: str = "--tasks",
+) -> list[Maker]:
+    """Return a maker for each length and task. Raises DataError: one does not fit; it has the flag with the rest."""
+    found, wrong = list[Maker](), dict[str, DataError]()
+    for length in lengths:
+        for task in tasks:
+            try:
+                found.append(Maker(task, length, seed, prompts, sources, purpose))
+            except DataError as error:
+                wrong.setdefault(task, error)
+    if wrong:
+        fit = [task for task in tasks if task not in wrong]
+        raise DataError(f"{next(iter(wrong.values()))}{f': {flag} ' * bool(fit)}{' '.join(fit)}")
+    return found
 
 
 def fill(room: int, tokens: Callable[[int], int], least: int, guess: int, each: float) -> int:

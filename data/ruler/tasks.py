@@ -7,10 +7,10 @@ needles stay the same as the haystack grows.
 
 import math
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import islice, pairwise
 from typing import Any, Literal
 from uuid import UUID
 
@@ -67,6 +67,8 @@ class Task:
     """Tokens of the answer, counted in the length."""
     least: int = 1
     """The smallest size."""
+    words: Callable[[Case, int], Mapping[str, int]] | None = None
+    """A haystack of few words -> how often each is there: its tokens are known before its text is made."""
     any: bool = False
     """One of the answers is enough (string_match_part); else each counts (string_match_all)."""
 
@@ -165,26 +167,34 @@ def _listed(draw: str, size: int, often: int, seldom: int, common: int) -> Quest
     )
 
 
-def frequent_words(case: Case, size: int, *, alpha: float = 2.0) -> Question:
-    """Write coded words by a zeta distribution, dots the most often; ask for the next three.
+def frequent_words(case: Case, size: int) -> Question:
+    """Write coded words by a zeta distribution, dots the most often; ask for the next three."""
+    times = coded_words(case, size)
+    coded = shuffled(case.draw, [word for word, often in times.items() for _ in range(often)], "order")
+    return Question(
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+        f"appeared coded words. {' '.join(coded)}\nQuestion: Do not provide any explanation. "
+        "Please ignore the dots '....'. What are the three most frequently appeared words in the above coded text?",
+        " Answer: According to the coded text above, the three most frequently appeared words are:",
+        tuple(islice(times, 1, 4)),
+    )
+
+
+def coded_words(case: Case, size: int, *, alpha: float = 2.0) -> dict[str, int]:
+    """Return how often each word of ``frequent_words`` is there, in the order of their ranks.
 
     Of n words, the one of rank k is there n / (k^alpha zeta(alpha)) times, rounded down.
     """
-    draw = case.draw
     assert alpha == 2.0  # whose zeta is known
-    vocabulary = max(8, (case.length - TASKS["fwe"].new_tokens) // 50)
-    numbers = distinct(draw, vocabulary, 26**6, "word")
-    words = ["".join(string.ascii_lowercase[n // 26**k % 26] for k in range(6)) for n in numbers]
-    words[0] = "..."
-    times = (int(size / (rank**alpha * math.pi**2 / 6)) for rank in range(1, vocabulary + 1))
-    coded = [word for word, often in zip(words, times, strict=True) for _ in range(often)]
-    return Question(
-        "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-        f"appeared coded words. {' '.join(shuffled(draw, coded, 'order'))}\nQuestion: Do not provide any explanation. "
-        "Please ignore the dots '....'. What are the three most frequently appeared words in the above coded text?",
-        " Answer: According to the coded text above, the three most frequently appeared words are:",
-        tuple(words[1:4]),
-    )
+    words = ["...", *_codes(case.draw, max(8, (case.length - TASKS["fwe"].new_tokens) // 50))[1:]]
+    return {word: int(size / (rank**alpha * math.pi**2 / 6)) for rank, word in enumerate(words, 1)}
+
+
+@lru_cache(maxsize=1)
+def _codes(draw: str, size: int) -> list[str]:
+    return [
+        "".join(string.ascii_lowercase[n // 26**k % 26] for k in range(6)) for n in distinct(draw, size, 26**6, "word")
+    ]
 
 
 def questions(case: Case, size: int, *, task: str) -> Question:
@@ -242,7 +252,7 @@ TASKS = {
     "niah_multiquery": _needles(haystack="essay", queries=4),
     "vt": Task(make=variable_tracking, new_tokens=30),
     "cwe": Task(make=common_words, new_tokens=120, least=10),
-    "fwe": Task(make=frequent_words, new_tokens=50, least=120),
+    "fwe": Task(make=frequent_words, words=coded_words, new_tokens=50, least=120),
     "qa_1": Task(make=partial(questions, task="qa_1"), new_tokens=32, any=True),
     "qa_2": Task(make=partial(questions, task="qa_2"), new_tokens=32, any=True),
 }

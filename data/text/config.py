@@ -86,6 +86,13 @@ class DataConfig:
             return " of packed documents, each with positions from 0"
         return " of packed documents" if self.pack_documents else ""
 
+    @property
+    def length_blend(self) -> str:
+        """Say which share of the tokens is from documents of which lengths."""
+        longer, shares = zip(*length_shares(self.blend_by_length), strict=True)
+        lengths = [*(f"up to {tokens} tokens" for tokens in longer[1:]), "more"]
+        return ", ".join(f"{length}: {share:.0%}" for length, share in zip(lengths, shares, strict=True))
+
 
 def split_shares(split: str) -> list[float]:
     """Parse a split such as "95,5,0" into three shares that sum to 1; missing ones are 0. Raises DataError."""

@@ -17,7 +17,7 @@ from model.lora import THEIRS, is_adapter
 from model.registry import shapes_of
 from model.traits import LLAMAS
 from runtime.bounds import bounded
-from runtime.errors import UserError
+from runtime.errors import UserError, with_article
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model.model."
@@ -102,7 +102,8 @@ def read_adapter(
     path = inside(folder, CONFIG)
     contents = read_json(path)
     if config.model_type not in LLAMAS:
-        raise UserError(f"{path}: adapters of a {config.model_type}, whose linear layers are others here; {MERGE}")
+        kind = with_article(config.model_type)
+        raise UserError(f"{path}: adapters of {kind}, whose linear layers are others here; {MERGE}")
     for key, value in contents.items():
         if key not in NEUTRAL:
             check_value(path, shown(key)[1:-1], value, ONLY.get(key, _NOTHING), f"; {MERGE}")

@@ -28,7 +28,7 @@ from model.hf.folder import (
 )
 from model.hf.shards import Weights, inside, new_folder, write_model
 from model.registry import shapes_of
-from runtime.errors import UserError
+from runtime.errors import UserError, with_article
 
 
 def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -61,7 +61,8 @@ def our_weights(
     names = {whole: name for whole, name in names.items() if not re.fullmatch(family.derived, whole)}
     if passed := sorted(name for name in names if re.fullmatch(family.skipped, name)):
         parts = ", ".join(dict.fromkeys(re.sub(r"^(model\.)?(\w+)\..*", r"\1\2", name) for name in passed))
-        tell(f"note: {len(passed)} weights of {parts} are passed over: they are no part of a {config.model_type} here")
+        kind = with_article(config.model_type)
+        tell(f"note: {len(passed)} weights of {parts} are passed over: they are no part of {kind} here")
         names = {name: names[name] for name in names.keys() - set(passed)}
     if sinks := sorted(name for name in names if name.endswith(".sinks")):
         raise UserError(

@@ -78,7 +78,7 @@ def own_part(hf: Contents) -> Contents:
     inner = hf.get(family.nested)
     if not isinstance(inner, dict):
         raise UserError(f"{CONFIG}: {family.nested} = {shown(inner)} is not supported; only a table is")
-    outer = {key: hf[key] for key in TOKEN_IDS if key in hf and key not in inner}
+    outer = {key: hf[key] for key in (*TOKEN_IDS, "quantization_config") if key in hf and key not in inner}
     tied = {TIED: hf[TIED]} if TIED in hf else {}  # transformers looks at the outer one
     return {"model_type": family.kind} | outer | inner | tied
 

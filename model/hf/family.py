@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model.config import RESOLVED, ModelConfig
 from model.hf.folder import CONFIG, Read, check_value, entry, shown
-from runtime.errors import UserError
+from runtime.errors import UserError, with_article
 
 Contents = Mapping[str, Any]
 Change = Callable[[Any, str, Tensor], Tensor]
@@ -244,9 +244,9 @@ class Family:
                 check_value(CONFIG, key, value, supported)
             elif key not in self.known:
                 raise UserError(
-                    f"{CONFIG}: {shown(key)[1:-1]} = {shown(value)} is not supported: a {self.kind} is not known to "
-                    "have it, and it may change what is computed; take it out of the file if the model is the same "
-                    "without it"
+                    f"{CONFIG}: {shown(key)[1:-1]} = {shown(value)} is not supported: {with_article(self.kind)} is not "
+                    "known to have it, and it may change what is computed; take it out of the file if the model is the "
+                    "same without it"
                 )
         for key in TOKEN_IDS:
             entry(hf, key, list if key == "eos_token_id" and isinstance(hf.get(key), list) else int, None)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, ParamSpec
 
 from runtime import __version__
 from runtime.errors import UserError, printable
+from runtime.unknown import did_you_mean, unknown_argument
 
 P = ParamSpec("P")
 
@@ -27,6 +28,23 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; --help lists the arguments")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, and ask for the nearest flag where one is unknown."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise UsageError(unknown_argument(unknown[0], lambda flag: did_you_mean(flag, _flags(self, found))))
+        return found
+
+
+def _flags(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list[str]:
+    """Return the flags of a parser and of the command that was found."""
+    flags = list[str]()
+    for action in parser._actions:
+        flags += action.option_strings
+        command = action.choices.get(getattr(found, action.dest, "")) if isinstance(action.choices, dict) else None
+        flags += _flags(command, found) if isinstance(command, argparse.ArgumentParser) else []
+    return flags
 
 
 def parser_for(prog: str, description: str | None) -> Parser:

@@ -36,13 +36,13 @@ def main(argv: list[str]) -> None:
         from tools.ruler.tiny import tokenizer_of_needles
 
         print(write_model(args.folder, args.hidden_size, args.seed, tokenizer_of_needles, tie_word_embeddings=True))
-    elif args.repeat:
+    elif args.command == "repeat":
         from data.text.indexed import writing
         from tools.ruler.tiny import repeated
 
         with writing(args.output) as (draft,), draft.open("w", encoding="utf-8") as file:
             for sample in range(args.samples):
-                file.write(json.dumps({"messages": repeated(sample, args.seed, args.repeat)}) + "\n")
+                file.write(json.dumps({"messages": repeated(sample, args.seed, args.times)}) + "\n")
         print(f"wrote {args.output}: {args.samples:,} conversations of names and numbers to say again")
     else:
         make(args)
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
 def make(args: argparse.Namespace) -> None:
     """Write the examples that the command line asks for. Raises DataError."""
     from data.chat.template import load_template
-    from data.ruler.examples import Maker, Prompts, Purpose, answer_of
+    from data.ruler.examples import Prompts, Purpose, answer_of, makers
     from data.text.indexed import writing
     from data.tokenizer import load_tokenizer
 
@@ -61,12 +61,10 @@ def make(args: argparse.Namespace) -> None:
     begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
     prompts = Prompts(tokenizer, template, (begin,))
     purpose: Purpose = "train" if args.messages else "score"
-    cases = [(task, length) for length in args.lengths for task in tasks_of(args)]
-    makers = [Maker(*case, args.seed, prompts, sources_of(args), purpose) for case in cases]
-    tokens = 0
+    makes, tokens = makers(tasks_of(args), args.lengths, args.seed, prompts, sources_of(args), purpose), 0
     with writing(args.output) as (draft,), draft.open("w", encoding="utf-8") as file:
         for number in range(args.samples):
-            for maker in makers:
+            for maker in makes:
                 made = maker.make(number)
                 asked, tokens = made.question, tokens + len(made.ids)
                 row: dict[str, Any]
@@ -78,7 +76,7 @@ def make(args: argparse.Namespace) -> None:
                     row |= {"answer_prefix": asked.prefix, "outputs": asked.answers}
                     row |= {"length": len(made.ids) + made.new_tokens}
                 file.write(json.dumps(row) + "\n")
-    count = args.samples * len(makers)
+    count = args.samples * len(makes)
     print(f"wrote {args.output}: {count:,} examples, prompts of {tokens / count:,.1f} tokens in the mean")
 
 
@@ -117,7 +115,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     make = commands.add_parser("make", help="write examples", allow_abbrev=False)
     model = commands.add_parser("model", help="write a tiny LLaMA of the needles' words", allow_abbrev=False)
     score.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
-    make.add_argument("output", type=Path, metavar="OUT.jsonl", help="a row for each example")
+    repeat = commands.add_parser("repeat", help="write names and numbers to say again", allow_abbrev=False)
+    for command in (make, repeat):
+        command.add_argument("output", type=Path, metavar="OUT.jsonl", help="a row for each example")
     make.add_argument("--tokenizer-model", required=True, metavar="FILE", help="tokenizer.json or .model")
     for command, samples in ((score, 20), (make, 100)):
         add = command.add_argument
@@ -132,12 +132,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     make.add_argument(
         "--messages", action="store_true", help="conversations to train on, for tools.prepare_data --chat"
     )
-    make.add_argument("--repeat", type=positive, metavar="N", help="names and numbers to say N times, for tiny models")
+    repeat.add_argument("--times", type=positive, default=4, metavar="N", help="how often (default: %(default)s)")
+    repeat.add_argument("--samples", type=positive, default=100, help="conversations (default: %(default)s)")
     score.add_argument("--batch-size", type=positive, default=1, help="examples at once (default: %(default)s)")
     score.add_argument("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
     model.add_argument("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
     model.add_argument("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
-    for command in (score, make, model):
+    for command in (score, make, repeat, model):
         command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     add_mesh(score)
     return parser.parse_args(argv)

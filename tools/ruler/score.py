@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.chat.template import load_template
-from data.ruler.examples import Example, Maker, Prompts
+from data.ruler.examples import Example, Maker, Prompts, makers
 from data.ruler.tasks import Sources
 from planner.choice import READING
 from runtime.together import is_first, raise_together
@@ -56,14 +56,14 @@ def score_run(args: argparse.Namespace, tasks: Sequence[str], sources: Sources) 
     with opened(args.run, args.ckpt_step, replicas=True, choices=READING, **mesh_of(args)) as writer:
         with raise_together():
             prompts = Prompts(run.tokenizer, template, run.begin(writer.imported))
-            makers = [Maker(task, length, args.seed, prompts, sources) for length in lengths for task in tasks]
+            makes = makers(tasks, lengths, args.seed, prompts, sources)
             if is_first():
                 check_writable(folder, "save")
         longest = replace(run.config, train=replace(run.config.train, seq_length=lengths[-1]))
         if is_first() and (note := beyond_rope(longest)):
             print(note, flush=True)
         cells, started = list[Cell](), time.monotonic()
-        for maker in makers:
+        for maker in makes:
             cells.append(score(writer, maker, prompts, args.samples, args.batch_size))
             if is_first():
                 last, seconds = cells[-1], time.monotonic() - started

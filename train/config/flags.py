@@ -6,7 +6,6 @@ attribute docstrings are the help, `Literal` gives the choices, and names are un
 
 import argparse
 import ast
-import difflib
 import inspect
 import itertools
 import math
@@ -25,6 +24,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args,
 from runtime import __version__
 from runtime.errors import UserError
 from runtime.files import not_a_file
+from runtime.unknown import did_you_mean, unknown_argument
 from train.config.megatron_flags import drop_redundant_flags
 from train.config.megatron_flags import entries as megatron_flags
 
@@ -33,17 +33,6 @@ EXPECTED = {bool: "true or false", int: "an integer of at most 64 bits", float: 
 LONGEST_TOML = 1_000_000
 NO_OTHERS: Mapping[str, type] = types.MappingProxyType({})
 METAVAR = {int: "N", float: "X", str: "TEXT"}
-OTHERS_WORDS = {
-    "--gpus": "--world-size",
-    "--num-gpus": "--world-size",
-    "--tp": "--tensor-model-parallel-size",
-    "--cp": "--context-parallel-size",
-    "--pp": "--pipeline-model-parallel-size",
-    "--learning-rate": "--lr",
-    "--context-length": "--seq-length",
-    "--max-steps": "--train-iters",
-}
-"""Other programs' words for our flags."""
 BINARY = {"k": 1 << 10, "m": 1 << 20}
 
 
@@ -184,15 +173,11 @@ def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, t
         table = config_fields(other)
         if name in table or name in get_type_hints(other) or name in {field.flag for field in table.values()}:
             return f"that is for {entry}"
-    megatrons = megatron_flags() if name.startswith("--") else {}
-    if (ours := OTHERS_WORDS.get(name)) in known:
-        return f"did you mean {ours}?"
-    close = difflib.get_close_matches(name, [*known, *megatrons], n=1, cutoff=0.7)
-    if not close:
-        here = [key for key in known if not section or config_fields(root)[key].section == section]
-        return "--help lists them all" if name.startswith("--") else f"known are {', '.join(here)}"
-    meant = megatrons.get(close[0])
-    return f"did you mean {close[0]}?" + (f" {meant.answer}" if meant else "")
+    if name.startswith("--"):
+        answers = {flag: entry.answer for flag, entry in megatron_flags().items()}
+        return did_you_mean(name, known, answers) or "--help lists them all"
+    here = [key for key in known if not section or config_fields(root)[key].section == section]
+    return did_you_mean(name, known) or f"known are {', '.join(here)}"
 
 
 def read_toml(root: type, path: str | Path, entries: Mapping[str, type] = NO_OTHERS) -> dict[str, Any]:
@@ -309,9 +294,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        flag = unknown[0].partition("=")[0] if unknown[0].startswith("-") else None
-        hint = _hint(root, flag, flags, entries) if flag else "a value follows the flag it belongs to"
-        raise ConfigError(f"unknown argument {unknown[0]}; {hint}")
+        raise ConfigError(unknown_argument(unknown[0], lambda flag: _hint(root, flag, flags, entries)))
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -10,7 +10,7 @@ from parallel.context.config import HybridConfig
 from parallel.context.errors import ContextError
 from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS, method_of
 from parallel.recompute import RecomputeConfig
-from runtime.errors import nearest
+from runtime.errors import nearest, with_article
 from train.config.common import CommonConfig
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_fields, spelled, value_of
@@ -175,8 +175,8 @@ def _validate_hybrid(config: Config) -> None:
                     f"{name} is {value} and softmax_every is not set, so that no layer has softmax attention beside "
                     "others of linear attention; leave it out, or give a transnormer --softmax-every"
                     if not model.traits.delta
-                    else f"{name} is {value}, and all layers of a {model.model_type} have one layout; leave it out, "
-                    "and give --context-parallel-method"
+                    else f"{name} is {value}, and all layers of {with_article(model.model_type)} have one layout; "
+                    "leave it out, and give --context-parallel-method"
                 )
         return
     try:
@@ -241,8 +241,8 @@ def _validate_shares(model: ModelConfig | DiTConfig, tp: int) -> None:
         )
     if isinstance(model, ModelConfig) and model.traits.qk_norm == "joint" and groups % tp:
         raise ConfigError(
-            f"num_query_groups is {groups}, not a multiple of {size}, and a {model.model_type} normalises all keys of "
-            f"a token at once, each by one rank; sizes that fit: {', '.join(map(str, divisors(groups)))}"
+            f"num_query_groups is {groups}, not a multiple of {size}, and {with_article(model.model_type)} normalises "
+            f"all keys of a token at once, each by one rank; sizes that fit: {', '.join(map(str, divisors(groups)))}"
         )
     if groups % tp and tp % groups:
         fitting = (g for g in divisors(heads) if g % tp == 0 or tp % g == 0)

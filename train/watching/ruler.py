@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from data.chat.template import load_template
 from data.loader import IGNORE_INDEX, Batch
-from data.ruler.examples import Maker, Prompts
+from data.ruler.examples import Prompts, makers
 from data.ruler.tasks import Sources
 from data.text.megatron import MockTokenizer
 from data.tokenizer import Tokenizer
@@ -37,15 +37,15 @@ class Curve:
         self._run, self.lengths, self._rows = run, asked.lengths(length), list[Batch]()
         for most in self.lengths:
             try:
-                makers = [Maker(task, most, SEED, prompts, Sources()) for task in asked.ruler_tasks]
+                makes = makers(asked.ruler_tasks, [most], SEED, prompts, Sources(), flag="--ruler-tasks")
             except DataError as error:
                 raise DataError(f"ruler_lengths has {most}, for each of ruler_tasks: {error}") from None
             for number in range(asked.ruler_samples):
-                turn, place = divmod(number, len(makers))
-                ids, prompt = prompts.with_answer(makers[place].make(turn).question)
+                turn, place = divmod(number, len(makes))
+                ids, prompt = prompts.with_answer(makes[place].make(turn).question)
                 if len(ids) > most:
                     raise DataError(
-                        f"ruler_tasks names {makers[place].name}, whose answer takes {len(ids) - prompt} tokens with "
+                        f"ruler_tasks names {makes[place].name}, whose answer takes {len(ids) - prompt} tokens with "
                         f"{tokenizer.path}, more than are kept for it; leave the task out"
                     )
                 self._rows.append(_row(ids, prompt, length, len(self._rows)))

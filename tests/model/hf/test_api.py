@@ -12,7 +12,7 @@ from torch import nn
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
 from model.hf.configs import FAMILIES
 from model.registry import build_model
-from runtime.errors import UserError
+from runtime.errors import UserError, with_article
 from tests.model.hf.hugging_face import (
     CONFIGS,
     GPT2,
@@ -210,14 +210,14 @@ def test_a_config_json_is_read_as_transformers_reads_it(tmp_path, name, change, 
         assert torch.allclose(again(TOKENS).logits, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "qwen2, yarn", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "qwen2, yarn", "qwen3", "gpt2", "olmo3"])
 @pytest.mark.parametrize(
     "key", ["dual_chunk_attention_config", "transformers_weights", "attn_logit_softcapping", "x y"]
 )
 def test_a_key_that_no_family_knows_is_told(name, key):
     contents = config_to_hf(CONFIGS[name])
-    kind = contents["model_type"]
-    words = rf'^config.json: {key} = "other" is not supported: a {kind} is not known to have it, and it'
+    kind = with_article(contents["model_type"])
+    words = rf'^config.json: {key} = "other" is not supported: {kind} is not known to have it, and it'
     for read in (config_from_hf, lambda contents: config_to_hf(CONFIGS[name], contents)):
         read(contents)
         with pytest.raises(UserError, match=words):

@@ -60,7 +60,10 @@ def test_entries_are_read_as_published():
     """Gemma 3 4B's config.json leaves out what is transformers' default; OLMo 3 7B's has one rope_theta."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     text |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-    gemma = config_from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    outer = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
+    gemma = config_from_hf(outer)
+    with pytest.raises(UserError, match=r"quantization_config = .* is not supported; only null"):
+        config_from_hf(outer | {"quantization_config": {"quant_method": "fp8"}})
     assert (gemma.rotary_base, gemma.rotary_base_local, gemma.rope_scaling_factor) == (1e6, 1e4, 8.0)
     assert (gemma.vocab_size, gemma.num_attention_heads, gemma.query_groups, gemma.head_dim) == (262208, 8, 4, 256)
     assert [layer for layer in range(34) if gemma.window(layer) is None] == [5, 11, 17, 23, 29]

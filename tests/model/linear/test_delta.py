@@ -216,6 +216,7 @@ def test_published_sizes(shape, billions):
         ({"rotary_percent": 0.2}, "rotary_percent is 0.2; 3 of 16 channels would turn"),
         ({"rotary_percent": 0.0}, "rotary_percent is 0.0"),
         ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
+        ({"rotary_percent": float("nan")}, "rotary_percent is nan; it must be above 0"),
         ({"model_type": "llama", "softmax_every": None, "rotary_percent": 1.0}, "linear_num_key_heads is 2; model_ty"),
         ({"model_type": "olmo_hybrid", "rotary_percent": 1.0, "rotary_base": 5e3}, "rotary_base is 5000.0; model_typ"),
         ({"model_type": "olmo_hybrid"}, "rotary_percent is 0.25; model_type olmo_hybrid turns all"),

@@ -1,5 +1,6 @@
 """The end of a command: by a reader who has enough, and by arguments that it does not take."""
 
+import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, suppress
@@ -11,6 +12,8 @@ from runtime import __version__
 from runtime.ranks import run_ranks
 from tests.starts import PATIENCE
 from tools import fit, plan
+from tools.common.arguments import UsageError
+from tools.ruler import __main__ as ruler
 from tools.sample import main
 from train.config import diffusion, language
 from train.run import exit_status
@@ -44,4 +47,24 @@ def _asked(rank, size):
 def test_one_rank_tells_of_an_argument_that_none_takes():
     statuses, said = zip(*run_ranks(_asked, 2), strict=True)
     assert statuses == (2, 2)
-    assert "".join(said) == "error: unrecognized arguments: --fast; --help lists the arguments\n"
+    assert "".join(said) == "error: unknown argument --fast; --help lists them all\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--load x --promt y", "unknown argument --promt; did you mean --prompt?"),
+        ("--load x --cp=2", "unknown argument --cp=2; did you mean --context-parallel-size?"),
+        ("--load x y", "unknown argument y; a value follows the flag it belongs to"),
+    ],
+)
+def test_the_nearest_flag_is_asked_for(words, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        main(words.split())
+
+
+def test_a_command_of_a_program_is_asked_for_flags_of_its_own(capsys):
+    assert ruler.main(["model", "x", "--hiden-size", "8"]) == 2
+    assert ruler.main(["model", "x", "--sample", "8"]) == 2
+    told = "error: unknown argument --hiden-size; did you mean --hidden-size?\n"
+    assert capsys.readouterr().err == f"{told}error: unknown argument --sample; --help lists them all\n"

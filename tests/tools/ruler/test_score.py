@@ -126,6 +126,7 @@ def test_two_processes_score_the_same(run, flags):
     ("flags", "said"),
     [
         (["--lengths", "300"], r"niah_single_1 takes \d+ tokens and 128 for the answer at the least, and a length is"),
+        (["--tasks", "vt", "cwe"], "cwe takes .* and a length is 700; .* or leave the task out: --tasks vt$"),
         (["--tasks", "qa_1"], "tasks names qa_1, whose questions come from a file; give --qa-1 FILE, SQuAD's JSON"),
         (["--tasks", "niah"], "tasks names niah, and there are niah_single_1, "),
         (["--essays", "nowhere.txt"], "essays is nowhere.txt, which cannot be read"),

@@ -69,6 +69,10 @@ def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_atte
             f"--pack-documents {APART} --reset-position-ids",
             "64 tokens of packed documents, each by itself, none cut that fits, 0.25% padding",
         ),
+        (
+            "--blend-by-length 40:0.2 320:0.5",
+            "64 tokens, of documents of up to 40 tokens: 30%, up to 320 tokens: 20%, more: 50%",
+        ),
     ],
 )
 def test_the_first_line_says_how_sequences_are_packed(flags, words):

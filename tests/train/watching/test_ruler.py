@@ -30,6 +30,9 @@ def test_wrong_tokens_are_counted_by_example():
         ({"ruler_tasks": ()}, "ruler_tasks is ; name at least one"),
         ({"ruler_tasks": ("vt", "vt")}, "ruler_tasks is vt vt; name each task once"),
         ({"ruler_samples": 3}, "ruler_samples is 3; it must be at least 1 for each of the 4 ruler_tasks"),
+        ({"ruler_samples": 9}, "ruler_samples is 9; it is of a curve that ruler_interval asks for; give --ruler-inte"),
+        ({"ruler_lengths": (512,)}, "ruler_lengths is 512; it is of a curve"),
+        ({"ruler_tasks": ("vt",)}, "ruler_tasks is vt; it is of a curve"),
     ],
 )
 def test_wrong_settings_are_named(given, said):
@@ -40,6 +43,6 @@ def test_wrong_settings_are_named(given, said):
 def test_lengths_are_those_of_the_model_or_less():
     assert RulerConfig().lengths(4096) == [1024, 2048, 4096]
     assert RulerConfig().lengths(1024) == [512, 1024]
-    assert RulerConfig(ruler_lengths=(512, 256)).lengths(512) == [256, 512]
+    assert RulerConfig(ruler_interval=1, ruler_lengths=(512, 256)).lengths(512) == [256, 512]
     with pytest.raises(ValueError, match="ruler_lengths names 512 and seq_length is 256, so that prompts would be cut"):
-        RulerConfig(ruler_lengths=(512,)).lengths(256)
+        RulerConfig(ruler_interval=1, ruler_lengths=(512,)).lengths(256)

@@ -38,6 +38,20 @@ DELTA_KINDS: dict[str, tuple[str, ...]] = {
     "kda": ("--model-type", "qwen3_5", "--linear-gate", "per_channel", *HYBRID),
 }
 """Hybrids of a gated delta rule and softmax attention. kda: gates per channel."""
+BRANCH_NORMS = (
+    "--num-query-groups 2 --kv-channels 24 --window-size 40,0 --window-attn-skip-freq 3 --rotary-base-local 500"
+)
+BRANCH_KINDS = {
+    "gemma3": tuple(
+        f"--model-type gemma3 {BRANCH_NORMS} --query-pre-attn-scalar 20 --rope-scaling-type linear "
+        "--rope-scaling-factor 4 --no-untie-embeddings-and-output-weights".split()
+    ),
+    "olmo3": tuple(
+        f"--model-type olmo3 {BRANCH_NORMS} --rope-scaling-type yarn --rope-scaling-factor 4 "
+        "--rope-scaling-original-max-position-embeddings 32".split()
+    ),
+}
+"""Norms after a branch, windows in all layers but the third, each kind with rope of its own."""
 MOST = 8
 ALL_MODES = "ddp|legacy_ddp|zero1|zero2|zero3"
 TEAMS = "tp=1|tp=2|pp=2 cp=4"
@@ -128,6 +142,15 @@ DELTA = f"""
     dp=2 {ALL_MODES} cp=1|2 zigzag
     pp=2 cp=2 virtual=2 Interleaved1F1B zigzag
 """
+BRANCH = f"""
+    pp=2|dp=2|tp=2
+    cp=2|3 zigzag|exchange
+    tp=2 cp=2 zigzag|exchange
+    dp=2 zero1|zero2|zero3
+    dp=2 cp=2 zero3 exchange
+    pp=2 cp=2 tp=2 zigzag|exchange
+    pp=2 dp=2 virtual=2 Interleaved1F1B
+"""
 REFERENCE = Case(method="none")
 LINEAR_REFERENCE = Case()
 
@@ -139,14 +162,24 @@ def reference_of(kind: str) -> Case:
 
 def chosen_cases(kind: str, only: str = "") -> list[Case]:
     """Return the meshes of a kind of model whose title contains ``only``; learned sinks refuse split backwards."""
-    lines = DIFFUSED if kind == DIFFUSION else SOFTMAX if kind in KINDS else LINEAR if kind in LINEAR_KINDS else DELTA
+    lines = (
+        DIFFUSED
+        if kind == DIFFUSION
+        else SOFTMAX
+        if kind in KINDS
+        else LINEAR
+        if kind in LINEAR_KINDS
+        else BRANCH
+        if kind in BRANCH_KINDS
+        else DELTA
+    )
     found = [case for case in cases_of(lines) if case.ranks <= MOST and only in case.title]
     return [case for case in found if kind != WINDOWS or case.schedule != "InterleavedZeroBubble"]
 
 
 def flags_of(kind: str, case: Case, data: Path, iterations: int = 3) -> list[str]:
     """Return the command line that trains a kind of model on a mesh."""
-    found = [*SHARED, *(KINDS | LINEAR_KINDS | DELTA_KINDS)[kind], "--train-iters", str(iterations)]
+    found = [*SHARED, *(KINDS | LINEAR_KINDS | BRANCH_KINDS | DELTA_KINDS)[kind], "--train-iters", str(iterations)]
     if kind != DIFFUSION:
         found += [*LANGUAGE, "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
     return [*found, *case.flags]

@@ -142,7 +142,7 @@ DELTA = f"""
     dp=2 {ALL_MODES} cp=1|2 zigzag
     pp=2 cp=2 virtual=2 Interleaved1F1B zigzag
 """
-BRANCH = f"""
+BRANCH = """
     pp=2|dp=2|tp=2
     cp=2|3 zigzag|exchange
     tp=2 cp=2 zigzag|exchange

@@ -67,37 +67,30 @@ def run(tmp_path_factory):
 
 
 def scored(folder, *flags):
-    command_line = [
-        "score",
-        str(folder),
-        "--lengths",
-        "700",
-        "--samples",
-        "2",
-        "--tasks",
-        "niah_single_1",
-        "niah_multikey_2",
-    ]
-    args = command._parse([*command_line, *flags])
+    """Score the two tasks with the shortest answers: each token of these is a step of all processes."""
+    asked = folder / "asked.jsonl"
+    asked.write_text(json.dumps({"question": "Who?", "answers": ["Ada"], "paragraphs": ["It was Ada."]}))
+    command_line = ["score", str(folder), "--qa-1", str(asked), "--samples", "2", "--batch-size", "2"]
+    args = command._parse([*command_line, "--lengths", "1000", "--tasks", "fwe", "qa_1", *flags])
     score_run(args, command.tasks_of(args), command.sources_of(args))
     return json.loads((folder / "evaluation" / "ruler.json").read_text())["cells"]
 
 
 def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
     folder, model = run
-    cells = scored(folder, "--tasks", "niah_single_1", "--samples", "1")
+    cells = scored(folder, "--tasks", "fwe", "--samples", "1")
     tokenizer = load_tokenizer(folder / "tokenizer" / "tokenizer.json")
     prompts = Prompts(tokenizer, None, (tokenizer.eod,))
-    example = Maker("niah_single_1", 700, 1, prompts, Sources()).make(0)
+    example = Maker("fwe", 1000, 1, prompts, Sources()).make(0)
     ids = list(example.ids)
     with torch.no_grad():
-        while len(ids) < len(example.ids) + 128 and ids[-1] != tokenizer.eod:
+        while len(ids) < len(example.ids) + 50 and ids[-1] != tokenizer.eod:
             ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
     written = prompts.text([i for i in ids[len(example.ids) :] if i != tokenizer.eod])
     told = {"number": 0, "answers": list(example.question.answers), "written": written}
     assert cells[0]["wrong"] == [told]
     said = capsys.readouterr().out
-    assert "700 tokens, niah_single_1: 0.0" in said
+    assert "1000 tokens, fwe: 0.0" in said
     assert "1 examples of each task and length, prompts as of a base model, haystack of made sentences" in said
     assert (folder / "evaluation" / "ruler.png").read_bytes().startswith(b"\x89PNG")
 
@@ -125,9 +118,9 @@ def test_two_processes_score_the_same(run, flags):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--lengths", "300"], r"niah_single_1 takes \d+ tokens and 128 for the answer at the least, and a length is"),
-        (["--tasks", "vt", "cwe"], "cwe takes .* and a length is 700; .* or leave the task out: --tasks vt$"),
-        (["--tasks", "qa_1"], "tasks names qa_1, whose questions come from a file; give --qa-1 FILE, SQuAD's JSON"),
+        (["--lengths", "300"], r"fwe takes \d+ tokens and 50 for the answer at the least, and a length is"),
+        (["--tasks", "vt", "fwe"], r"vt takes .* a length is 1000; give .* or leave the task out: --tasks fwe"),
+        (["--tasks", "qa_2"], "tasks names qa_2, whose questions come from a file; give --qa-2 FILE, HotpotQA's JSON"),
         (["--tasks", "niah"], "tasks names niah, and there are niah_single_1, "),
         (["--essays", "nowhere.txt"], "essays is nowhere.txt, which cannot be read"),
         (["--tasks", "qa_2", "--qa-2", "nowhere.json"], "nowhere.json has no questions that can be read"),
@@ -140,7 +133,7 @@ def test_what_cannot_be_asked_is_named(run, flags, said):
 
 def test_a_prompt_beyond_the_table_of_positions_is_refused(tmp_path):
     run_of(tmp_path, TEMPLATES["chatml"], model_type="gpt")
-    with pytest.raises(ValueError, match="lengths names 700, and the model has max_position_embeddings 256"):
+    with pytest.raises(ValueError, match="lengths names 1000, and the model has max_position_embeddings 256"):
         scored(tmp_path)
 
 

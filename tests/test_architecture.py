@@ -45,20 +45,20 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 260,
-    "model": 5250,
+    "model": 5260,
     "kernels": 4620,
     "parallel": 8010,
     "checkpoint": 1570,
-    "data": 4310,
-    "train": 5880,
+    "data": 4380,
+    "train": 5860,
     "planner": 3180,
-    "runtime": 2440,
+    "runtime": 2480,
     "slurm": 350,
-    "tools": 4910,
-    "parity": 1060,
+    "tools": 4930,
+    "parity": 1100,
     "papers": 1880,
     "bench": 3280,
-    "tests": 43570,
+    "tests": 44330,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -33,6 +33,17 @@ KINDS = {
     "gpt": ModelConfig(
         **SHAPE, model_type="gpt", max_position_embeddings=128, untie_embeddings_and_output_weights=False
     ),
+    "qwen3_5": ModelConfig(
+        **SHAPE,
+        model_type="qwen3_5",
+        num_query_groups=2,
+        kv_channels=24,
+        rotary_percent=0.5,
+        softmax_every=2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=12,
+    ),
 }
 LORA = ("--lora-rank", "4", "--lora-alpha", "6")
 BOUND = 1e-5
@@ -87,6 +98,9 @@ SLOW = [
     ("llama", Case(pp=2, dp=2, mode="zero1", schedule="InterleavedZeroBubble", virtual=2)),
     ("gpt", Case(tp=2, cp=2, method="ulysses")),
     ("gpt", Case(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2)),
+    ("qwen3_5", Case(pp=2, tp=2)),
+    ("qwen3_5", Case(pp=2, cp=2, method="zigzag", schedule="Interleaved1F1B", virtual=2)),
+    ("qwen3_5", Case(dp=2, cp=2, method="exchange")),
 ]
 RECOMPUTED = ("--recompute-granularity", "full", "--ffn-chunk-size", "32", "--loss-chunk-size", "48")
 

@@ -59,6 +59,8 @@ def pack(
             raise UserError(f"input_ids is {tuple(input_ids.shape)} and {name} is {shape}; both must be [B, T]")
     kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     places = kept.long().cumsum(1) - 1  # of each token in its row
+    if not kept.any():
+        raise UserError("attention_mask leaves no token; give a batch with some")
     ids, positions = input_ids[kept], (places if position_ids is None else position_ids)[kept]  # [N]
     if documents is None:
         begins = (places[kept] == 0) | (positions.diff(prepend=positions[:1]) != 1)

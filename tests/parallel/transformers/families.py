@@ -1,6 +1,7 @@
 """Tiny random models of transformers, one of each family, and the same in one process with each document alone."""
 
-from itertools import pairwise
+from contextlib import nullcontext
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -80,22 +81,17 @@ def tokens(length, seed=3):
     return ids, ids.masked_fill(left_out, -100)
 
 
-def one_process(family, heads, ids, labels, documents):
-    """Loss and gradients in float64, with each document alone, and transformers' own attention."""
-    with Wide():
-        return _one_process(model_of(family, heads), ids, labels, documents)
-
-
-def _one_process(model, ids, labels, documents):
-    bounds = [sum(documents[:i]) for i in range(len(documents) + 1)]
-    total, count = 0.0, 0
-    for a, b in pairwise(bounds):
-        logits = model(input_ids=ids[:, a:b], use_cache=False).logits[0, :-1]
-        after = labels[0, a + 1 : b]
-        total = total + F.cross_entropy(logits, after, ignore_index=-100, reduction="sum")
-        count += int((after != -100).sum())
-    loss = total / count
-    return [loss.detach(), *gradients(loss, model)]
+def one_process(family, heads, ids, labels, documents, dtype=torch.float64):
+    """Loss and gradients with each document alone, and transformers' own attention."""
+    with Wide() if dtype == torch.float64 else nullcontext():
+        model, total, count = model_of(family, heads, dtype), 0.0, 0
+        for a, b in pairwise(accumulate(documents, initial=0)):
+            logits = model(input_ids=ids[:, a:b], use_cache=False).logits[0, :-1]
+            after = labels[0, a + 1 : b]
+            total = total + F.cross_entropy(logits, after, ignore_index=-100, reduction="sum")
+            count += int((after != -100).sum())
+        loss = total / count
+        return [loss.detach(), *gradients(loss, model)]
 
 
 def gradients(loss, model):
@@ -103,7 +99,12 @@ def gradients(loss, model):
     return [torch.zeros_like(x) if g is None else g for x, g in zip(model.parameters(), found, strict=True)]
 
 
-def difference(mine, truth):
-    """The largest error of a tensor in the 2-norm, relative to its own or to 1e-3 of all gradients' together."""
+def errors(mine, truth):
+    """The error of each tensor in the 2-norm, relative to its own or to 1e-3 of all gradients' together."""
     least = 1e-3 * torch.stack([b.norm() for b in truth[1:]]).norm()
-    return max(float((a.double() - b).norm() / b.norm().clamp(min=least)) for a, b in zip(mine, truth, strict=True))
+    return [float((a.double() - b).norm() / b.norm().clamp(min=least)) for a, b in zip(mine, truth, strict=True)]
+
+
+def difference(mine, truth):
+    """The largest error of a tensor."""
+    return max(errors(mine, truth))

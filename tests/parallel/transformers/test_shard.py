@@ -2,7 +2,8 @@
 
 from contextlib import nullcontext
 from functools import cache
-from itertools import product
+from itertools import product, repeat
+from operator import sub
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ import torch.distributed as dist
 
 from parallel.transformers import shard
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.families import FAMILIES, Wide, difference, gradients, model_of, one_process, tokens
+from tests.parallel.transformers.families import FAMILIES, Wide, errors, gradients, model_of, one_process, tokens
 
 LENGTH = 45
 PACKED = (7, 1, 19, 4, 14)
 METHODS = ("ring", "zigzag", "ulysses", "exchange")
-BOUNDS = {torch.float64: 1e-10, torch.float32: 4e-6}
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-6}
 
 
 def cells_of(world_size):
@@ -36,32 +37,40 @@ def sharded(family, method, documents, dtype, heads, group):
 
 
 def differences(rank, world_size, cells):
-    """Rank 0's differences of these cells."""
+    """Rank 0's errors of these cells against float64; in float32 by how much they exceed those of one process."""
 
     @cache
-    def truth(family, documents):
-        return one_process(family, world_size, *tokens(LENGTH), documents)
+    def alone(family, documents, dtype):
+        return one_process(family, world_size, *tokens(LENGTH), documents, dtype)
+
+    @cache
+    def unavoidable(family, documents, dtype):
+        """Errors of transformers in one process."""
+        if dtype == torch.float64:
+            return repeat(0.0)
+        return errors(alone(family, documents, dtype), alone(family, documents, torch.float64))
 
     found = []
     for family, method, documents, dtype in cells:
         with Wide() if dtype == torch.float64 else nullcontext():
             mine = sharded(family, method, documents, dtype, world_size, dist.group.WORLD)
-            found.append(difference(mine, truth(family, documents)) if rank == 0 else 0)
+        if rank == 0:
+            truth = alone(family, documents, torch.float64)
+            found.append(max(map(sub, errors(mine, truth), unavoidable(family, documents, dtype))))
     return found
 
 
 def worst(world_size, cells):
-    """The differences of the cells that are over their bounds."""
+    """The errors of the cells that are over their bounds."""
     found = run_ranks(differences, world_size, cells)[0]
     return {cell: x for cell, x in zip(cells, found, strict=True) if not x < BOUNDS[cell[3]]}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_models_equal_one_process(world_size):
-    """A method for each family, which goes round with the ranks."""
-    methods = {family: METHODS[(i + world_size) % len(METHODS)] for i, family in enumerate(FAMILIES)}
-    cells = [(family, methods[family], PACKED, dtype) for family, dtype in product(FAMILIES, BOUNDS)]
-    assert worst(world_size, cells) == {}
+    """Every family on one number of ranks, by one of the methods."""
+    some = [(family, METHODS[i % 4]) for i, family in enumerate(FAMILIES) if i % 3 == world_size - 2]
+    assert worst(world_size, [(*each, PACKED, dtype) for each, dtype in product(some, BOUNDS)]) == {}
 
 
 @pytest.mark.slow

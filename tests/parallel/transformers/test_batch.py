@@ -1,0 +1,74 @@
+"""Batches packed and cut, over one process: rows, padding, documents, labels; what is refused names the fix."""
+
+import pytest
+import torch
+
+from parallel.context import context_parallel
+from parallel.transformers.batch import IGNORED, pack, part
+from runtime.errors import UserError
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+POSITIONS = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
+
+
+def packed(ids=IDS, labels=IDS, position_ids=None, documents=None, attention_mask=None):
+    whole = pack(ids, labels, position_ids, documents, attention_mask)
+    return {name: x[0].tolist() for name, x in whole.tokens.items()} | {"bounds": whole.bounds}
+
+
+def test_rows_are_documents_and_labels_are_shifted_within_them():
+    assert packed() == {
+        "input_ids": [5, 6, 7, 8, 9, 10, 11, 12],
+        "position_ids": [0, 1, 2, 3, 0, 1, 2, 3],
+        "labels": [6, 7, 8, IGNORED, 10, 11, 12, IGNORED],
+        "bounds": (0, 4, 8),
+    }
+
+
+def test_documents_come_from_position_ids_or_lengths():
+    by_positions, by_lengths = packed(position_ids=POSITIONS), packed(documents=(2, 2, 4))
+    assert by_positions == by_lengths
+    assert by_lengths["bounds"] == (0, 2, 4, 8)
+    assert by_lengths["position_ids"] == [0, 1, 0, 1, 0, 1, 2, 3]
+    assert by_lengths["labels"] == [6, IGNORED, 8, IGNORED, 10, 11, 12, IGNORED]
+    later = packed(position_ids=POSITIONS + 3)  # such as of the later half of a document
+    assert later["bounds"] == (0, 2, 4, 8)
+    assert later["position_ids"] == [3, 4, 3, 4, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_is_left_out(left):
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    found = packed(attention_mask=mask if left else mask.flip(1))
+    assert found["input_ids"] == ([7, 8] if left else [5, 6]) + [9, 10, 11, 12]
+    assert found["position_ids"] == [0, 1, 0, 1, 2, 3]
+    assert found["bounds"] == (0, 2, 6)
+
+
+def test_ranks_have_the_labels_of_the_whole():
+    whole = pack(IDS, IDS.masked_fill(IDS == 10, IGNORED), None, None, None)
+    batch = part(whole, context_parallel("zigzag", seq_len=8, documents=whole.bounds, multiple=6))
+    assert batch.inputs["input_ids"].shape == (1, 12)  # padded at the end
+    assert batch.labels[0].tolist() == [6, 7, 8, IGNORED, IGNORED, 11, 12, *[IGNORED] * 5]
+    assert batch.inputs["use_cache"] is False
+
+
+def test_a_batch_without_labels_has_none():
+    assert set(packed(labels=None)["labels"]) == {IGNORED}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"documents": (2, 5)}, r"documents are \(2, 5\); give the lengths of the documents, 1 or more, 8 tokens"),
+        ({"documents": (0, 4, 8)}, "give the lengths"),
+        ({"documents": (0, 8)}, "give the lengths"),
+        ({"labels": IDS[:1]}, r"input_ids is \(2, 4\) and labels is \(1, 4\); both must be \[B, T\]"),
+        ({"position_ids": POSITIONS.expand(3, 2, 4)}, r"position_ids is \(3, 2, 4\)"),
+        ({"ids": IDS[0], "labels": IDS[0]}, r"input_ids is \(4,\)"),
+        ({"attention_mask": torch.zeros(2, 4)}, "attention_mask leaves no token"),
+    ],
+)
+def test_a_wrong_batch_is_refused(wrong, said):
+    with pytest.raises(UserError, match=said):
+        packed(**wrong)

@@ -1,0 +1,125 @@
+"""Refused models: the message names the layer and the reason, and the model is left as it was."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from parallel.context import make_plan
+from parallel.transformers import shard
+from parallel.transformers.probe import probe
+from runtime.errors import UserError
+from tests.parallel.transformers.families import SIZES, model_of, tokens
+
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 8, "attn_layer_indices": [1]}
+CHUNKED = {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": 8, "interleave_moe_layer_step": 9}
+ITS_OWN = "it mixes tokens otherwise than by attention"
+
+
+def made(name, config=None, **others):
+    """A model of SIZES by the names of its class and configuration."""
+    values = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, **others}
+    return getattr(transformers, name)(getattr(transformers, config or name.replace("ForCausalLM", "Config"))(**values))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: made("Gemma2ForCausalLM"), r"^model\.layers\.0\.self_attn cannot be sharded: layer 0, .*softcap 50"),
+        (
+            lambda: made("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED),
+            r"model\.layers\.0\.self_attn cannot .* chunked_attention, which is neither full nor a sliding window",
+        ),
+        (lambda: made("BambaForCausalLM", **MAMBA), rf"^model\.layers\.0\.mamba.* cannot be sharded: {ITS_OWN}"),
+        (lambda: made("MambaForCausalLM"), rf"^backbone\.layers\.0\.mixer.* cannot be sharded: {ITS_OWN}"),
+        (lambda: made("RwkvForCausalLM", attention_hidden_size=24), rf"^rwkv\.blocks\.0.* cannot .*: {ITS_OWN}"),
+        (
+            lambda: made("LlamaForCausalLM", attention_dropout=0.1),
+            r"^model\.layers\.0\.self_attn has attention_dropout 0\.1, .*; make the model with 0",
+        ),
+        (lambda: made("T5ForConditionalGeneration", "T5Config"), "T5Config.is_encoder_decoder is set"),
+        (
+            lambda: made("GptOssForCausalLM", output_router_logits=True, num_local_experts=4),
+            "output_router_logits is set: the loss of its router is of a rank's own tokens",
+        ),
+        (
+            lambda: made("LlamaForCausalLM", is_causal=False),
+            "its attention is not causal|a mask that is not causal",
+        ),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_layer_and_reason(model, said):
+    model = model()
+    before = model.config._attn_implementation
+    with pytest.raises(UserError, match=said):
+        shard(model)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "said"),
+    [
+        ("Qwen3_5", "striped", r"^model\.layers\.0\.linear_attn cannot .* layout striped .* use method zigzag"),
+        ("Llama", "ulysses", r"^model\.layers\.0\.self_attn cannot .* heads"),
+    ],
+)
+def test_what_the_ranks_of_a_method_cannot_do_is_refused(family, method, said):
+    with pytest.raises(UserError, match=said):
+        probe(sharded(family), make_plan(method, seq_len=5, size=5))
+    probe(sharded(family), make_plan("zigzag", seq_len=5, size=5))
+
+
+def sharded(family):
+    """A model whose attention is already ours."""
+    model = model_of(family, 2)
+    shard(model)
+    return model
+
+
+class Shift(nn.Module):
+    """A layer that adds a share of the token before, in code of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x + 0.1 * x.roll(1, 1))
+
+
+def test_the_innermost_module_that_mixes_is_named():
+    """Its code does so before it calls another, which is not to blame."""
+    model = model_of("Llama", 2)
+    model.model.layers[1].mlp = Shift(model.model.layers[1].mlp)
+    with pytest.raises(UserError, match=rf"^model\.layers\.1\.mlp cannot be sharded: {ITS_OWN}"):
+        shard(model)
+
+
+def test_a_forward_without_its_batch_is_refused_and_a_paused_one_is_the_models_own():
+    model = model_of("Llama", 2).eval()
+    ids, _ = tokens(9)
+    before = model(ids).logits
+    cp = shard(model)
+    with pytest.raises(UserError, match=r"layer 0, LlamaAttention: the model was called without its batch"):
+        model(ids)
+    with cp.paused():
+        assert torch.equal(model(ids).logits, before)
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    assert torch.allclose(model(**cp.batch(ids).inputs).logits, before, atol=1e-6)
+
+
+def test_weights_that_are_not_there_cannot_be_tried():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(model_of("Llama", 2).config)
+    with pytest.raises(UserError, match="the model is on the meta device"):
+        shard(model)
+
+
+def test_modes_and_hooks_are_left_as_they_were():
+    model = model_of("Llama", 2)
+    model.model.layers[0].eval()
+    shard(model)
+    assert model.training
+    assert model.model.layers[1].training
+    assert not model.model.layers[0].training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,186 @@
+"""Training a sharded model over two ranks: loss, labels, checkpointing, adapters, FSDP2, and its own check."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from parallel.transformers import shard
+from parallel.transformers.batch import IGNORED
+from runtime.errors import UserError
+from runtime.ranks import run_ranks
+from tests.parallel.transformers.families import Wide, difference, gradients, model_of, one_process, tokens
+
+LENGTH, PACKED, HEADS = 45, (7, 1, 19, 4, 14), 2
+
+
+def averaged(loss, model):
+    """The loss and the ranks' mean gradients."""
+    found = gradients(loss, model)
+    for x in found:
+        dist.all_reduce(x)
+    return [loss.detach(), *(x / dist.get_world_size() for x in found)]
+
+
+def plain(model, cp, batch):
+    return averaged(cp.loss(model(**batch.inputs), batch), model)
+
+
+def checkpointed(model, cp, batch):
+    """Layers are computed again in the backward, after another batch was made."""
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), Wide())})
+    loss = cp.loss(model(**batch.inputs), batch)
+    cp.batch(*tokens(20, seed=4))
+    return averaged(loss, model)
+
+
+def data_parallel(model, cp, batch):
+    wrapped = DistributedDataParallel(model)
+    loss = cp.loss(wrapped(**batch.inputs), batch)
+    loss.backward()
+    return [loss.detach(), *(x.grad for x in model.parameters())]
+
+
+def fully_sharded(model, cp, batch):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    loss = cp.loss(model(**batch.inputs), batch)
+    loss.backward()
+    return [loss.detach(), *(x.grad.full_tensor() for x in model.parameters())]
+
+
+def in_parts(model, cp, batch):
+    """Two micro-batches, of which each is divided by the tokens of both."""
+    ids, labels = (batch.whole.tokens["input_ids"], tokens(LENGTH)[1])
+    halves = [
+        cp.batch(ids[:, a:b], labels[:, a:b], documents=documents)
+        for a, b, documents in ((0, 27, PACKED[:3]), (27, LENGTH, PACKED[3:]))
+    ]
+    count = (batch.whole.tokens["labels"] != IGNORED).sum()
+    return averaged(sum(cp.loss(model(**half.inputs), half, count) for half in halves), model)
+
+
+def shifted_after_cutting(model, cp, batch):
+    """Wrong: a rank whose tokens are not neighbours pairs them all the same."""
+    own = cp.batch(*reversed(tokens(LENGTH)), documents=PACKED)
+    uncut = own.context.shard(tokens(LENGTH)[1], 1, IGNORED)
+    wrong = torch.cat([uncut[:, 1:], uncut.new_full((1, 1), IGNORED)], 1)
+    return plain(model, cp, type(batch)(batch.inputs, wrong, batch.context, batch.whole))
+
+
+WAYS = (plain, checkpointed, data_parallel, fully_sharded, in_parts)
+
+
+def trained(rank, world_size, ways, families, method):
+    found = {}
+    for family in families:
+        with Wide():
+            truth = one_process(family, HEADS, *tokens(LENGTH), PACKED) if rank == 0 else None
+            for way in ways:
+                model = model_of(family, HEADS)
+                cp = shard(model, dist.group.WORLD, method=method)
+                batch = cp.batch(*tokens(LENGTH), documents=PACKED)
+                mine = way(model, cp, batch)
+                losses = [torch.empty_like(mine[0]) for _ in range(world_size)]
+                dist.all_gather(losses, mine[0])
+                assert all(torch.equal(x, losses[0]) for x in losses)
+                found[family, way.__name__] = difference(mine, truth) if rank == 0 else 0
+    return found
+
+
+def test_ways_of_training_give_the_gradients_of_one_process():
+    found = run_ranks(trained, 2, WAYS, ("GptOss", "Qwen3_5"), "zigzag")[0]
+    assert {name: x for name, x in found.items() if not x < 1e-10} == {}
+
+
+def test_labels_that_are_shifted_after_cutting_are_seen():
+    found = run_ranks(trained, 2, (plain, shifted_after_cutting), ("Llama",), "zigzag")[0]
+    assert found["Llama", "plain"] < 1e-10
+    assert found["Llama", "shifted_after_cutting"] > 1e-2
+
+
+def checked(rank, world_size):
+    """The reports of a right model and of one whose ranks take other positions, and the errors of wrong uses."""
+    model = model_of("Qwen3_5", HEADS)
+    cp = shard(model, dist.group.WORLD)
+    with Wide():
+        batch = cp.batch(*tokens(LENGTH), documents=PACKED)
+        right = cp.check(model, batch)
+        batch.inputs["position_ids"] = batch.inputs["position_ids"] + torch.arange(batch.labels.shape[1]) % 2
+        wrong = cp.check(model, batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    said = []
+    for call in (
+        lambda: cp.batch(tokens(LENGTH)[0] + rank),
+        lambda: cp.batch(tokens(LENGTH)[0], documents=(LENGTH - 1 - rank, 1 + rank)),
+        lambda: cp.check(fully_shard(model), batch),
+    ):
+        with pytest.raises(UserError) as error:
+            call()
+        said.append(str(error.value))
+    return right, wrong, said
+
+
+def test_a_model_is_compared_with_one_process_module_by_module():
+    (right, wrong, said), other = run_ranks(checked, 2)
+    assert (right, wrong, said) == other
+    assert right.worst < 1e-10 < 1e-3 < wrong.worst
+    assert {"model.layers.0.linear_attn", "model.layers.1.self_attn.q_proj", "lm_head"} <= {x[0] for x in right.rows}
+    lines = str(right).splitlines()
+    assert lines[0].split() == ["module", "parameters", "gradients", "differ", "by"]
+    assert lines[-1].startswith(f"loss {right.sharded:.12g}, in one process")
+    for message in said[:2]:
+        assert message.startswith("input_ids or documents of the group's ranks [1] are not those of its rank 0")
+    assert said[2].startswith("the model's weights are sharded; compare before fully_shard")
+
+
+def gathered(rank, world_size):
+    """Logits of padded rows from all ranks."""
+    model = model_of("Llama", HEADS).eval()
+    ids = torch.stack([tokens(12)[0][0], tokens(12, seed=4)[0][0]])
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    expected = model(ids, attention_mask=mask).logits * mask[:, :, None]
+    cp = shard(model, dist.group.WORLD)
+    batch = cp.batch(ids, attention_mask=mask)
+    with torch.no_grad():
+        found = cp.gather(model(**batch.inputs).logits)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def test_logits_of_all_ranks_are_those_of_the_batch():
+    assert max(run_ranks(gathered, 2)) < 1e-6
+
+
+def adapted(rank, world_size):
+    """Adapters of a model that is sharded before, and of one that is sharded after."""
+    from peft import LoraConfig, get_peft_model
+
+    def lora(model):
+        torch.manual_seed(5)
+        config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        return get_peft_model(model, config)
+
+    def losses(model, cp):
+        batch = cp.batch(*tokens(LENGTH), documents=PACKED)
+        report = cp.check(model, batch)
+        assert {row.module.rpartition(".")[2] for row in report.rows} == {"default"}
+        return report.worst
+
+    found = []
+    with Wide():
+        model = model_of("Qwen3_5", HEADS)
+        cp = shard(model, dist.group.WORLD)
+        found.append(losses(lora(model), cp))
+        model = lora(model_of("Qwen3_5", HEADS))
+        found.append(losses(model, shard(model, dist.group.WORLD)))
+    return found
+
+
+def test_adapters_are_trained_as_in_one_process():
+    pytest.importorskip("peft")
+    assert max(run_ranks(adapted, 2)[0]) < 1e-10

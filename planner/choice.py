@@ -17,9 +17,12 @@ import torch.distributed as dist
 
 from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
+from planner.delta_cost import fastest_schedule
+from planner.documents import typical_documents
 from planner.levers import settings
 from planner.ranking import Candidate, nothing_left
-from planner.search import arrangements, rank, suits
+from planner.search import arrangements, numbers, rank, suits
+from planner.step_cost import delta_cost
 from planner.workload import fastest, layout_costs
 from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
@@ -88,7 +91,30 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
     return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=layout))
 
 
-CHOICES = Choices(fastest_method, with_layout)
+def with_schedule(config: Config, cluster: Cluster | None = None) -> Config:
+    """Replace the schedule ``auto`` of a delta rule's states by the one predicted fastest, here or on a cluster.
+
+    It stays where no cluster file is about this device: the parts of the longest document decide then.
+    """
+    context, (pp, cp, tp) = config.context, config.mesh.sizes
+    given = context.delta_rule_schedule != "auto" or context.context_parallel_method == "none"
+    if cp == 1 or not config.model.traits.delta or given:
+        return config
+    try:
+        cluster = cluster or default_cluster(config.mesh.device_type)
+    except ClusterError:
+        return config
+    work, plan, _ = numbers(config, pp * cp * tp, cluster, typical_documents(config))
+    schedule = fastest_schedule(delta_cost(work, plan, cluster, tp))
+    return replace(config, context=replace(context, delta_rule_schedule=schedule))
+
+
+def with_ways(config: Config) -> Config:
+    """Replace what ``auto`` leaves open once the method is known: ``with_layout`` and ``with_schedule``."""
+    return with_schedule(with_layout(config))
+
+
+CHOICES = Choices(fastest_method, with_ways)
 """Choices of a run that trains."""
 READING = CHOICES._replace(method=partial(fastest_method, steps=False))
 """Choices of a model that only reads and writes."""

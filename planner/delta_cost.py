@@ -4,7 +4,8 @@ Ranks compute their tokens at once and pass states along each cut document in ro
 document that one rank holds sends nothing, whatever its layout.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from kernels.delta.scan import GPU_CHUNKS
 from parallel.context.linear import schedules
 from parallel.context.linear.halo import halo_traffic
 from parallel.context.linear.parts import parts
+from parallel.context.linear.segments import cut
 from parallel.context.plan import Plan
 from planner.attention_cost import GB, MICRO, Links, Sent, transfer_seconds
 from planner.cluster import Cluster
@@ -87,6 +89,8 @@ class DeltaCost:
     element_size: int
     cluster: Cluster
     tp: int = 1
+    schedule: schedules.Schedule | None = None
+    """As of ``--delta-rule-schedule``, by default the plan's."""
 
     def forward(self) -> float:
         """Return the seconds of a forward."""
@@ -112,14 +116,30 @@ class DeltaCost:
         halo = (halo_traffic(self.plan, rank, of.taps, row, gradient=reverse).p2p for rank in range(self.plan.size))
         found = [[(rank, *one) for rank, sent in enumerate(halo) for one in sent.items()]]
         state, square = (self.batch * of.heads * of.key_dim * width * wide for width in (of.value_dim, of.key_dim))
-        for messages in schedules.rounds(self.plan, gradient=reverse):
+        for messages in schedules.rounds(self.plan, gradient=reverse, schedule=self.schedule):
             sent = ((one.source.rank, one.peer, state + square * (not one.state)) for one in messages)
             found.append([one for one in sent if one[0] != one[1]])
         return found
 
     def _seconds(self, *, reverse: bool) -> float:
         sent = sum(self._transfer(one) for one in self.rounds(reverse=reverse) if one)
-        return float(self._busy(reverse=reverse) + sent)
+        return float(self._busy(reverse=reverse) + sent + self._composing(reverse=reverse))
+
+    def _composing(self, *, reverse: bool) -> float:
+        """Return the seconds in which the busiest rank of each round joins the maps that come: M S + U or M [U | M]."""
+        of, seconds = self.of, 0.0
+        for messages in schedules.rounds(self.plan, gradient=reverse, schedule=self.schedule):
+            work = Counter[int]()
+            for one in messages:
+                columns = of.value_dim + of.key_dim * (not one.state)
+                work[one.peer] += len(one.targets) * self.batch * of.heads * of.key_dim**2 * columns
+            joined = max(Counter(one.peer for one in messages).values(), default=0)
+            seconds += 2 * max(work.values(), default=0) / self._rate + joined * self.cluster.launch_us * MICRO
+        return seconds
+
+    @property
+    def _rate(self) -> float:
+        return 1e12 * self.cluster.peak_tflops * self.cluster.delta_share
 
     def _busy(self, *, reverse: bool) -> float:
         """Return the seconds that the busiest rank computes: all products, and channels that pass through memory."""
@@ -133,19 +153,34 @@ class DeltaCost:
             wide = sum(segment.length for part in mine.wide for segment in part.segments)
             found = max(found, (BACKWARD if reverse else 1) * each * tokens + wider * wide)
         slower = PER_CHANNEL if of.per_channel else 1.0
-        rate = 1e12 * cluster.peak_tflops * cluster.delta_share
-        seconds = slower * 2 * self.batch * of.heads * found / rate + cluster.launch_us * MICRO
+        seconds = slower * 2 * self.batch * of.heads * found / self._rate + cluster.launch_us * MICRO
         if cluster.memory_gb_per_s:
             passed = (1 + reverse) * PASSES * (of.channels + of.outputs) * self.element_size
             seconds += passed * self.batch * self.plan.local_len / (cluster.memory_gb_per_s * GB)
         return seconds
 
     def _transfer(self, sent: list[tuple[int, int, int]]) -> float:
-        """Time a round's messages, and the product and sum with which a state goes on."""
+        """Time a round's messages."""
         ranks, peers, size = np.array(sent).T
         one = Sent(ranks, peers, size.astype(np.float64), 1)
-        return transfer_seconds([one], self.plan.size, self.cluster, self.tp) + self.cluster.launch_us * MICRO
+        return float(transfer_seconds([one], self.plan.size, self.cluster, self.tp))
 
     @property
     def _per_node(self) -> int:
         return max(1, self.cluster.gpus_per_node // self.tp)
+
+
+LONGEST_GATHER = 64
+"""Parts of a document up to which the schedule ``gather`` is considered: its bytes grow with their square."""
+
+
+def fastest_schedule(cost: DeltaCost) -> schedules.Schedule:
+    """Return the schedule of fewest seconds, forward and backward; of equals the chain."""
+    longest = max(map(len, cut(cost.plan)), default=0)
+    names = [name for name in schedules.SCHEDULES if name != "gather" or longest <= LONGEST_GATHER]
+
+    def seconds(name: schedules.Schedule) -> float:
+        one = replace(cost, schedule=name)
+        return one.forward() + one.backward()
+
+    return min(names, key=seconds)

@@ -36,14 +36,14 @@ def predicted(
 
     ``documents`` are those of a typical micro-batch, where documents attend apart.
     """
-    work, plan, arranged = _numbers(config, world_size, cluster, documents)
+    work, plan, arranged = numbers(config, world_size, cluster, documents)
     cluster = cluster.running(config.context.attention_backend, config.packed)
     return predict(with_softmax_layers(work, config, cluster), plan, arranged, cluster)
 
 
 def bytes_needed(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
     """Return the bytes of the busiest rank's memory alone, which take far less to predict than the time."""
-    return sum(memory_of(*_numbers(config, world_size, cluster, documents)).values())
+    return sum(memory_of(*numbers(config, world_size, cluster, documents)).values())
 
 
 class Weighed(NamedTuple):
@@ -61,8 +61,8 @@ class Weighed(NamedTuple):
 
 def weigh(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> Weighed:
     """Count the memory of a configuration."""
-    numbers = _numbers(config, world_size, cluster, documents)
-    return Weighed(config, sum(memory_of(*numbers).values()), pinned(*numbers))
+    found = numbers(config, world_size, cluster, documents)
+    return Weighed(config, sum(memory_of(*found).values()), pinned(*found))
 
 
 def fits_in_memory(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> bool:
@@ -70,7 +70,7 @@ def fits_in_memory(config: AnyConfig, world_size: int, cluster: Cluster, documen
     return weigh(config, world_size, cluster, documents).fits(cluster)
 
 
-def _numbers(
+def numbers(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> tuple[StepShape, Plan, Arrangement]:
     """Return the configuration as the cost model takes it."""

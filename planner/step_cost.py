@@ -10,7 +10,7 @@ from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
 from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
 from planner.cluster import Cluster
-from planner.delta_cost import DeltaCost, DeltaShape
+from planner.delta_cost import DeltaCost, fastest_schedule
 from planner.step_memory import Arrangement, StepShape, fetched_ahead, memory_of, moments, offloaded, own_sizes, pinned
 
 POINTWISE, COMPILED = 42.0, 28.0
@@ -96,7 +96,7 @@ def _mean_attention(work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp
         others = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
         ahead, back, links = _mean_attention(others, plan, of, cluster, tp)
         share = work.softmax_layers / work.layers
-        delta = _delta(plan, work.delta.split(tp), work.micro_batch, work.element_size, cluster, tp)
+        delta = _delta(delta_cost(work, plan, cluster, tp))
         return share * ahead + (1 - share) * delta[0], share * back + (1 - share) * delta[1], links
     if work.softmax_layers:
         share, forward = work.softmax_layers / work.layers, FORWARD / (FORWARD + BACKWARD)
@@ -117,10 +117,17 @@ def _attention(plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float,
     return cost.forward(), cost.backward(), cost.links()
 
 
+def delta_cost(work: StepShape, plan: Plan, cluster: Cluster, tp: int) -> DeltaCost:
+    """Return the cost of a layer's delta rule, which the work must have."""
+    assert work.delta is not None
+    return DeltaCost(plan, work.delta.split(tp), work.micro_batch, work.element_size, cluster, tp)
+
+
 @lru_cache(maxsize=4096)
-def _delta(plan: Plan, of: DeltaShape, batch: int, element_size: int, cluster: Cluster, tp: int) -> tuple[float, float]:
+def _delta(cost: DeltaCost) -> tuple[float, float]:
     """Return seconds of a layer's delta rule forward and backward."""
-    cost = DeltaCost(plan, of, batch, element_size, cluster, tp)
+    if cost.plan.geometry.options.delta_rule_schedule == "auto":
+        cost = replace(cost, schedule=fastest_schedule(cost))
     return cost.forward(), cost.backward()
 
 

@@ -47,18 +47,18 @@ BUDGET = {
     "entry": 260,
     "model": 5260,
     "kernels": 4620,
-    "parallel": 8010,
+    "parallel": 8020,
     "checkpoint": 1570,
     "data": 4380,
     "train": 5860,
-    "planner": 3180,
+    "planner": 3250,
     "runtime": 2480,
     "slurm": 350,
     "tools": 4930,
     "parity": 1100,
     "papers": 1880,
     "bench": 3280,
-    "tests": 44010,
+    "tests": 44030,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -8,9 +8,9 @@ import tomli_w
 from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.context.config import FullContextConfig, HybridConfig
-from planner.choice import CHOICES, with_layout
+from planner.choice import CHOICES, with_layout, with_schedule
 from planner.cluster import CLUSTERS, load_cluster
-from planner.search import rank
+from planner.search import predicted, rank
 from tests.planner.test_search import A100, config
 from tests.pretraining import pretrain
 from train.config import diffusion
@@ -32,6 +32,25 @@ def test_a_layout_is_left_to_no_one():
         assert (size == 4 and not fields) or chosen.hybrid_softmax_layout == "contiguous"
     named = hybrid(4, hybrid_softmax_layout="zigzag")
     assert with_layout(named) == named
+
+
+def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
+    """A chain passes the fewest bytes, and waits for as many states as a document has parts."""
+    model = ModelConfig(model_type="qwen3_5", num_attention_heads=4, softmax_every=2, vocab_size=512)
+
+    def run(size, schedule="auto"):
+        context = ContextConfig(context_parallel_method="zigzag", delta_rule_schedule=schedule)
+        return replace(config(size), model=model, context=context)
+
+    node = replace(load_cluster(CLUSTERS / "cpu.toml"), gpus_per_node=16)
+    slow_link = replace(node, inside_gb_per_s=1e-3, inside_latency_us=1.0)
+    slow_start = replace(node, inside_gb_per_s=1e3, inside_latency_us=1e5)
+    for size, cluster, wanted in ((2, slow_link, "chain"), (16, slow_link, "tree"), (16, slow_start, "gather")):
+        assert with_schedule(run(size), cluster) == run(size, wanted)
+        times = {name: predicted(run(size, name), size, cluster).time for name in ("auto", "chain", "tree", "gather")}
+        assert times.pop("auto") == times[wanted] == min(times.values())
+    assert with_schedule(run(1)) == run(1)
+    assert with_schedule(run(16, "tree"), slow_start) == run(16, "tree")
 
 
 @pytest.mark.parametrize("kind", ["transnormer", "linear_transformer"])

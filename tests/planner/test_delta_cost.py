@@ -37,8 +37,11 @@ def test_products_are_counted_by_hand():
     assert alone.forward() == pytest.approx(rows * 4096 * plain)
     assert alone.backward() == pytest.approx(rows * 4096 * 2.5 * plain)
     shared = cost(computing)  # 1,024 tokens a rank, and the busiest continue a document
-    assert shared.forward() == pytest.approx(rows * 1024 * (plain + wide + d2))
-    assert shared.backward() == pytest.approx(rows * 1024 * (2.5 * plain + d2))
+    joined = 3 * rows * 128 * d2  # M S, from each rank to the next
+    assert shared.forward() == pytest.approx(rows * 1024 * (plain + wide + d2) + joined)
+    assert shared.backward() == pytest.approx(rows * 1024 * (2.5 * plain + d2) + joined)
+    gathered = replace(shared, schedule="gather")  # the last rank joins 3 maps at once, two of them [U | M]
+    assert gathered.forward() == pytest.approx(shared.forward() + 2 * rows * 128 * d2)
     channels = cost(computing, 1, shape=SHAPE._replace(per_channel=True))
     assert channels.forward() == pytest.approx(1.6 * alone.forward())
     assert cost(COMPUTE, 1).forward() == pytest.approx(alone.forward() / DELTA), "a file without a rate"

@@ -14,7 +14,7 @@ Gradients pass along the reversed chain: M^T, and U is the gradient that the seg
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from parallel.context.linear.segments import Chain, Segment, cut
 from parallel.context.plan import Plan
@@ -39,6 +39,7 @@ class Message(NamedTuple):
 
 
 Round = tuple[Message, ...]
+Schedule = Literal["chain", "tree", "gather"]
 
 
 def _chain(chain: Chain) -> Iterator[list[Message]]:
@@ -65,24 +66,30 @@ def _gather(chain: Chain) -> Iterator[list[Message]]:
     yield found
 
 
-SCHEDULES: dict[str, Callable[[Chain], Iterator[list[Message]]]] = {"chain": _chain, "tree": _tree, "gather": _gather}
+SCHEDULES: dict[Schedule, Callable[[Chain], Iterator[list[Message]]]] = {
+    "chain": _chain,
+    "tree": _tree,
+    "gather": _gather,
+}
 
 
-def schedule_of(plan: Plan) -> str:
+def schedule_of(plan: Plan) -> Schedule:
     """Return the schedule of a plan; ``auto`` takes the tree where some document has over ``LONGEST_CHAIN`` segments.
 
     Latency decides there: a chain's rounds grow with its segments, a tree's with their logarithm (docs/concepts/
     linear_attention.md counts both).
     """
     asked = plan.geometry.options.delta_rule_schedule
-    if asked != "auto":
+    if asked in SCHEDULES:
         return asked
     return "chain" if max(map(len, cut(plan)), default=0) <= LONGEST_CHAIN else "tree"
 
 
 @lru_cache(maxsize=64)
-def rounds(plan: Plan, *, gradient: bool = False) -> tuple[Round, ...]:
+def rounds(plan: Plan, *, gradient: bool = False, schedule: Schedule | None = None) -> tuple[Round, ...]:
     """Return the rounds of a forward or (``gradient``) a backward, of all ranks and documents.
+
+    ``schedule`` is by default that of ``schedule_of``.
 
     Between two ranks messages go in this order. What is for one segment comes by position, the first of the document
     (for gradients the last) first, and before what came in earlier rounds.
@@ -91,8 +98,9 @@ def rounds(plan: Plan, *, gradient: bool = False) -> tuple[Round, ...]:
         ContextError: as ``chains``.
     """
     found: list[list[Message]] = []
+    pass_on = SCHEDULES[schedule or schedule_of(plan)]
     for chain in cut(plan):
-        for number, messages in enumerate(SCHEDULES[schedule_of(plan)](chain[::-1] if gradient else chain)):
+        for number, messages in enumerate(pass_on(chain[::-1] if gradient else chain)):
             found += [[]] * (number == len(found))
             found[number] = found[number] + messages
     return tuple(map(tuple, found))

@@ -1,16 +1,18 @@
 """Whole documents packed into samples train as each alone does, over any mesh, and a run goes on to the bit."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from runtime.errors import UserError
-from runtime.ranks import run_ranks
+from runtime.ranks import RankError, run_ranks
 from tests.packed import TINY, alone, as_it_is, over_ranks, validation_on_rank, write_packed
 from tests.pretraining import on_rank
 from tests.test_packed import CP, GRADIENTS, LOSS, rows_joined
 from train.config.language import parse_args, validate
-from train.watching.metrics import METRICS, read_metrics
+from train.watching.metrics import METRICS, RunLog, read_metrics
 
 CIRCLE = f"{CP} exchange --micro-batch-size 1 --balance-over dp_cp"
 
@@ -60,6 +62,36 @@ def test_a_run_on_two_by_two_ranks_has_the_losses_of_one_and_goes_on_to_the_bit(
         assert mine == pytest.approx(theirs, rel=5e-6)
     train(4, "stopped", *CIRCLE.split(), "--exit-interval", "4")
     assert train(4, "stopped", *CIRCLE.split()) == four
+
+
+def killed_on_rank(rank, world_size, arguments):
+    """Train until the first rank has written iteration 5, which then ends without a word."""
+    write = RunLog.write
+
+    def last(log, record):
+        write(log, record)
+        if record["iteration"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    RunLog.write = last
+    on_rank(rank, world_size, arguments)
+
+
+def test_a_killed_run_goes_on_to_the_bit(flags, tmp_path):
+    """From the checkpoint of iteration 4; the record of iteration 5 is written anew."""
+
+    def train(folder, body=on_rank):
+        save = str(tmp_path / folder)
+        steps = f"{CP} exchange --save-interval 2 --train-iters 6 --blend-by-length 61:0.5"
+        run_ranks(body, 2, [*TINY, *flags, *steps.split(), "--save", save, "--load", save])
+        names = ("iteration", "lm_loss", "grad_norm", "consumed_tokens")
+        return [[record[name] for name in names] for record in read_metrics(tmp_path / folder / METRICS)]
+
+    with pytest.raises(RankError):
+        train("killed", killed_on_rank)
+    assert [record["iteration"] for record in read_metrics(tmp_path / "killed" / METRICS)] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "killed" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    assert train("killed") == train("whole")
 
 
 @pytest.mark.parametrize(

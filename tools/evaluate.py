@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 4 -m tools.evaluate runs/long --text book.txt --seq-length 65536
 
 The beginning of each document is one sequence, which the context-parallel ranks share: by default all processes. The
-numbers are those of one process, whatever the mesh.
+numbers are those of one process, whatever the mesh. --last-tokens N adds the loss of its last N predictions, which see
+the most context.
 """
 
 import argparse
@@ -121,14 +122,17 @@ def main(argv: list[str]) -> None:
                     "give longer ones, or a smaller --seq-length"
                 )
         config = complete(config, run.tokenizer.vocab_size, READING)
-        bounds = buckets(args.seq_length, args.buckets)
-        sums = losses(run, config, mesh, rows, bounds)
-        tokens = [len(rows) * (end - begin) for begin, end in pairwise(bounds)]
-        found = [Bucket(*at, n, loss / n) for at, n, loss in zip(pairwise(bounds), tokens, sums, strict=True)]
+        bounds, first = buckets(args.seq_length, args.buckets), args.seq_length - (args.last_tokens or 0)
+        if first < 0:
+            raise ConfigError(f"last_tokens is {args.last_tokens} and seq_length {args.seq_length}; give at most that")
+        cuts = sorted({*bounds, first})
+        sums = losses(run, config, mesh, rows, cuts)
+        found = [bucket(*at, cuts, sums, len(rows)) for at in pairwise(bounds)]
+        last = bucket(first, args.seq_length, cuts, sums, len(rows)) if args.last_tokens else None
         if not all(math.isfinite(bucket.loss) for bucket in found):
             raise CheckpointError(f"{run.checkpoint} has losses that are not finite: its training diverged")
         if is_first():
-            _write(folder, run, args, len(rows), found)
+            _write(folder, run, args, len(rows), found, last)
 
 
 def documents(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
@@ -161,6 +165,13 @@ def buckets(length: int, equal: int | None) -> list[int]:
     return list(range(0, length + 1, length // equal))
 
 
+def bucket(begin: int, end: int, cuts: Sequence[int], sums: Sequence[float], documents: int) -> Bucket:
+    """Return a bucket of so many documents, whose losses ``sums`` has for each [cuts[n], cuts[n + 1])."""
+    tokens = documents * (end - begin)
+    loss = sum(loss for at, loss in zip(cuts[:-1], sums, strict=True) if begin <= at < end)
+    return Bucket(begin, end, tokens, loss / tokens)
+
+
 def losses(run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bounds: Sequence[int]) -> list[float]:
     """Return the sums of the losses of all rows, each [S + 1], in each bucket of positions; collective."""
     resolved = resolve(config, mesh)
@@ -187,16 +198,20 @@ def _batch(row: np.ndarray, real: bool) -> Batch:
     return {"tokens": tokens[:, :-1], "labels": labels}
 
 
-def _write(folder: Path, run: Run, args: argparse.Namespace, count: int, found: Sequence[Bucket]) -> None:
+def _write(
+    folder: Path, run: Run, args: argparse.Namespace, count: int, found: Sequence[Bucket], last: Bucket | None
+) -> None:
     tokens = sum(bucket.tokens for bucket in found)
     whole = Bucket(0, args.seq_length, tokens, sum(bucket.loss * bucket.tokens for bucket in found) / tokens)
     named = [*((f"{bucket.begin} to {bucket.end - 1}", bucket) for bucket in found), ("all", whole)]
+    named += [] if last is None else [(f"last {last.end - last.begin}", last)]
     rows = [[name, f"{b.tokens:,}", f"{b.loss:.4f}", f"{b.perplexity:.2f}"] for name, b in named]
     title = f"{run.folder}, iteration {run.iteration}, {count} documents of more than {args.seq_length} tokens"
     result: dict[str, Any] = {"run": str(run.folder), "iteration": run.iteration, "data": args.data_path or args.text}
     result |= {"seq_length": args.seq_length, "trained_seq_length": run.trained_length, "documents": count}
     result |= {"loss": whole.loss, "perplexity": whole.perplexity}
     result["buckets"] = [asdict(bucket) | {"perplexity": bucket.perplexity} for bucket in found]
+    result["last"] = None if last is None else asdict(last) | {"perplexity": last.perplexity}
     table = markdown(("positions", "tokens", "loss", "perplexity"), rows, "---:")
     write_results(folder, "perplexity", title, table, result, curve(found, run.trained_length))
 
@@ -229,6 +244,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
     add("--documents", type=positive, default=32, metavar="N", help="the first N long enough (default: %(default)s)")
     add("--buckets", type=positive, metavar="N", help="equal ones (default: from 64 on each twice the one before)")
+    add("--last-tokens", type=positive, metavar="N", help="a row for the last N of each, too")
     add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
     add_mesh(parser)
     return parser.parse_args(argv)

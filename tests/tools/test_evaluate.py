@@ -80,8 +80,12 @@ def by_position(logits_of, run):
 
 
 def test_each_bucket_is_the_mean_of_its_tokens(run, tmp_path, capsys):
-    found = evaluated(run, tmp_path)
+    found = evaluated(run, tmp_path, "--last-tokens", "100")  # which begin inside a bucket
     losses = by_position(trained(run), run)
+    assert found["last"]["loss"] == pytest.approx(losses[-100:].mean().item(), rel=1e-6)
+    assert abs(found["last"]["loss"] / losses[-101:-1].mean().item() - 1) > 1e-5
+    assert (found["last"]["begin"], found["last"]["end"], found["last"]["tokens"]) == (100, LENGTH, 400)
+    assert f"| last 100 | 400 | {found['last']['loss']:.4f} |" in (tmp_path / "perplexity.md").read_text()
     assert found["documents"] == 4
     assert [(b["begin"], b["end"]) for b in found["buckets"]] == [(0, 64), (64, 128), (128, LENGTH)]
     for bucket in found["buckets"]:
@@ -126,9 +130,11 @@ def on_rank(rank, world_size, argv):
 
 def differing(run, tmp_path, processes, *flags):
     """The largest relative difference of a bucket's loss between so many processes and one."""
-    run_ranks(on_rank, processes, arguments(run, tmp_path / "many", *flags))
-    many = json.loads((tmp_path / "many" / "perplexity.json").read_text())["buckets"]
-    one = evaluated(run, tmp_path / "one", *(flags if "--documents" in flags else ()))["buckets"]
+    last = ("--last-tokens", "100")
+    run_ranks(on_rank, processes, arguments(run, tmp_path / "many", *flags, *last))
+    many = json.loads((tmp_path / "many" / "perplexity.json").read_text())
+    one = evaluated(run, tmp_path / "one", *(flags if "--documents" in flags else ()), *last)
+    many, one = ([*found["buckets"], found["last"]] for found in (many, one))
     assert [b["tokens"] for b in many] == [b["tokens"] for b in one]
     return max(abs(np.divide([b["loss"] for b in many], [b["loss"] for b in one]) - 1))
 
@@ -169,6 +175,7 @@ def test_buckets_double_or_are_equal():
     [
         (["--seq-length", "100000"], "has no document of more than 100000 tokens"),
         (["--buckets", "7"], "buckets is 7, which does not divide seq_length 200"),
+        (["--last-tokens", "201"], "last_tokens is 201 and seq_length 200; give at most that"),
         (["--ckpt-step", "7"], "ckpt_step is 7"),
         (["--data-path", "none"], "none.idx does not exist"),
         (["--context-parallel-size", "2"], "context_parallel_size is 2, and this is one process"),

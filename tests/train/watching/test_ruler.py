@@ -1,9 +1,14 @@
-"""The curve of RULER in a run: wrong tokens by example, and settings."""
+"""The curve of RULER in a run: wrong tokens by example, on any mesh what greedy writing begins with, and settings."""
 
 import pytest
 import torch
 
+import pretrain_gpt
+from data.loader import IGNORE_INDEX
 from data.ruler.config import RulerConfig
+from runtime.ranks import run_ranks
+from tests.pretraining import flags_of
+from tools.common.training import Records, trainer_of
 from train.objectives.language import count_wrong
 
 
@@ -46,3 +51,61 @@ def test_lengths_are_those_of_the_model_or_less():
     assert RulerConfig(ruler_interval=1, ruler_lengths=(512, 256)).lengths(512) == [256, 512]
     with pytest.raises(ValueError, match="ruler_lengths names 512 and seq_length is 256, so that prompts would be cut"):
         RulerConfig(ruler_interval=1, ruler_lengths=(512,)).lengths(256)
+
+
+ASKED = (
+    *("--seq-length", "640", "--init-method-std", "0.2", "--ruler-interval", "1", "--ruler-samples", "4"),
+    *("--ruler-lengths", "512", "640", "--ruler-tasks", "niah_single_1", "niah_multikey_2"),
+)
+MESHES = (
+    "--context-parallel-size 2 --context-parallel-method zigzag",
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+)
+
+
+def answered(rank, world_size, runs, labels=None):
+    """Measure the curve of each run's flags, with these answers if given: what it says, and wrong tokens by example."""
+    found = []
+    for flags in runs:
+        with trainer_of(pretrain_gpt, flags, Records()) as trainer:
+            rows = trainer.curve._rows
+            for row, tokens in zip(rows, labels or [], strict=labels is not None):
+                learned = row["labels"] != IGNORE_INDEX
+                row["tokens"][learned.nonzero()[1:].flatten()], row["labels"][learned] = tokens[:-1], tokens
+            shares = trainer.curve.measure(trainer.runner)
+            found.append((shares, trainer.run.objective.wrong.tolist()))
+            written = [greedy(trainer.runner.parts[0], row) for row in rows] if world_size == 1 else None
+    return found, rows, written
+
+
+def greedy(model, row):
+    """Write as many tokens as the answer has after the prompt, the likeliest each time."""
+    learned, ids = (row["labels"] != IGNORE_INDEX).nonzero().flatten(), row["tokens"].clone()
+    ids = torch.cat([ids, ids[:1]])
+    ids[learned[0] + 1 :] = 0
+    with torch.no_grad():
+        for place in learned:
+            ids[place + 1] = model(ids[None, :-1])[0, place].argmax()
+    return ids[learned + 1]
+
+
+def test_any_mesh_counts_what_greedy_writing_begins_with(default_data):
+    """Of the answers some are the model's own, some have one other token: the last, the first, or one in the middle."""
+    flags = flags_of(default_data, *ASKED)
+    ((shares, wrong),), rows, written = answered(0, 1, [flags])
+    right = [
+        bool((row["labels"][row["labels"] != IGNORE_INDEX] == own).all())
+        for row, own in zip(rows, written, strict=True)
+    ]
+    assert [count == 0 for count in wrong] == right
+    assert shares == {"ruler_512": 0.0, "ruler_640": 0.0}
+    labels = [own.clone() for own in written]
+    for number, place in ((1, -1), (3, 0), (4, 2)):
+        labels[number][place] = (labels[number][place] + 1) % 2000
+    ((shares, wrong),), _, _ = answered(0, 1, [flags], labels)
+    assert [count == 0 for count in wrong] == [number not in (1, 3, 4) for number in range(8)]
+    assert shares == {"ruler_512": 50.0, "ruler_640": 75.0}
+    for found, _, _ in run_ranks(answered, 2, [[*flags, *mesh.split()] for mesh in MESHES], labels):
+        assert [one for one, _ in found] == [shares] * len(MESHES)
+        assert all([count == 0 for count in counts] == [count == 0 for count in wrong] for _, counts in found)

@@ -10,6 +10,7 @@ from data.text.blend import cumulative_lengths
 from data.text.config import blend
 from data.text.indexed import open_indexed
 from data.text.megatron import build_datasets
+from data.text.packing import PADDING_DOCUMENT, packed_documents
 from data.tokenizer import load_tokenizer
 from runtime.errors import UserError
 from train.config.common import CommonConfig
@@ -30,7 +31,8 @@ class DocumentsError(UserError):
 def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tuple[int, ...] | None:
     """Return the cumulative lengths of the documents of one micro-batch; None if documents do not attend apart.
 
-    Drawn with a fixed seed as the dataset does: a shuffled stream of documents is cut into samples.
+    Drawn with a fixed seed as the dataset does: a shuffled stream of documents is cut into samples, or whole ones are
+    fitted into them.
 
     Args:
         lengths: tokens of documents to draw from; by default those of the data's .idx files, by their weights.
@@ -51,7 +53,8 @@ def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tu
             "--data-path PREFIX, or state them: --document-lengths 300 2000 40000"
         )
     draw = np.array(lengths) if lengths else _lengths(config.data.data_path)
-    return _cut(np.random.default_rng(0), draw, config.sequence_length, config.joined_length)
+    fill = _fitted if config.data.pack_documents else _cut
+    return fill(np.random.default_rng(0), draw[draw > 0].astype(np.int64), config.sequence_length, config.joined_length)
 
 
 def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
@@ -88,10 +91,22 @@ def _lengths(data_path: tuple[str, ...]) -> np.ndarray:
 
 def _cut(generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int) -> tuple[int, ...]:
     """Fill ``joined`` tokens from a point inside a document; samples end documents too."""
-    lengths = lengths[lengths > 0].astype(np.int64)
     drawn = generator.choice(lengths, 8 + 2 * joined // int(lengths.mean()))
     while drawn[1:].sum() < joined:
         drawn = np.concatenate((drawn, generator.choice(lengths, len(drawn))))
     ends = np.cumsum(drawn) - generator.integers(drawn[0])
     bounds = np.union1d(ends[ends < joined], np.arange(0, joined + 1, sample))
     return tuple(bounds.tolist())
+
+
+def _fitted(generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int) -> tuple[int, ...]:
+    """Take samples from 16 times as many, which whole documents fill as in a run of pack_documents, and padding."""
+    drawn = generator.choice(lengths, 16 + 16 * joined // int(lengths.mean())).astype(np.int32)
+    while drawn.sum(dtype=np.int64) < 16 * joined:
+        drawn = np.concatenate((drawn, generator.choice(lengths, len(drawn)).astype(np.int32)))
+    fragments, bounds = packed_documents(drawn, np.arange(len(drawn)), sample, 0)
+    found = set[int]()
+    for place, number in enumerate(generator.choice(len(bounds) - 1, joined // sample, replace=False)):
+        ends = np.cumsum(fragments["length"][bounds[number] : bounds[number + 1]]).tolist()
+        found |= {place * sample + start for start in (0, *ends, *range(ends[-1], sample, PADDING_DOCUMENT))}
+    return tuple(sorted(found | {joined}))

@@ -51,14 +51,14 @@ BUDGET = {
     "checkpoint": 1570,
     "data": 4380,
     "train": 5860,
-    "planner": 3250,
+    "planner": 3270,
     "runtime": 2480,
     "slurm": 350,
-    "tools": 4930,
+    "tools": 4940,
     "parity": 1100,
     "papers": 1880,
     "bench": 3280,
-    "tests": 44030,
+    "tests": 44140,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

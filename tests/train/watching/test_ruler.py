@@ -91,7 +91,7 @@ def greedy(model, row):
 
 
 def test_any_mesh_counts_what_greedy_writing_begins_with(default_data):
-    """Of the answers some are the model's own, some have one other token: the last, the first, or one in the middle."""
+    """Some answers are the model's own, some have one other token: the last, the first, or one in the middle."""
     flags = flags_of(default_data, *ASKED)
     ((shares, wrong),), rows, written = answered(0, 1, [flags])
     right = [

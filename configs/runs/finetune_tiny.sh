@@ -13,16 +13,19 @@ export OMP_NUM_THREADS=1
 tokenizer=$RUN/imported/hf/tokenizer.json seed=0 MODEL=${MODEL:-llama} PERCENT=${PERCENT:-100}
 case $MODEL in
     llama)
-        model=() reading=()
+        model=() iterations=(1000 300 3000 2500) first=()
         longer=(--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-original-max-position-embeddings 1024)
         ;;
     qwen3_5)
-        model=(--model-type qwen3_5 --softmax-every 2 --kv-channels 32 --rotary-percent 0.25 --linear-key-head-dim 16)
-        reading=(--context-parallel-size 1)
+        model=(--model-type qwen3_5 --softmax-every 2 --num-attention-heads 2 --kv-channels 64 --rotary-percent 0.25
+            --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 16)
+        iterations=(1280 300 800 600) first=(--lr 6e-3 --lr-decay-iters 2500)
         longer=()
         ;;
     *) echo "MODEL is $MODEL; it must be llama or qwen3_5" >&2; exit 2 ;;
 esac
+
+share() { echo $((iterations[$1] * PERCENT / 100)); } # share STAGE: its iterations
 
 say() { printf '\n=== %s (%d s)\n' "$*" "$SECONDS"; }
 
@@ -49,9 +52,9 @@ train() { # train TO FROM LENGTH [FLAGS]: from another run's weights, on the sam
     touch "$RUN/$1/finished"
 }
 
-score() { # score RUN LENGTH...: exact answers; all processes read a prompt together, of a hybrid each its own
+score() { # score RUN LENGTH...: exact answers; all processes read a prompt together
     "$PY" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" -m tools.line_retrieval score "$RUN/$1" \
-        --vocabulary small --samples 20 --batch-size 5 "${reading[@]}" --lengths "${@:2}" | grep "^|"
+        --vocabulary small --samples 20 --batch-size 5 --lengths "${@:2}" | grep "^|"
 }
 
 mkdir -p "$RUN"
@@ -62,12 +65,12 @@ say "a tiny $MODEL of random weights, imported"
 say "short records to repeat: to look for what followed a word before"
 chats repeat 80000 80 5 --form repeat
 pack repeat-data 256 repeat
-train repeat imported 256 --train-iters $((1000 * PERCENT / 100)) --min-lr 1e-3
+train repeat imported 256 --train-iters "$(share 0)" --min-lr 1e-3 "${first[@]}"
 
 say "short records to ask about"
 chats lines-96 40000 96 12
 pack short-data 256 lines-96
-train short repeat 256 --train-iters $((300 * PERCENT / 100))
+train short repeat 256 --train-iters "$(share 1)"
 
 say "records of up to 1,024 tokens"
 chats lines-24 8000 24 1
@@ -76,7 +79,7 @@ chats lines-512 3000 512 24
 chats lines-1024 3000 1024 40
 chats ends-1024 3000 1024 6
 pack 1k-data 1024 lines-24 lines-256 lines-512 lines-1024 ends-1024
-train 1k short 1024 --micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --train-iters $((3000 * PERCENT / 100))
+train 1k short 1024 --micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --train-iters "$(share 2)"
 
 say "before: 1,024 tokens, and 4,096"
 score 1k 1024 2048 4096
@@ -87,7 +90,7 @@ chats lines-4096 1000 4096 100
 chats ends-4096 1000 4096 12
 pack 4k-data 4096 lines-24 ends-1024 lines-2048 lines-4096 ends-4096
 train 4k 1k 4096 --context-parallel-size "$NPROC" --context-parallel-method exchange \
-    --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters $((2500 * PERCENT / 100)) \
+    --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters "$(share 3)" \
     --max-position-embeddings 4096 "${longer[@]}"
 
 say "after: 1,024 tokens, and 4,096"

@@ -24,8 +24,9 @@ TEMPLATE = (
 
 HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 32,
-    "num_key_value_heads": HEADS,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "linear_num_key_heads": HEADS,
     "linear_num_value_heads": HEADS,
     "linear_key_head_dim": 16,
@@ -74,12 +75,11 @@ def write_model(
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
-        num_attention_heads=HEADS,
         max_position_embeddings=1024,
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        **own,
+        **{"num_attention_heads": HEADS, **own},
         **shape,
     )
     model: Any = AutoModelForCausalLM.from_config(config)

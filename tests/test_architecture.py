@@ -54,11 +54,11 @@ BUDGET = {
     "planner": 3270,
     "runtime": 2480,
     "slurm": 350,
-    "tools": 4940,
+    "tools": 5080,
     "parity": 1100,
     "papers": 1880,
     "bench": 3280,
-    "tests": 44150,
+    "tests": 44290,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

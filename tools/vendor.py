@@ -1,9 +1,10 @@
 """Write the attention alone, as one package `longmesh_attention` that another project keeps in its own tree.
 
-The package holds parallel/context, kernels and runtime, with their imports and the namespace of their custom operators
-renamed, so that a project with folders of these names can import it, even beside a checkout of Longmesh.
+The package holds parallel/context, parallel/transformers, kernels and runtime, with their imports and the namespace of
+their custom operators renamed, so that a project with folders of these names can import it, even beside a checkout.
 
-    python -m tools.vendor ../mine          # writes ../mine/longmesh_attention, or brings it up to date
+    python -m tools.vendor ../mine                   # writes ../mine/longmesh_attention, or brings it up to date
+    python -m tools.vendor wheels --package my_ring  # writes wheels/my_ring, a project, and its wheel beside it
 """
 
 import ast
@@ -12,6 +13,7 @@ import re
 import shutil
 import sys
 import uuid
+from keyword import iskeyword
 from pathlib import Path
 
 if not __package__:  # started as a file: the packages lie one folder up
@@ -22,6 +24,7 @@ from runtime.errors import UserError
 from runtime.files import fsync, owned, sha256, unwritable
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
+from tools.project import project, wheel
 
 PACKAGE = "longmesh_attention"
 PARTS = {
@@ -206,17 +209,34 @@ def _kind(path: Path) -> str:
     return sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"
 
 
+def _name(text: str) -> str:
+    """Return a package's name. Raises UserError: no module can have it, or one of Python's or ours has."""
+    ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {"transformers", "torch", "numpy"}
+    if not text.isidentifier() or iskeyword(text) or text in sys.stdlib_module_names | ours:
+        raise UserError(f"--package is {text!r}; give a name that an import can have and no other module has")
+    return text
+
+
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tools.vendor", __doc__)
     where = f"folder that gets {PACKAGE}/, such as a project"
     parser.add_argument("destination", type=Path, metavar="DEST", help=where)
+    wheels = "write a project NAME/ with pyproject.toml and tests, and its wheel, whose only module is NAME"
+    parser.add_argument("--package", metavar="NAME", help=wheels)
     args = parser.parse_args(argv)
-    files = package()
-    target = write(args.destination, files)
+    name = PACKAGE if args.package is None else _name(args.package)
+    files = package(name)
     origin = json.loads(files[ORIGIN])
+    if args.package is not None:
+        files = project(name, files, origin["commit"], lambda source, path: renamed(source, path, name))
+        files = with_origin(files, origin["commit"])
+    target = write(args.destination, files, name)
     print(f"wrote {target}: {len(files)} files of longmesh {origin['version']}, commit {origin['commit']}")
+    if args.package is not None:
+        built = wheel(args.destination, files)
+        print(f"built {built}: {built.stat().st_size / 1000:.0f} KB; pip install {built}")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch.overrides import TorchFunctionMode
 
+transformers = pytest.importorskip("transformers")
 VOCABULARY, LAYERS = 40, 3
 SIZES = {
     "vocab_size": VOCABULARY,

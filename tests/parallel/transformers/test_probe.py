@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from parallel.context import make_plan
 from parallel.transformers import shard
 from parallel.transformers.probe import probe
 from runtime.errors import UserError
-from tests.parallel.transformers.families import SIZES, model_of, tokens
+from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
 
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 8, "attn_layer_indices": [1]}
 CHUNKED = {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": 8, "interleave_moe_layer_step": 9}

@@ -58,7 +58,7 @@ BUDGET = {
     "parity": 1100,
     "papers": 1880,
     "bench": 3280,
-    "tests": 44290,
+    "tests": 44300,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

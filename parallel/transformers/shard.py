@@ -165,4 +165,4 @@ def shard(
     _check_settings(model)
     size = 1 if group is None else dist.get_world_size(group)
     context = context_parallel(method, seq_len=size, group=group, **options)
-    return Sharded(model, context, dist.group.WORLD if world is None and group is not None else world)
+    return Sharded(model, context, dist.group.WORLD if world is None else world)  # None where nothing is joined

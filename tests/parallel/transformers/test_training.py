@@ -184,3 +184,14 @@ def adapted(rank, world_size):
 def test_adapters_are_trained_as_in_one_process():
     pytest.importorskip("peft")
     assert max(run_ranks(adapted, 2)[0]) < 1e-10
+
+
+def test_without_ranks_the_loss_is_the_mean_over_labels():
+    model = model_of("Llama", 2).eval()
+    cp = shard(model)
+    batch, count = cp.batch(*tokens(9)), 3
+    after, logits = batch.whole.tokens["labels"][0], model(**batch.inputs).logits
+    expected = torch.nn.functional.cross_entropy(logits[0], after, ignore_index=IGNORED)
+    assert torch.allclose(cp.loss(logits, batch), expected)
+    assert torch.allclose(cp.loss(logits, batch, count=count), expected * (after != IGNORED).sum() / count)
+    assert cp.loss(logits, cp.batch(tokens(9)[0])).item() == 0

@@ -71,7 +71,7 @@ GPU_HERE = $(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available
 	  'error: this needs a CUDA GPU, and torch sees none here; nothing was installed or written')"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench packed-bench link-bench link-attention link-delta peers linear-bench parity chaos lasp-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
+.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench packed-bench link-bench link-attention link-delta peers linear-bench parity chaos lasp-table rl-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -158,6 +158,9 @@ linear-bench: $(READY) ## Linear attention against quadratic over length on one 
 
 lasp-table: $(READY) ## LASP's table of convergence at small scale: 26 runs of 300 updates, into papers/results/ (20 minutes)
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.convergence $(ARGS)
+
+rl-table: $(READY) ## Ring Attention's table of trajectories in small: chains of 1 to 64 attempts, four runs, roll-outs, into papers/results/
+	@OMP_NUM_THREADS=1 exec $(PY) -m papers.attempts $(ARGS)
 
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/; PAPERS="ring" chooses
 	@for paper in $(PAPERS); do \

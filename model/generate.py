@@ -56,6 +56,8 @@ class Draw:
         return ids.gather(-1, torch.multinomial(share, 1, generator=self.generator))[:, 0]
 
 
+Choose = Callable[[Tensor, Tensor], Tensor]
+"""Last hidden states [B, C] and their logits [B, V] -> the next tokens [B], as a ``Draw`` does."""
 Read = Callable[[Tensor, Tensor, Tensor], Tensor]
 """New tokens [B, T], their positions [1 or B, T] and ``ends`` as for ``States.read`` -> the next tokens [B]."""
 

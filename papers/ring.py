@@ -1,21 +1,24 @@
-"""Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): blocks, activations, longest contexts, FLOPs."""
+"""Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): blocks, memory, lengths, FLOPs, trajectories."""
 
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 from model.config import ModelConfig
-from papers import rows
+from papers import attempts, convergence, rows
 from papers.jobs import LONG, Job, lengths, longest_of
 from papers.rows import Curves, Row, Sheet
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
-from planner.search import workload_of
+from planner.search import predicted, workload_of
 from planner.step_memory import Arrangement, StepShape, memory_of
+from runtime.errors import UserError
 from tools.common.arguments import run_command
-from train.config.language import load_config
+from train.config.language import load_config, parse_args
 
 K = 1024
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -117,26 +120,25 @@ def model(size: str) -> StepShape:
     return workload_of(replace(config, train=replace(config.train, bf16=False)), 1, "cuda")
 
 
-def longest(size: str, way: str, devices: int, memory_gb: float) -> int:
-    """Return the longest power of two of tokens that fits by the planner's memory model; 0 if not even 1,024 do.
+def needed(work: StepShape, way: str, devices: int, tokens: int) -> float:
+    """Return the bytes of a device, of one sequence on all of them by Ring Attention and one on each by other ways.
 
     All weights are sharded over all devices and every layer is recomputed from its input (FSDP and full checkpointing,
     section 4). Vanilla attention holds its scores twice, before and after the softmax.
     """
+    ring, chunk = way == "ring_attention", 2048 if way in COLUMNS[2:] else 0
+    plan = make_plan("ring", seq_len=tokens, size=devices if ring else 1)
+    arranged = Arrangement(dp=1 if ring else devices, recompute="full", loss_chunk=chunk, ffn_chunk=chunk)
+    scores = 2 * work.heads * tokens**2 * work.element_size if way == "vanilla" else 0
+    return sum(memory_of(work, plan, arranged).values()) + scores
+
+
+def longest(size: str, way: str, devices: int, memory_gb: float) -> int:
+    """Return the longest power of two of tokens that fits by ``needed``; 0 if not even 1,024 do."""
     tokens = 0
-    work = model(size)
-    ring = way == "ring_attention"
-    chunk = 2048 if way in COLUMNS[2:] else 0
-    while True:
-        trial = max(K, 2 * tokens)
-        plan = make_plan("ring", seq_len=trial, size=devices if ring else 1)
-        arranged = Arrangement(dp=1 if ring else devices, recompute="full", loss_chunk=chunk, ffn_chunk=chunk)
-        needed = sum(memory_of(work, plan, arranged).values())
-        if way == "vanilla":
-            needed += 2 * work.heads * trial**2 * work.element_size
-        if needed > memory_gb * 1e9:
-            return tokens
-        tokens = trial
+    while needed(model(size), way, devices, max(K, 2 * tokens)) <= memory_gb * 1e9:
+        tokens = max(K, 2 * tokens)
+    return tokens
 
 
 def max_context() -> Iterator[Row]:
@@ -162,6 +164,52 @@ def job(size: str, gpus: int, tokens: int) -> Job:
         figures=longest_of(COLUMNS[-1]),
         iterations=LONG,
     )
+
+
+STEP = 1000 * 4
+"""Tokens of a trajectory: 1,000 steps of a return, a state, an action and a reward."""
+AGENTS = {"AT + ME 32": COLUMNS[1], "AT + BPT 32": COLUMNS[2], "AT + BPT 128": COLUMNS[2], "AT + RA 128": COLUMNS[3]}
+"""Columns of table 5 whose model reads several trajectories, and their ways of table 3."""
+AGENT_FLAGS = """
+    --model-type gpt --position-embedding-type rope --num-layers 24 --hidden-size 1024 --num-attention-heads 16
+    --vocab-size 512 --mock-data --device cpu --no-bf16 --context-parallel-method ring --micro-batch-size 1
+    --recompute-granularity full
+"""
+"""350M parameters are taken as GPT-2 medium's shape, without its vocabulary."""
+AGENT_DEVICES = 8
+
+
+def agent(column: str) -> tuple[float, float]:
+    """Return the predicted seconds of a step of a column of table 5, and 10^9 bytes of a device."""
+    tokens, ring = int(column.split()[-1]) * STEP, AGENTS[column] == COLUMNS[3]
+    sizes_of = f"--seq-length {tokens} --context-parallel-size {AGENT_DEVICES if ring else 1}"
+    flags = f"{AGENT_FLAGS} {sizes_of} --global-batch-size {1 if ring else AGENT_DEVICES}"
+    config = parse_args(flags.split())
+    seconds = predicted(config, AGENT_DEVICES, device("A100 NVLink")).time
+    return seconds, needed(workload_of(config, 1, "cuda"), AGENTS[column], AGENT_DEVICES, tokens) / 1e9
+
+
+def reinforcement(measured: bool = False) -> Iterator[Row]:
+    """Yield table 5's returns; what its models take by our planner; and returns of papers.attempts, in small."""
+    if measured:
+        with redirect_stdout(sys.stderr):
+            status = attempts.main([])
+        if status:
+            raise UserError("the runs of the attempts did not end well; the reason stands above")
+    for row in rows.published("ring_rl"):
+        theirs = {name: value if value == "oom" else float(value) for name, value in row.items() if name != "task"}
+        yield Row({"row": row["task"]}, theirs, {}, "not stated")
+    ours = {column: agent(column) for column in AGENTS}
+    for place, what in enumerate(("seconds of a step", "10^9 bytes of a GPU")):
+        yield Row({"row": what}, {}, {name: round(found[place], 1) for name, found in ours.items()}, "8 A100 of 80 GB")
+    kept = convergence.kept(attempts.RESULTS)
+    if not (runs := kept["runs"]):
+        return
+    named = {attempts.name_of(name): run for name, run in runs.items()}
+    for what, place in (("first", 0), (f"{attempts.LATER}th", attempts.LATER - 1), ("last", -1)):
+        for part in ("mean", "error"):
+            shown = {name: run[part][place] for name, run in named.items() if len(run[part]) > max(place, 0)}
+            yield Row({"row": f"doors, {what} attempt: {part}"}, {}, {}, kept["machine"]["device"], shown)
 
 
 SHEETS = [
@@ -190,6 +238,14 @@ SHEETS = [
             "model", {name: name for name in (COLUMNS[3], COLUMNS[2])}, panel="hardware", curve="hardware",
             label="1,024 tokens: Ring above, blockwise below", logarithmic=True,
         ),
+    ),
+    Sheet(
+        "rl", "Ring Attention: learning from trajectories in the context", "appendix D, table 5", reinforcement,
+        "Published: returns on ExoRL by the number of trajectories in the context. Predicted: float32, weights sharded "
+        "over 8 devices, full recomputation; a sequence on each device or, with Ring Attention, on all. Measured: the "
+        "mean return, 6 at most, of attempts at 200 unseen tasks of papers.doors, and its standard error, by the "
+        "attempts in the context of a small GPT; no figure of it is comparable to one of ExoRL, but their order is.",
+        measure=lambda: reinforcement(measured=True),
     ),
 ]  # fmt: skip
 main = partial(rows.main, "ring", "Liu, Zaharia and Abbeel 2023, arXiv:2310.01889", SHEETS, __doc__)

@@ -37,11 +37,11 @@ NOT_RUN = {
     r"cuda-stub|tests\.cuda_stub": "another environment: torch's CUDA build, 3 GB",
     r"^torchrun.* pretrain_\w+\.py.*(?:--bf16|8xh100|dit_xl)": "GPU: a model of billions of parameters",
     r"llama3_8b(?!\.toml)|Meta-Llama|llama3[/ ]|imagenet|(?<!docs/)images/|sharegpt": "input: a model or data of yours",
-    r"their_adapter|texts/|book\.txt| tokenizer\.json": "input: a model or data of yours",
+    r"their_adapter|texts/|buffer/|book\.txt| tokenizer\.json": "input: a model or data of yours",
     r"runs/(?:long|own|books|lora|exported|adapter)\b|--check latents": "input: a run of yours, trained on GPUs",
     r"^make test": "long: CI runs it",
     r"^make pretrain.*(?:--train-iters 240|CONFIG=|NPROC=)": "long: `make pretrain` again, with a setting",
-    r"^make (?:finetune|papers|lasp-table)$|(?<!configs/)runs/finetune|runs/longer|finetune_tiny_512k\.toml.*--profile":
+    r"^make (?:finetune|papers|(?:lasp|rl)-table)$|(?<!configs/)runs/finetune|runs/longer|finetune_tiny_512k\.toml.*--profile":
         "long: by hand, when its figures are made again",
     r"^make (?:hooks|lock|clean|format)": "it changes the checkout or the environment",
     r"^\. |^export OMP": "shell: what every command here has set",

@@ -29,7 +29,7 @@ from kernels.merge import merged
 from model.attention import Attention, LinearCore
 from model.base import RecurrentModel
 from model.config import architecture_of
-from model.generate import DivergedError, Draw, Read, at_ends, check_lengths, write
+from model.generate import Choose, DivergedError, Draw, Read, at_ends, check_lengths, write
 from model.linear.delta import DeltaAttention
 from model.registry import build_model
 from parallel.context import ContextParallel
@@ -168,10 +168,10 @@ class Writer:
             whole = replace(model, rope_scaling_seq_length=length + max_new_tokens)
             self._part.config = whole
         alike = isinstance(self._part, RecurrentModel)
-        return write(lambda: self._begin(length, draw), prompts, max_new_tokens, stop, device, alike=alike)
+        return write(lambda: self.begin(length, draw), prompts, max_new_tokens, stop, device, alike=alike)
 
-    def _begin(self, length: int, draw: Draw) -> Read:
-        """Return what reads prompts padded to ``length``, then new tokens."""
+    def begin(self, length: int, draw: Choose) -> Read:
+        """Return what reads prompts padded to ``length``, then any new tokens; ``draw`` chooses the next ones."""
         cp, tp = self._mesh.cp, self._mesh.tp.size()
         layers = self.config.model.num_layers
         states = States(layers, self._merge, self._total) if cp.size() > 1 else States(layers)
@@ -248,7 +248,7 @@ class Writer:
         dist.send(x.contiguous(), group=group, group_dst=rank + 1)
         return None
 
-    def _drawn(self, hidden: Tensor | None, draw: Draw, sequences: int, *, spread: bool) -> Tensor:
+    def _drawn(self, hidden: Tensor | None, draw: Choose, sequences: int, *, spread: bool) -> Tensor:
         """Return the next tokens [B] on every rank, as the first rank of the last stage draws them.
 
         With ``spread`` the hidden states are on one rank of cp each.

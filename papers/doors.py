@@ -1,0 +1,79 @@
+"""A small world in which attempts teach: rooms in a row, and in each of them one door that leads on.
+
+An attempt begins in the first room and opens one door a step. The right one leads to the next room and gives a reward
+of 1; any other leaves the player where it is. The right doors are the task: a draw of 8^6, so that no weight can know
+them, and one attempt is too short to find them. K tasks, R rooms, N attempts of T steps.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.trajectories import Episode
+
+ROOMS = STEPS = 6
+"""Whoever knows all doors is through the last room with the last step: the best return is 6."""
+DOORS = 8
+SLIPS = (0.0, 0.05, 0.1)
+"""Shares of a player's steps that are drawn, whatever it knows; each player has one."""
+RECALLS = (1.0, 0.9, 0.75)
+"""Shares of what a player sees that it remembers; each player has one."""
+
+
+def tasks(seed: int, first: int, count: int) -> np.ndarray:
+    """Return the right door of each room, int64 [K, R], of ``count`` tasks from ``first`` on, all different."""
+    numbers = np.random.default_rng(seed).permutation(DOORS**ROOMS)[first : first + count]
+    return numbers[:, None] // DOORS ** np.arange(ROOMS) % DOORS
+
+
+@dataclass
+class Rooms:
+    """The players of K tasks, each in a room."""
+
+    right: np.ndarray
+    """[K, R]."""
+
+    def __post_init__(self) -> None:
+        self.room = np.zeros(len(self.right), np.int64)
+
+    def open(self, door: np.ndarray) -> np.ndarray:
+        """Open a door [K] of each player's room; return the rewards [K]. Nobody opens more than R."""
+        passed = door == self.right[np.arange(len(door)), self.room]
+        self.room = self.room + passed
+        return passed
+
+
+def histories(right: np.ndarray, attempts: int, seed: int, *, perfect: bool = False) -> list[np.ndarray]:
+    """Return what players of mixed quality see and do who learn from attempt to attempt: int64 [K, N, T] each.
+
+    Rooms, doors and rewards. A player opens the door that it knows, or one that it has not seen fail; how often it
+    slips, and how much it remembers, differ between players. A perfect one never slips and remembers all.
+    """
+    rng, every = np.random.default_rng((seed, 1)), np.arange(len(right))
+    slips, recalls = (np.zeros(len(right)), np.ones(len(right)))
+    if not perfect:
+        slips, recalls = rng.choice(SLIPS, len(right)), rng.choice(RECALLS, len(right))
+    knows = np.zeros((len(right), ROOMS, DOORS))
+    """1 for the right door, -1 for one that failed."""
+    steps = []
+    for _ in range(attempts):
+        world = Rooms(right)
+        for _ in range(STEPS):
+            room = world.room
+            door = (2 * knows[every, room] + rng.random((len(right), DOORS))).argmax(1)
+            door = np.where(rng.random(len(right)) < slips, rng.integers(DOORS, size=len(right)), door)
+            passed = world.open(door)
+            remembers = rng.random(len(right)) < recalls
+            knows[every[remembers], room[remembers], door[remembers]] = np.where(passed, 1, -1)[remembers]
+            steps.append((room, door, passed.astype(np.int64)))
+    return [np.stack(part, 1).reshape(len(right), attempts, STEPS) for part in zip(*steps, strict=True)]
+
+
+def episodes(right: np.ndarray, attempts: int, seed: int) -> list[Episode]:
+    """Return the players' histories as episodes, task by task in order of time."""
+    rooms, doors, rewards = (part.astype(np.float64) for part in histories(right, attempts, seed))
+    return [
+        Episode(str(task), rooms[task, n, :, None], doors[task, n, :, None], rewards[task, n])
+        for task in range(len(right))
+        for n in range(attempts)
+    ]

@@ -1,0 +1,40 @@
+"""Episodes to chains from the command line: what it writes, what prepare_data's check says of it, what it refuses."""
+
+import json
+
+import numpy as np
+
+from tools.prepare_data import main as check
+from tools.prepare_trajectories import main
+
+
+def write_episodes(folder, count=6, steps=4):
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(count):
+        observation, action = rng.standard_normal((steps + 1, 2)), rng.standard_normal((steps + 1, 1))
+        np.savez(folder / f"{number}.npz", observation=observation, action=action, reward=rng.random((steps + 1, 1)))
+
+
+def test_a_folder_of_npz_becomes_chains_that_can_be_read(tmp_path, capsys):
+    write_episodes(tmp_path / "buffer")
+    flags = ["--input", str(tmp_path / "buffer"), "--output-prefix", str(tmp_path / "c"), "--bins", "4"]
+    assert main([*flags, "--trajectories", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "1 chains of 4 attempts at 1 tasks, 84 tokens in 1 samples, 16 of them actions, which carry loss" in out
+    assert "2 episodes are left over" in out
+    assert "--sft --reset-attention-mask" in out
+    record = json.loads((tmp_path / "c.json").read_text())
+    assert [len(column["values"]) for column in record["columns"]] == [4] * 5
+    assert check(["--check", str(tmp_path / "c"), "--inspect", "1", "--whole"]) == 0
+    assert "⟦action:" in capsys.readouterr().out
+    assert main([*flags, "--trajectories", "4"]) == 1
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_no_episode_is_an_error(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert (
+        main(["--input", str(tmp_path / "empty"), "--output-prefix", str(tmp_path / "c"), "--trajectories", "2"]) == 1
+    )
+    assert "there is no episode in" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from data.trajectories import Chains, Codec, write_chains
 from model.generate import Draw, Read
 from papers import doors, rows
 from papers.convergence import kept
-from papers.doors import STEPS, Rooms, episodes, histories
+from papers.doors import BEST, STEPS, Rooms, episodes, histories
 from runtime.errors import UserError
 from runtime.machine import describe, stamp
 from runtime.ranks import run_ranks
@@ -52,7 +52,7 @@ RANKS, BATCH, SEED = 2, 2, 0
 TOKENS = LONGEST * (4 * STEPS + 1)
 """Tokens of a sample, which holds one longest chain, or as many shorter ones as have its tokens."""
 FLAGS = f"""
-    --model-type gpt --position-embedding-type rope --num-layers 3 --hidden-size 64 --num-attention-heads 4
+    --model-type gpt --position-embedding-type rope --num-layers 2 --hidden-size 64 --num-attention-heads 4
     --init-method-std 0.06 --seq-length {TOKENS} --global-batch-size {BATCH} --sft --reset-attention-mask
     --reset-position-ids --split 1,0,0 --eval-iters 0 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
     --lr-warmup-iters 20 --weight-decay 0.0 --adam-beta2 0.98 --device cpu --context-parallel-method ring
@@ -71,7 +71,7 @@ class Size:
 
     tasks: int = 3000
     """Tasks to train on."""
-    iterations: int = 1000
+    iterations: int = 1500
     unseen: int = 200
     """Tasks to play."""
 
@@ -120,13 +120,13 @@ def roll_out(read: Read, codec: Codec, right: np.ndarray, attempts: int, *, shuf
         world = Rooms(np.roll(right, attempt, axis=0) if shuffled else right)
         total = np.zeros(len(right), np.int64)
         for _ in range(STEPS):
-            step = np.stack((STEPS - total, world.room, 0 * total, 0 * total), -1)  # door and reward are to come
+            step = np.stack((BEST - total, world.room, 0 * total, 0 * total), -1)  # door and reward are to come
             ids = drawn(np.concatenate((end, codec.encode(step)[:, :action]), 1))
             reward = world.open(ids[:, 0] - codec.offsets[action])
             total = total + reward
             step[:, -1] = reward
             end = np.concatenate((ids, codec.encode(step)[:, -1:]), 1)
-        marks = np.array([[codec.mark(float(one), STEPS)] for one in total])
+        marks = np.array([[codec.mark(float(one), BEST)] for one in total])
         end, totals[:, attempt] = np.concatenate((end, marks), 1), total
     return totals
 
@@ -191,7 +191,7 @@ def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
     for name in missing:
         _noted(result, path, name, partial(_trained, int(name), history, unseen, size.iterations, data))
     for name, perfect in (("players", False), ("perfect", True)):
-        result["runs"][name] = figures(histories(unseen, LONGEST, SEED, perfect=perfect)[2].sum(-1))
+        result["runs"][name] = figures(histories(unseen, LONGEST, SEED + 1, perfect=perfect)[2].sum(-1))
     prefix = data / f"{LONGEST}"
     _noted(
         result,
@@ -247,7 +247,7 @@ def draw(runs: dict[str, Any]) -> "Figure":
         axes.fill_between(at, mean - ERRORS * error, mean + ERRORS * error, color=colour, alpha=0.2, linewidth=0)
     for name, label, style in (("players", "the players trained on", "--"), ("perfect", "a perfect player", ":")):
         axes.plot(np.arange(1, LONGEST + 1), runs[name]["mean"], style, color="#4D4D4D", label=label)
-    axes.set(xlabel="attempt", ylabel=f"return (at most {STEPS})", xscale="log", title="Unseen tasks")
+    axes.set(xlabel="attempt", ylabel=f"return (at most {BEST})", xscale="log", title="Unseen tasks")
     axes.set_xticks(CHAIN_LENGTHS, [str(n) for n in CHAIN_LENGTHS])
     axes.minorticks_off()
     plain(axes)

@@ -1,8 +1,8 @@
 """A small world in which attempts teach: rooms in a row, and in each of them one door that leads on.
 
-An attempt begins in the first room and opens one door a step. The right one leads to the next room and gives a reward
-of 1; any other leaves the player where it is. The right doors are the task: a draw of 8^6, so that no weight can know
-them, and one attempt is too short to find them. K tasks, R rooms, N attempts of T steps.
+An attempt begins in the first room and opens one door a step. The right one leads to the next room and gives a reward,
+the room's number from 1; any other leaves the player where it is, without. The right doors are the task: a draw of 8^4,
+so that no weight can know them, and one attempt is too short to find them. K tasks, R rooms, N attempts of T steps.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ import numpy as np
 
 from data.trajectories import Episode
 
-ROOMS = STEPS = 6
-"""Whoever knows all doors is through the last room with the last step: the best return is 6."""
+ROOMS = STEPS = 4
+"""Whoever knows all doors is through the last room with the last step."""
+BEST = ROOMS * (ROOMS + 1) // 2
+"""The best return."""
 DOORS = 8
 SLIPS = (0.0, 0.05, 0.1)
 """Shares of a player's steps that are drawn, whatever it knows; each player has one."""
@@ -38,9 +40,9 @@ class Rooms:
 
     def open(self, door: np.ndarray) -> np.ndarray:
         """Open a door [K] of each player's room; return the rewards [K]. Nobody opens more than R."""
-        passed = door == self.right[np.arange(len(door)), self.room]
-        self.room = self.room + passed
-        return passed
+        reward: np.ndarray = (door == self.right[np.arange(len(door)), self.room]) * (self.room + 1)
+        self.room = self.room + (reward > 0)
+        return reward
 
 
 def histories(right: np.ndarray, attempts: int, seed: int, *, perfect: bool = False) -> list[np.ndarray]:
@@ -62,10 +64,10 @@ def histories(right: np.ndarray, attempts: int, seed: int, *, perfect: bool = Fa
             room = world.room
             door = (2 * knows[every, room] + rng.random((len(right), DOORS))).argmax(1)
             door = np.where(rng.random(len(right)) < slips, rng.integers(DOORS, size=len(right)), door)
-            passed = world.open(door)
+            reward = world.open(door)
             remembers = rng.random(len(right)) < recalls
-            knows[every[remembers], room[remembers], door[remembers]] = np.where(passed, 1, -1)[remembers]
-            steps.append((room, door, passed.astype(np.int64)))
+            knows[every[remembers], room[remembers], door[remembers]] = np.where(reward, 1, -1)[remembers]
+            steps.append((room, door, reward))
     return [np.stack(part, 1).reshape(len(right), attempts, STEPS) for part in zip(*steps, strict=True)]
 
 

@@ -41,7 +41,8 @@ NOT_RUN = {
     r"runs/(?:long|own|books|lora|exported|adapter)\b|--check latents": "input: a run of yours, trained on GPUs",
     r"^make test": "long: CI runs it",
     r"^make pretrain.*(?:--train-iters 240|CONFIG=|NPROC=)": "long: `make pretrain` again, with a setting",
-    r"^make (?:finetune|papers|(?:lasp|rl)-table)$|(?<!configs/)runs/finetune|runs/longer|finetune_tiny_512k\.toml.*--profile":
+    r"^make (?:finetune|papers|(?:lasp|rl)-table)$|(?<!configs/)runs/finetune|runs/longer|"
+    r"finetune_tiny_512k\.toml.*--profile":
         "long: by hand, when its figures are made again",
     r"^make (?:hooks|lock|clean|format)": "it changes the checkout or the environment",
     r"^\. |^export OMP": "shell: what every command here has set",

@@ -3,7 +3,7 @@
 import numpy as np
 
 from papers import doors
-from papers.doors import DOORS, ROOMS, STEPS
+from papers.doors import BEST, DOORS, ROOMS, STEPS
 
 
 def test_tasks_are_different_and_of_their_seed_alone():
@@ -25,17 +25,17 @@ def test_histories_are_of_the_world_and_a_pure_function_of_the_seed():
             room = 0
             for step in range(STEPS):
                 assert rooms[task, attempt, step] == room
-                reward = int(opened[task, attempt, step] == right[task, room])
-                assert rewards[task, attempt, step] == reward
-                room += reward
+                passed = opened[task, attempt, step] == right[task, room]
+                assert rewards[task, attempt, step] == (room + 1) * passed
+                room += passed
 
 
 def test_players_learn_and_a_perfect_one_is_best():
     right = doors.tasks(0, 0, 400)
     mixed, perfect = (doors.histories(right, 32, 0, perfect=one)[2].sum(-1).mean(0) for one in (False, True))
-    assert perfect[0] < 1.3
-    assert perfect[-1] == STEPS
-    assert mixed[0] < mixed[7] < mixed[-1] < STEPS
+    assert perfect[0] < 1.7
+    assert perfect[-1] == BEST
+    assert mixed[0] < mixed[7] < mixed[-1] < BEST
     assert (mixed[4:] < perfect[4:]).all()
 
 
@@ -43,5 +43,6 @@ def test_episodes_are_the_histories():
     right = doors.tasks(0, 0, 2)
     found, (rooms, opened, rewards) = doors.episodes(right, 3, 1), doors.histories(right, 3, 1)
     assert [one.task for one in found] == ["0"] * 3 + ["1"] * 3
-    wanted = np.stack((1 - (rewards[1, 2].cumsum() - rewards[1, 2]), rooms[1, 2], opened[1, 2], rewards[1, 2]), -1)
-    np.testing.assert_array_equal(found[5].numbers(1), wanted)
+    left = rewards[1, 2].sum() - (rewards[1, 2].cumsum() - rewards[1, 2])
+    wanted = np.stack((left, rooms[1, 2], opened[1, 2], rewards[1, 2]), -1)
+    np.testing.assert_array_equal(found[5].numbers(found[5].total), wanted)

@@ -177,6 +177,8 @@ AGENT_FLAGS = """
 """
 """350M parameters are taken as GPT-2 medium's shape, without its vocabulary."""
 AGENT_DEVICES = 8
+GPUS_GB = (16, 24, 40, 80)
+"""Memory that GPUs have."""
 
 
 def agent(column: str) -> tuple[float, float]:
@@ -202,6 +204,8 @@ def reinforcement(measured: bool = False) -> Iterator[Row]:
     ours = {column: agent(column) for column in AGENTS}
     for place, what in enumerate(("seconds of a step", "10^9 bytes of a GPU")):
         yield Row({"row": what}, {}, {name: round(found[place], 1) for name, found in ours.items()}, "8 A100 of 80 GB")
+    fits = {name: next(size for size in GPUS_GB if found[1] <= size) for name, found in ours.items()}
+    yield Row({"row": "smallest GPU that fits, GB"}, {}, fits, "any")
     kept = convergence.kept(attempts.RESULTS)
     if not (runs := kept["runs"]):
         return

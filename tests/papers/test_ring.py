@@ -45,3 +45,16 @@ def test_every_longest_context_is_within_a_factor_of_two():
         assert [row.of for row in rows if not -0.5 <= row.difference[column] <= 1] == []
     assert ring.longest("7B", "ring_attention", 8, 40.0) < ring.longest("7B", "ring_attention", 8, 80.0)
     assert ring.longest("13B", "ring_attention", 8, 16.0) == 0  # not even its weights
+
+
+def test_longer_contexts_of_trajectories_need_the_ring():
+    found = list(ring.reinforcement())
+    *tasks, average = (row.published for row in found if row.hardware == "not stated")
+    assert len(tasks) == 6
+    for column, mean in average.items():
+        if mean != "oom":
+            assert sum(row[column] for row in tasks) / 6 == pytest.approx(mean, abs=0.0051)
+    seconds, memory, fits = (row.analytic for row in found[7:10])
+    assert memory["AT + RA 128"] < memory["AT + BPT 32"] < memory["AT + ME 32"] < memory["AT + BPT 128"]
+    assert fits == {"AT + ME 32": 24, "AT + BPT 32": 24, "AT + BPT 128": 80, "AT + RA 128": 16}
+    assert seconds["AT + ME 32"] == seconds["AT + BPT 32"] < seconds["AT + RA 128"]

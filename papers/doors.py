@@ -16,10 +16,11 @@ ROOMS = STEPS = 4
 BEST = ROOMS * (ROOMS + 1) // 2
 """The best return."""
 DOORS = 8
-SLIPS = (0.0, 0.05, 0.1)
+SLIPS = (0.1, 0.2, 0.3)
 """Shares of a player's steps that are drawn, whatever it knows; each player has one."""
-RECALLS = (1.0, 0.9, 0.75)
-"""Shares of what a player sees that it remembers; each player has one."""
+NOVICE = 24
+"""Bound of the attempts in which a player draws all steps and only looks; each player has a number of them. Without
+them whoever counts doors would know the right ones from the player's habits, and would need no reward."""
 
 
 def tasks(seed: int, first: int, count: int) -> np.ndarray:
@@ -48,25 +49,25 @@ class Rooms:
 def histories(right: np.ndarray, attempts: int, seed: int, *, perfect: bool = False) -> list[np.ndarray]:
     """Return what players of mixed quality see and do who learn from attempt to attempt: int64 [K, N, T] each.
 
-    Rooms, doors and rewards. A player opens the door that it knows, or one that it has not seen fail; how often it
-    slips, and how much it remembers, differ between players. A perfect one never slips and remembers all.
+    Rooms, doors and rewards. A player opens the door that it knows, or one that it has not seen fail. When it begins to,
+    and how often it slips, differ between players. A perfect one begins at once and never slips.
     """
     rng, every = np.random.default_rng((seed, 1)), np.arange(len(right))
-    slips, recalls = (np.zeros(len(right)), np.ones(len(right)))
+    slips, novice = np.zeros(len(right)), np.zeros(len(right), np.int64)
     if not perfect:
-        slips, recalls = rng.choice(SLIPS, len(right)), rng.choice(RECALLS, len(right))
+        slips, novice = rng.choice(SLIPS, len(right)), rng.integers(NOVICE, size=len(right))
     knows = np.zeros((len(right), ROOMS, DOORS))
     """1 for the right door, -1 for one that failed."""
     steps = []
-    for _ in range(attempts):
+    for attempt in range(attempts):
+        share = np.where(attempt < novice, 1, slips)
         world = Rooms(right)
         for _ in range(STEPS):
             room = world.room
             door = (2 * knows[every, room] + rng.random((len(right), DOORS))).argmax(1)
-            door = np.where(rng.random(len(right)) < slips, rng.integers(DOORS, size=len(right)), door)
+            door = np.where(rng.random(len(right)) < share, rng.integers(DOORS, size=len(right)), door)
             reward = world.open(door)
-            remembers = rng.random(len(right)) < recalls
-            knows[every[remembers], room[remembers], door[remembers]] = np.where(reward, 1, -1)[remembers]
+            knows[every, room, door] = np.where(reward, 1, -1)
             steps.append((room, door, reward))
     return [np.stack(part, 1).reshape(len(right), attempts, STEPS) for part in zip(*steps, strict=True)]
 

@@ -93,7 +93,7 @@ def test_losses_on_four_processes_equal_one_and_the_cache_equals_whole_forwards(
     codec, right = Codec.load(prefix), doors.tasks(0, 100, 3)
     returns = attempts.play(tmp_path / "run", codec, right, 4)
     held, first = [], int(codec.offsets[codec.acts][0])
-    draw = Draw(temperature=1.0, generator=torch.Generator().manual_seed(attempts.SEED))
+    draw = Draw(temperature=attempts.TEMPERATURE, generator=torch.Generator().manual_seed(attempts.SEED))
     with torch.no_grad(), opened(tmp_path / "run") as writer:
 
         def whole(tokens, positions, ends):

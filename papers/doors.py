@@ -49,8 +49,8 @@ class Rooms:
 def histories(right: np.ndarray, attempts: int, seed: int, *, perfect: bool = False) -> list[np.ndarray]:
     """Return what players of mixed quality see and do who learn from attempt to attempt: int64 [K, N, T] each.
 
-    Rooms, doors and rewards. A player opens the door that it knows, or one that it has not seen fail. When it begins to,
-    and how often it slips, differ between players. A perfect one begins at once and never slips.
+    Rooms, doors and rewards. A player opens the door that it knows, or one that it has not seen fail. When it begins
+    to, and how often it slips, differ between players. A perfect one begins at once and never slips.
     """
     rng, every = np.random.default_rng((seed, 1)), np.arange(len(right))
     slips, novice = np.zeros(len(right)), np.zeros(len(right), np.int64)

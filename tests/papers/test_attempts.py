@@ -149,3 +149,12 @@ def test_the_whole_is_run_once_and_kept(tmp_path, capsys):
     assert "nothing trained" in capsys.readouterr().out
     assert attempts.main([*flags, "--iterations", "3"]) == 1
     assert "holds runs of" in capsys.readouterr().err
+
+
+def test_the_committed_runs_are_all_and_as_claimed():
+    kept = attempts.kept(attempts.RESULTS)
+    assert kept["settings"] == vars(attempts.Size())
+    assert set(kept["runs"]) == {*map(str, attempts.CHAIN_LENGTHS), attempts.CONTROL, "players", "perfect"}
+    lines, wrong = attempts.compared(kept["runs"])
+    assert len(lines) == 3
+    assert wrong == []

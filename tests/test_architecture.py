@@ -49,16 +49,16 @@ BUDGET = {
     "kernels": 4620,
     "parallel": 8020,
     "checkpoint": 1570,
-    "data": 4380,
+    "data": 4670,
     "train": 5860,
     "planner": 3270,
     "runtime": 2480,
     "slurm": 350,
-    "tools": 5080,
+    "tools": 5140,
     "parity": 1100,
-    "papers": 1880,
+    "papers": 2300,
     "bench": 3280,
-    "tests": 44300,
+    "tests": 45450,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

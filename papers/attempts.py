@@ -58,7 +58,7 @@ FLAGS = f"""
     --lr-warmup-iters 20 --weight-decay 0.0 --adam-beta2 0.98 --device cpu --context-parallel-method ring
 """
 TEMPERATURE = 0.4
-"""Of the doors that are drawn: the players' slips are learned too, and a lower one leaves most of them out."""
+"""Doors are drawn at it: the players' slips are learned too, and a lower one leaves most of them out."""
 LATER = 16
 """The attempt whose return is compared with the first one's."""
 ERRORS = 2.0
@@ -146,8 +146,9 @@ def play(run: Path, codec: Codec, right: np.ndarray, attempts: int, *, shuffled:
 
 
 def figures(returns: np.ndarray) -> dict[str, list[float]]:
-    """Return the mean return [N] of each attempt over K tasks, of [K, N], and its standard error."""
-    return {"mean": returns.mean(0).tolist(), "error": (returns.std(0, ddof=1) / len(returns) ** 0.5).tolist()}
+    """Return the mean return [N] of each attempt over K tasks, of [K, N], and its standard error, to 3 decimals."""
+    error = returns.std(0, ddof=1) / len(returns) ** 0.5
+    return {"mean": returns.mean(0).round(3).tolist(), "error": error.round(3).tolist()}
 
 
 def gain(later: dict[str, Any], attempt: int, first: dict[str, Any], at: int = 1) -> tuple[float, float]:

@@ -58,14 +58,14 @@ BUDGET = {
     "parity": 1100,
     "papers": 2300,
     "bench": 3280,
-    "tests": 45450,
+    "tests": 44720,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""
 NO_SUBJECT = ("What", "That", "Whether", "Those", "How", "Where", "Of")
 MOST_FILES = 18
 LONGEST_FILE = 440
-MOST_LINES_OF_RESULTS = 1500
+MOST_LINES_OF_RESULTS = 1510
 
 
 def sources(root):

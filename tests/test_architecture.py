@@ -47,7 +47,7 @@ BUDGET = {
     "entry": 260,
     "model": 5260,
     "kernels": 4620,
-    "parallel": 8020,
+    "parallel": 8200,
     "checkpoint": 1570,
     "data": 4670,
     "train": 5860,
@@ -58,7 +58,8 @@ BUDGET = {
     "parity": 1100,
     "papers": 2300,
     "bench": 3280,
-    "tests": 44720,
+    "docs": 170,
+    "tests": 44890,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

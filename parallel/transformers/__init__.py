@@ -8,5 +8,6 @@ loss = cp.loss(model(**batch.inputs), batch)              # the same on every ra
 from parallel.transformers.batch import Batch
 from parallel.transformers.check import Report
 from parallel.transformers.shard import Sharded, shard
+from parallel.transformers.trainer import ContextParallelTrainer
 
-__all__ = ["Batch", "Report", "Sharded", "shard"]
+__all__ = ["Batch", "ContextParallelTrainer", "Report", "Sharded", "shard"]

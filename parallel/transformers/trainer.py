@@ -1,0 +1,179 @@
+"""Trainers of transformers, and so of TRL, over groups of ranks that share every sequence.
+
+class LongTrainer(ContextParallelTrainer, SFTTrainer):                # or transformers' Trainer
+    pass
+
+trainer = LongTrainer(model, args, train_dataset=chats, context_parallel_size=2)
+
+Batches go over the groups, as they would over as many processes; a group is of consecutive ranks.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.loss import cross_entropy_sum
+from parallel.transformers.batch import IGNORED, pack
+from parallel.transformers.shard import shard
+from runtime.errors import UserError
+
+Base: Any = object
+"""The other class of a trainer brings all else; transformers is not imported for it."""
+OTHER_LOSS = "the loss here is the mean cross entropy of all tokens with a label"
+REFUSED = {
+    "label_smoothing_factor": (0, OTHER_LOSS),
+    "loss_type": ("nll", OTHER_LOSS),
+    "compute_loss_func": (None, OTHER_LOSS),
+    "average_tokens_across_devices": (True, OTHER_LOSS),
+    "use_liger_kernel": (False, "its forward has no logits; the loss here is of logits"),
+    "compute_metrics": (None, "a rank has its own tokens' logits; evaluate the loss, or call context_parallel.gather"),
+    "model_init": (None, "a model that is made again is not sharded; give model"),
+    "parallelism_config": (None, "give context_parallel_size, and leave the other dimensions to data parallelism"),
+    "deepspeed": (None, "use DDP or FSDP2, whose gradients are means over all processes"),
+}
+"""Arguments, what each must be, and why."""
+TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
+LENGTHS = ("seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "use_cache")
+"""Additions of collators of packed documents, of which the first two are read where there are no position ids."""
+
+
+class ContextParallelTrainer(Base):
+    """A mixin before ``Trainer``: sequences are shared by groups of ``context_parallel_size`` ranks, by default all.
+
+    Losses and gradients are those of one process with the same global batch: a sum over tokens, divided by the tokens
+    with a label of all groups and accumulated batches. ``context_parallel`` is what ``shard`` returned.
+
+    Args:
+        context_parallel_size: ranks of a group; a divisor of the processes.
+        context_parallel_method: as for ``shard``.
+        context_parallel_options: more arguments of ``shard``.
+
+    Raises UserError: an argument that would change the loss, or a layer that the ranks cannot compute.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        *args: Any,
+        context_parallel_size: int | None = None,
+        context_parallel_method: str = "exchange",
+        context_parallel_options: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._size = context_parallel_size
+        super().__init__(*args, **others)
+        for name, (needed, reason) in REFUSED.items():
+            if (value := getattr(self.args, name, getattr(self, name, needed))) != needed:
+                raise UserError(f"{name} is {value!r}; {reason}")
+        options = context_parallel_options or {}
+        self.context_parallel = shard(self.model, self._group, method=context_parallel_method, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Tell accelerate that the ranks of a group load the same data."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        super().create_accelerator_and_postprocess()
+        world = self.accelerator.num_processes
+        self._size = size = world if self._size is None else self._size
+        if size < 1 or world % size:
+            raise UserError(f"context_parallel_size is {size}; it must divide the {world} processes")
+        if self.args.train_sampling_strategy == "batch_rebalance":
+            raise UserError("train_sampling_strategy batch_rebalance gives every process its own samples; use another")
+        if self.accelerator.dispatch_batches:
+            raise UserError("dispatch_batches is True, which gives every process its own samples; leave it out")
+        self.accelerator.dataloader_config.dispatch_batches = False
+        if dist.is_initialized():
+            mesh = init_device_mesh(self.args.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp"))
+            self._group = mesh["cp"].get_group()
+            self.accelerator._prepare_device_mesh = lambda: mesh  # which only the loaders of data ask for
+
+    def get_cp_size(self) -> int:
+        """Return the ranks that share a sequence, by which transformers divides the size of a batch."""
+        return int(self._size or 1)
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **others: Any) -> Any:
+        """Let evaluation see each sample once: its last batches may be fewer and smaller than the groups'."""
+        loader = super()._get_dataloader(*args, is_training=is_training, **others)
+        groups = self.accelerator.num_processes // self.get_cp_size()
+        if is_training or groups == 1:
+            return loader
+        if not hasattr(loader.batch_sampler, "even_batches"):
+            raise UserError("a dataset without a length is evaluated by one group alone; give one that has a length")
+        if self.is_fsdp_enabled and (count := loader.batch_sampler.total_length) % groups:
+            raise UserError(f"{count} batches to evaluate, and FSDP needs a multiple of the {groups} groups")
+        loader.batch_sampler.even_batches = False
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
+        """Return the tokens with a label of accumulated batches, of all groups. Collective."""
+        packs = [pack(**{"documents": None, **dict.fromkeys(TAKEN), **_arguments(x)}) for x in batch_samples]
+        count = torch.tensor(sum(int((x.tokens["labels"] != IGNORED).sum()) for x in packs), device=device)
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return (count // self.get_cp_size()).clamp(min=1)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Any:
+        """Return the batch's share of the loss, the same on every rank; the outputs are of this rank's tokens."""
+        batch = self.context_parallel.batch(**_arguments(inputs))
+        output = model(**batch.inputs)
+        loss = self.context_parallel.loss(output, batch, num_items_in_batch)
+        return (loss, output) if return_outputs else loss
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[None, None, None]:
+        """Add a batch to the loss of an evaluation; only a group's ranks wait for each other."""
+        if not prediction_loss_only:
+            raise UserError("predictions are of this rank's tokens alone; call context_parallel.gather on the model's")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            batch = self.context_parallel.batch(**_arguments(self._prepare_inputs(inputs)))
+            total, valid = cross_entropy_sum(model(**batch.inputs).logits, batch.labels)
+        self._evaluated += torch.stack([total.double(), valid.double()])
+        return None, None, None
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate the mean loss of all tokens with a label, the same for any number of ranks and size of batches."""
+        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        found = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if dist.is_initialized():
+            dist.all_reduce(self._evaluated)
+        total, tokens = self._evaluated.tolist()
+        found.metrics[f"{metric_key_prefix}_loss"] = total / max(tokens, 1)
+        return found
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return a rank's share; transformers adds those of all."""
+        return float(super().floating_point_ops(inputs)) / self.get_cp_size()
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_cp_size()
+
+
+def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``Sharded.batch`` of what a collator returned."""
+    if "labels" not in inputs or inputs.keys() - {*TAKEN, *LENGTHS}:
+        others = ", ".join((*TAKEN[2:], *LENGTHS))
+        raise UserError(
+            f"a batch has {', '.join(sorted(inputs))}; it needs input_ids and labels, and may have {others}"
+        )
+    found = {name: inputs[name] for name in TAKEN if name in inputs}
+    if "position_ids" not in found and ("seq_lengths" in inputs or "cu_seq_lens_q" in inputs):
+        lengths = inputs["seq_lengths"] if "seq_lengths" in inputs else inputs["cu_seq_lens_q"].diff()
+        found["documents"] = torch.cat([torch.as_tensor(row).flatten() for row in lengths]).tolist()
+    return found

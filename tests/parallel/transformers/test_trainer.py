@@ -1,0 +1,164 @@
+"""Trainers of transformers and TRL over four ranks against one process: losses, evaluation, checkpoints, refusals."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel.transformers.batch import IGNORED
+from parallel.transformers.trainer import _arguments
+from runtime.errors import UserError
+from runtime.ranks import run_ranks
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+
+
+def losses(trainer, name="loss"):
+    return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry], dtype=torch.float64)
+
+
+def environment(rank, world_size):
+    """The variables of torchrun, of which accelerate knows that there are ranks."""
+    if world_size > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="4")
+
+
+def alone(trainer_class):
+    """The trainer as it is, with nothing of ours."""
+
+    class Alone(trainer_class):
+        def __init__(self, *args, context_parallel_size, **others):
+            super().__init__(*args, **others)
+
+    return Alone
+
+
+def shifted_after_cutting(trainer_class):
+    """Wrong: each rank shifts its own part of the labels."""
+
+    class Wrong(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            sharded = self.context_parallel
+            batch = sharded.batch(**_arguments(inputs))
+            uncut = batch.context.shard(inputs["labels"], 1, IGNORED)
+            labels = torch.cat([uncut[:, 1:], uncut.new_full((1, 1), IGNORED)], 1)
+            wrong = type(batch)(batch.inputs, labels, batch.context, batch.whole)
+            return sharded.loss(model(**batch.inputs), wrong, num_items_in_batch)
+
+    return Wrong
+
+
+def text(rank, world_size, folder, sizes):
+    """Losses of training and evaluation for each size of groups; of the first, those after it goes on at step 3."""
+    environment(rank, world_size)
+    from transformers import Trainer
+
+    from docs.examples import finetune_text
+
+    kind = finetune_text.LongTrainer if world_size > 1 else alone(Trainer)
+    found = []
+    for size in sizes:
+        trainer = finetune_text.trained(f"{folder}/{size}", world_size, size, kind)
+        found.append((losses(trainer), losses(trainer, "eval_loss")))
+    if world_size > 1:
+        resumed = finetune_text.trained(f"{folder}/resumed", 4, sizes[0], kind, f"{folder}/{sizes[0]}/checkpoint-3")
+        found.append((losses(resumed), losses(resumed, "eval_loss")))
+    return found
+
+
+def evaluated(checkpoint):
+    """The mean loss of all tokens but each document's first, by the model that a checkpoint has."""
+    from transformers import AutoModelForCausalLM
+
+    from docs.examples.finetune_text import documents
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    every = [torch.tensor([row["input_ids"]]) for row in documents(7)]
+    with torch.no_grad():
+        total = sum(F.cross_entropy(model(x).logits[0, :-1], x[0, 1:], reduction="sum") for x in every)
+    return float(total) / sum(x.shape[1] - 1 for x in every)
+
+
+def test_transformers_trainer_has_the_losses_of_one_process_on_any_mesh_and_its_checkpoints_are_whole(tmp_path):
+    sizes = (2, 4, 1)
+    everywhere = run_ranks(text, 4, str(tmp_path / "ranks"), sizes)
+    ((expected, _),) = run_ranks(text, 1, str(tmp_path / "one"), (1,))[0]
+    for rank in everywhere:
+        for found, evaluations in rank:
+            assert len(found) == 6
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(evaluations, everywhere[0][0][1], rtol=0, atol=1e-5)
+    for size in sizes:
+        for step, loss in zip((3, 6), everywhere[0][0][1].tolist(), strict=True):
+            assert evaluated(tmp_path / f"ranks/{size}/checkpoint-{step}") == pytest.approx(loss, abs=1e-5)
+        assert len(list(Path(tmp_path, f"ranks/{size}").rglob("*.safetensors"))) == 2
+
+
+def chats(rank, world_size, folder, kinds):
+    """Losses of each kind of trainer."""
+    environment(rank, world_size)
+    from trl import SFTTrainer
+
+    from docs.examples import finetune_chats
+
+    found = []
+    for kind in kinds:
+        base = SFTTrainer if kind is alone else finetune_chats.LongTrainer
+        made = kind(base) if kind else base
+        found.append(losses(finetune_chats.trained(folder, world_size, min(2, world_size), made)))
+    return found
+
+
+def test_packed_chats_of_trl_have_the_losses_of_one_process(tmp_path):
+    pytest.importorskip("trl", reason="requirements-dev.txt has it")
+    found, wrong = run_ranks(chats, 4, str(tmp_path), (None, shifted_after_cutting))[0]
+    (expected,) = run_ranks(chats, 1, str(tmp_path), (alone,))[0]
+    assert len(found) == 20
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (wrong - expected).abs()[1:].min() > 1e-3  # the first is of a model that knows nothing
+
+
+def refused(rank, world_size, folder):
+    """Messages about arguments that would change the loss."""
+    from transformers import TrainingArguments
+
+    from docs.examples.finetune_text import LongTrainer, made_model
+
+    said = {}
+    for name, arguments, others in (
+        ("label_smoothing_factor", {"label_smoothing_factor": 0.1}, {}),
+        ("average_tokens_across_devices", {"average_tokens_across_devices": False}, {}),
+        ("compute_metrics", {}, {"compute_metrics": print}),
+        ("context_parallel_size", {}, {"context_parallel_size": 2}),
+        ("train_sampling_strategy", {"train_sampling_strategy": "batch_rebalance"}, {}),
+        ("dispatch_batches", {"accelerator_config": {"dispatch_batches": True}}, {}),
+    ):
+        with pytest.raises(UserError) as error:
+            LongTrainer(made_model(), TrainingArguments(folder, use_cpu=True, report_to="none", **arguments), **others)
+        said[name] = str(error.value)
+    return said
+
+
+def test_arguments_that_change_the_loss_or_the_samples_are_refused(tmp_path):
+    said = run_ranks(refused, 1, str(tmp_path))[0]
+    assert all(message.startswith(name) for name, message in said.items())
+    assert said["context_parallel_size"] == "context_parallel_size is 2; it must divide the 1 processes"
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [{"seq_lengths": [[2, 1], [3]]}, {"seq_lengths": [2, 1, 3]}, {"cu_seq_lens_q": torch.tensor([0, 2, 3, 6])}],
+)
+def test_documents_are_read_from_lengths(lengths):
+    ids = torch.arange(6)[None]
+    assert _arguments({"input_ids": ids, "labels": ids, **lengths})["documents"] == [2, 1, 3]
+    assert "documents" not in _arguments({"input_ids": ids, "labels": ids, "position_ids": ids, **lengths})
+
+
+def test_a_batch_with_more_or_less_is_refused():
+    ids = torch.arange(6)[None]
+    for batch in ({"input_ids": ids}, {"input_ids": ids, "labels": ids, "pixel_values": ids}):
+        with pytest.raises(UserError, match="it needs input_ids and labels, and may have position_ids"):
+            _arguments(batch)

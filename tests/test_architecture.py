@@ -59,7 +59,7 @@ BUDGET = {
     "papers": 2300,
     "bench": 3280,
     "docs": 170,
-    "tests": 44890,
+    "tests": 44910,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -42,13 +42,25 @@ FAMILIES = {
     "Phi3": {"sliding_window": 6},
 }
 """Names of classes, and what of their configurations is not in SIZES."""
-CAUSAL = {"Gemma3": "Gemma3ForCausalLM", "Qwen3_5": "Qwen3_5ForCausalLM"}
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
+OTHERS = {
+    "Qwen3Next": {**LINEAR, **MIXED, "shared_expert_intermediate_size": 16},
+    "OlmoHybrid": LINEAR,
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "Qwen3Moe": MIXED,
+}
+"""Families that are tried on two ranks alone."""
 
 
 def config_of(family, heads, **others):
     """A configuration with ``heads`` key heads, two query heads for each."""
     name = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}.get(family, f"{family}Config")
-    values = {**SIZES, "num_attention_heads": 2 * heads, "num_key_value_heads": heads, **FAMILIES.get(family, {})}
+    values = {
+        **SIZES,
+        "num_attention_heads": 2 * heads,
+        "num_key_value_heads": heads,
+        **(FAMILIES | OTHERS).get(family, {}),
+    }
     return getattr(transformers, name)(**{**values, **others})
 
 

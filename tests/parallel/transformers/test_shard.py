@@ -11,7 +11,16 @@ import torch.distributed as dist
 
 from parallel.transformers import shard
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.families import FAMILIES, Wide, errors, gradients, model_of, one_process, tokens
+from tests.parallel.transformers.families import (
+    FAMILIES,
+    OTHERS,
+    Wide,
+    errors,
+    gradients,
+    model_of,
+    one_process,
+    tokens,
+)
 
 LENGTH = 45
 PACKED = (7, 1, 19, 4, 14)
@@ -77,3 +86,8 @@ def test_models_equal_one_process(world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_method_of_every_model_equals_one_process(world_size):
     assert worst(world_size, cells_of(world_size)) == {}
+
+
+@pytest.mark.slow
+def test_other_families_equal_one_process():
+    assert worst(2, list(product(OTHERS, METHODS, (PACKED, (LENGTH,)), [torch.float64]))) == {}

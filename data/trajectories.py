@@ -96,7 +96,7 @@ def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
         raise DataError(f"{where} has {steps} rows; each step has one of each: repair it or leave it out")
     if not all(np.isfinite(array).all() for array in (*found, reward)):
         raise DataError(f"{where} holds a number that is not finite; leave it out")
-    return Episode(task, *found, reward.reshape(-1))
+    return Episode(task, found[0], found[1], reward.reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> W
             left_over=left,
             seq_length=seq_length,
         )
-        record = {"made_with": asdict(chains), "prepared": asdict(written)}
+        record: dict[str, Any] = {"made_with": asdict(chains), "prepared": asdict(written)}
         record["columns"] = [asdict(column) for column in codec.columns]
         drafts[5].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return written

@@ -52,7 +52,7 @@ ALLOWED = {
     },
     "speed.md": {
         "7.0": "a setting",
-        "3.6": "a weight that planner and bench state",
+        "3.6": "a weight of planner/ranking.py",
         "1,197": "rows counted on a plan",
         "1.02": "a quotient of two medians",
         "1.33": "a ratio of pairs, counted on a plan",

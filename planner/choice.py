@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
 from planner.delta_cost import fastest_schedule
-from planner.documents import typical_documents
+from planner.documents import known_documents
 from planner.levers import settings
 from planner.ranking import Candidate, nothing_left
 from planner.search import arrangements, numbers, rank, suits
@@ -50,7 +50,8 @@ def fastest_method(config: CommonConfig, world_size: int, *, steps: bool = True)
     if not found.candidates:
         raise ConfigError(nothing_left(found, cluster))
     best, others = found.candidates[0], len(found.candidates) - 1
-    return best.config.context, (
+    chosen = with_schedule(best.config, cluster) if isinstance(best.config, Config) else best.config
+    return chosen.context, (
         f"context parallelism: {best.config.context.title}, predicted to take {duration(best.prediction.time)} per "
         f"iteration on {cluster.name}, the least of {others + 1}"
     )
@@ -94,24 +95,24 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
 def with_schedule(config: Config, cluster: Cluster | None = None) -> Config:
     """Replace the schedule ``auto`` of a delta rule's states by the one predicted fastest, here or on a cluster.
 
-    It stays where no cluster file is about this device: the parts of the longest document decide then.
+    It stays where no cluster file is about this device: the longest document decides then (schedules.py).
     """
     context, (pp, cp, tp) = config.context, config.mesh.sizes
     given = context.delta_rule_schedule != "auto" or context.context_parallel_method == "none"
     if cp == 1 or not config.model.traits.delta or given:
         return config
     try:
-        cluster = cluster or default_cluster(config.mesh.device_type)
+        cluster = cluster or cluster_of(config)
     except ClusterError:
         return config
-    work, plan, _ = numbers(config, pp * cp * tp, cluster, typical_documents(config))
+    work, plan, _ = numbers(config, pp * cp * tp, cluster, known_documents(config))
     schedule = fastest_schedule(delta_cost(work, plan, cluster, tp))
     return replace(config, context=replace(context, delta_rule_schedule=schedule))
 
 
-def with_ways(config: Config) -> Config:
+def with_ways(config: Config, cluster: Cluster | None = None) -> Config:
     """Replace what ``auto`` leaves open once the method is known: ``with_layout`` and ``with_schedule``."""
-    return with_schedule(with_layout(config))
+    return with_schedule(with_layout(config, cluster), cluster)
 
 
 CHOICES = Choices(fastest_method, with_ways)

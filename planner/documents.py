@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -55,6 +56,18 @@ def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tu
     draw = np.array(lengths) if lengths else _lengths(config.data.data_path)
     fill = _fitted if config.data.pack_documents else _cut
     return fill(np.random.default_rng(0), draw[draw > 0].astype(np.int64), config.sequence_length, config.joined_length)
+
+
+def known_documents(config: CommonConfig) -> tuple[int, ...] | None:
+    """Return ``typical_documents``, or whole samples where this machine has no lengths of the data's documents.
+
+    Raises DataError: a file is broken.
+    """
+    paths = config.data.data_path
+    read = not config.packed or isinstance(config, DiTRunConfig)
+    if read or (paths and Path(f"{blend(paths)[0][0]}.idx").exists()):
+        return typical_documents(config)
+    return tuple(range(0, config.joined_length + 1, config.sequence_length))
 
 
 def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:

@@ -5,22 +5,23 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data.latents.dataset import DIGITS
 from data.text.config import blend
 from data.tokenizer import load_tokenizer
-from planner.choice import CHOICES
+from planner.choice import CHOICES, with_ways
 from planner.cluster import Cluster, default_cluster, load_cluster
-from planner.documents import typical_documents
+from planner.documents import known_documents
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, fake_process_group, rehearse
 from planner.search import predicted
 from runtime.errors import UserError
 from runtime.progress import Progress, amount, counted, duration
 from train.config.derive import complete, with_joined_ranks, with_method
-from train.config.entries import Config, DiTRunConfig
+from train.config.entries import Config
 from train.config.flags import ConfigError, spelled
 
 
@@ -60,9 +61,9 @@ def dry_run(
     with fake_process_group(0, world_size, cluster.gpus_per_node):
         validate(config, world_size)
         config = with_joined_ranks(config, world_size)
-        language = isinstance(config, Config)
+        choices, language = CHOICES._replace(layout=partial(with_ways, cluster=cluster)), isinstance(config, Config)
         config = (
-            complete(config, _entries(config), CHOICES) if language else with_method(config, world_size, CHOICES.method)
+            complete(config, _entries(config), choices) if language else with_method(config, world_size, choices.method)
         )
     if named is None:
         notes.append(
@@ -167,11 +168,7 @@ def _table(found: Sequence[Rehearsal]) -> Iterator[str]:
 
 def _time(config: Any, world_size: int, cluster: Cluster) -> str:
     """Return the planner's seconds."""
-    documents = tuple(range(0, config.joined_length + 1, config.sequence_length)) if config.packed else None
-    paths = config.data.data_path
-    if isinstance(config, DiTRunConfig) or (paths and Path(f"{blend(paths)[0][0]}.idx").exists()):
-        documents = typical_documents(config)
-    found = predicted(config, world_size, cluster, documents)
+    found = predicted(config, world_size, cluster, known_documents(config))
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.seconds.items() if seconds)
     return f"time: {duration(found.time)} a step, predicted: {parts}"
 

@@ -105,6 +105,9 @@ class LossByPosition(NextToken):
 def main(argv: list[str]) -> None:
     """Run the command."""
     args = _parse(argv)
+    if (args.last_tokens or 0) > args.seq_length:
+        most = f"--last-tokens is {args.last_tokens} and --seq-length {args.seq_length}; give at most that"
+        raise ConfigError(most)
     run = open_run(args.run, args.ckpt_step)
     processes = launched_world_size()
     asked = mesh_of(args)
@@ -123,8 +126,6 @@ def main(argv: list[str]) -> None:
                 )
         config = complete(config, run.tokenizer.vocab_size, READING)
         bounds, first = buckets(args.seq_length, args.buckets), args.seq_length - (args.last_tokens or 0)
-        if first < 0:
-            raise ConfigError(f"last_tokens is {args.last_tokens} and seq_length {args.seq_length}; give at most that")
         cuts = sorted({*bounds, first})
         sums = losses(run, config, mesh, rows, cuts)
         found = [bucket(*at, cuts, sums, len(rows)) for at in pairwise(bounds)]

@@ -51,7 +51,7 @@ class ContextConfig:
     out by this; it must divide the query heads of a rank. Softmax attention alone."""
     delta_rule_schedule: Literal["auto", "chain", "tree", "gather"] = "auto"
     """Rounds by which the states of a delta rule pass between ranks: one rank after the other, in a tree, or all to all
-    later ones; auto is the one predicted fastest."""
+    later ones; auto takes the one predicted fastest."""
     cluster: str | None = None
     """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
     attention_backend: Literal[

@@ -50,6 +50,8 @@ def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
         times = {name: predicted(run(size, name), size, cluster).time for name in ("auto", "chain", "tree", "gather")}
         assert times.pop("auto") == times[wanted] == min(times.values())
     assert with_schedule(run(1)) == run(1)
+    unread = replace(run(16), data=replace(run(16).data, reset_attention_mask=True, data_path=["/nowhere/data"]))
+    assert with_schedule(unread, slow_start).context.delta_rule_schedule == "gather", "whole samples"
     assert with_schedule(run(16, "tree"), slow_start) == run(16, "tree")
 
 

@@ -175,7 +175,7 @@ def test_buckets_double_or_are_equal():
     [
         (["--seq-length", "100000"], "has no document of more than 100000 tokens"),
         (["--buckets", "7"], "buckets is 7, which does not divide seq_length 200"),
-        (["--last-tokens", "201"], "last_tokens is 201 and seq_length 200; give at most that"),
+        (["--last-tokens", "201"], "--last-tokens is 201 and --seq-length 200; give at most that"),
         (["--ckpt-step", "7"], "ckpt_step is 7"),
         (["--data-path", "none"], "none.idx does not exist"),
         (["--context-parallel-size", "2"], "context_parallel_size is 2, and this is one process"),

@@ -52,8 +52,7 @@ def complete(config: Config, entries: int, choices: Choices) -> Config:
     if is_first() and (note := beyond_rope(config)):
         print(note, flush=True)
     config = with_method(config, dist.get_world_size(), choices.method)
-    with raise_together():
-        return choices.layout(config)
+    return from_first(lambda: choices.layout(config))  # all ranks the same, whatever their GPUs and files are
 
 
 def tokenizer_of(config: Config) -> Tokenizer | MockTokenizer:
@@ -139,6 +138,7 @@ def config_to_save(config: C, asked: C) -> C:
     kept: Any = {name: getattr(asked, name) for name in ("mesh", "train", "data_parallel", "recompute")}
     if isinstance(config, Config) and isinstance(asked, Config):
         kept["hybrid"] = asked.hybrid
+        kept["context"] = replace(config.context, delta_rule_schedule=asked.context.delta_rule_schedule)
         kept["model"] = replace(config.model, rope_scaling_seq_length=asked.model.rope_scaling_seq_length)
     if asked.mesh.joined(dist.get_world_size()) != config.mesh:
         kept["context"] = asked.context

@@ -31,7 +31,7 @@ class DeltaAttention:
     ) -> Tensor:
         """Compute the gated delta rule over the whole sequence; differentiable, collective.
 
-        ``with_state`` returns the state that it ends in too.
+        ``with_state`` also returns the final state.
 
         Args:
             q, k, v, g, beta: as for ``kernels.delta.rule.delta_rule``, with T_local tokens.

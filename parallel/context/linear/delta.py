@@ -59,7 +59,8 @@ class DeltaExecutor:
         """Cut inputs and more tensors ``[B, T, heads, ..]`` into groups of heads that take their turns.
 
         Where each document that ranks share ends on the second of two, only the first group's end is wide: the states
-        of the others arrive meanwhile, into what is posted at once. A GPU computes all heads together, to be full.
+        of the others arrive meanwhile, into what is posted at once. On a GPU all heads are one group: smaller
+        ones would not fill it.
         """
         groups = _groups(plan, inputs[0])
         count, steps = len(inputs), rounds_of(plan, self.rank, gradient=gradient)

@@ -51,7 +51,7 @@ BUDGET = {
     "checkpoint": 1570,
     "data": 4670,
     "train": 5860,
-    "planner": 3270,
+    "planner": 3280,
     "runtime": 2480,
     "slurm": 350,
     "tools": 5140,

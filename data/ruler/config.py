@@ -37,7 +37,7 @@ class RulerConfig:
         require(self, self.ruler_samples >= len(self.ruler_tasks), "ruler_samples", most)
         for name in ("ruler_lengths", "ruler_samples", "ruler_tasks") if self.ruler_interval is None else ():
             default = getattr(self, name) == getattr(RulerConfig, name)
-            must = "it has no effect without ruler_interval; give --ruler-interval N, or leave it out"
+            must = "it is of a curve that ruler_interval asks for; give --ruler-interval N, or leave it out"
             require(self, default, name, must)
 
     def lengths(self, seq_length: int) -> list[int]:

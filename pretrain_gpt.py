@@ -127,8 +127,9 @@ def described(run: Run[Config], fill: float) -> str:
     method = "linear attention" if alone else config.context.title
     if model.own_softmax_layout and not alone:
         method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {config.hybrid.hybrid_softmax_layout}"
-    if model.traits.delta and run.mesh.cp.size() > 1:
-        method += f", states of the delta rule by {config.context.delta_rule_schedule}"
+    schedule = config.context.delta_rule_schedule
+    if model.traits.delta and run.mesh.cp.size() > 1 and schedule != "auto":
+        method += f", states of the delta rule by {schedule}"
     drawn = "drawn " if config.data.mock_data else ""
     packing = config.data.packing
     if config.data.pack_documents:

@@ -162,17 +162,8 @@ def reference_of(kind: str) -> Case:
 
 def chosen_cases(kind: str, only: str = "") -> list[Case]:
     """Return the meshes of a kind of model whose title contains ``only``; learned sinks refuse split backwards."""
-    lines = (
-        DIFFUSED
-        if kind == DIFFUSION
-        else SOFTMAX
-        if kind in KINDS
-        else LINEAR
-        if kind in LINEAR_KINDS
-        else BRANCH
-        if kind in BRANCH_KINDS
-        else DELTA
-    )
+    tables = ((KINDS, SOFTMAX), (LINEAR_KINDS, LINEAR), (BRANCH_KINDS, BRANCH), (DELTA_KINDS, DELTA))
+    lines = DIFFUSED if kind == DIFFUSION else next(lines for kinds, lines in tables if kind in kinds)
     found = [case for case in cases_of(lines) if case.ranks <= MOST and only in case.title]
     return [case for case in found if kind != WINDOWS or case.schedule != "InterleavedZeroBubble"]
 

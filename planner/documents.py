@@ -1,14 +1,15 @@
 """Documents of a micro-batch: of a typical one, for which a method is chosen, and of the one that takes most memory."""
 
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
 
 from data.loader import Batching, batches
 from data.text.blend import cumulative_lengths
-from data.text.config import blend
+from data.text.config import blend, length_shares
 from data.text.indexed import open_indexed
 from data.text.megatron import build_datasets
 from data.text.packing import PADDING_DOCUMENT, packed_documents
@@ -53,7 +54,7 @@ def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tu
             "reset_attention_mask is set and data_path is empty, so that the documents' lengths are not known; give "
             "--data-path PREFIX, or state them: --document-lengths 300 2000 40000"
         )
-    draw = np.array(lengths) if lengths else _lengths(config.data.data_path)
+    draw = np.array(lengths) if lengths else _lengths(config.data.data_path, config.data.blend_by_length)
     fill = _fitted if config.data.pack_documents else _cut
     return fill(np.random.default_rng(0), draw[draw > 0].astype(np.int64), config.sequence_length, config.joined_length)
 
@@ -90,16 +91,26 @@ def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
 
 
 @lru_cache(maxsize=4)
-def _lengths(data_path: tuple[str, ...]) -> np.ndarray:
-    """Draw documents of every source, so many that their tokens are as its weight says."""
+def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np.ndarray:
+    """Draw documents of every source, so many that their tokens are as its weight says; then of every length."""
     generator, (prefixes, weights) = np.random.default_rng(0), blend(data_path)
     lengths = [open_indexed(prefix).lengths for prefix in prefixes]
     lengths = [found[:: -(-len(found) // MOST)] for found in lengths]
     tokens = [float(found.sum(dtype=np.int64)) for found in lengths] if weights is None else weights
-    often = np.array([share / found.mean() for share, found in zip(tokens, lengths, strict=True)])
+    drawn = _by_share(generator, lengths, tokens)
+    if not blend_by_length:
+        return drawn
+    longer, shares = zip(*length_shares(blend_by_length), strict=True)
+    bounds = pairwise((*longer, np.inf))
+    return _by_share(generator, [drawn[(drawn >= a) & (drawn < b)] for a, b in bounds], shares)
+
+
+def _by_share(generator: np.random.Generator, groups: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray:
+    """Draw documents of every group that has some, whose tokens are as its share says."""
+    found = [(share, group) for share, group in zip(shares, groups, strict=True) if len(group)]
+    often = np.array([share / group.mean() for share, group in found])
     counts = np.ceil(DRAWN * often / often.sum()).astype(int)
-    drawn = [generator.choice(found, count) for found, count in zip(lengths, counts, strict=True)]
-    return np.concatenate(drawn)
+    return np.concatenate([generator.choice(group, count) for (_, group), count in zip(found, counts, strict=True)])
 
 
 def _cut(generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int) -> tuple[int, ...]:

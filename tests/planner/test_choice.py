@@ -10,11 +10,12 @@ from parallel.context import ContextConfig
 from parallel.context.config import FullContextConfig, HybridConfig
 from planner.choice import CHOICES, with_layout, with_schedule
 from planner.cluster import CLUSTERS, load_cluster
+from planner.rehearsal import fake_process_group
 from planner.search import predicted, rank
 from tests.planner.test_search import A100, config
 from tests.pretraining import pretrain
 from train.config import diffusion
-from train.config.derive import with_method
+from train.config.derive import config_to_save, with_method
 from train.config.flags import ConfigError
 from train.config.language import load_config
 
@@ -50,6 +51,8 @@ def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
         times = {name: predicted(run(size, name), size, cluster).time for name in ("auto", "chain", "tree", "gather")}
         assert times.pop("auto") == times[wanted] == min(times.values())
     assert with_schedule(run(1)) == run(1)
+    with fake_process_group(0, 16, 8):
+        assert config_to_save(run(16, "tree"), run(16)) == run(16), "other ranks that go on choose again"
     unread = replace(run(16), data=replace(run(16).data, reset_attention_mask=True, data_path=["/nowhere/data"]))
     assert with_schedule(unread, slow_start).context.delta_rule_schedule == "gather", "whole samples"
     assert with_schedule(run(16, "tree"), slow_start) == run(16, "tree")

@@ -54,6 +54,9 @@ def test_lengths_are_those_of_the_data_by_weight(tmp_path):
     assert lengths[lengths == 10].sum() / 40000 == pytest.approx(0.9, abs=0.05)
     by_size = np.diff(typical_documents(packed(data_path=(short, long), seq_length=40000)))
     assert by_size[by_size == 10].sum() / 40000 == pytest.approx(0.2, abs=0.08)
+    asked = packed(data_path=(short, long), seq_length=40000)
+    blended = np.diff(typical_documents(replace(asked, data=replace(asked.data, blend_by_length=("100:0.3",)))))
+    assert blended[blended == 10].sum() / 40000 == pytest.approx(0.7, abs=0.05)
 
 
 def test_unknown_lengths_are_refused(tmp_path):

@@ -51,15 +51,15 @@ BUDGET = {
     "checkpoint": 1570,
     "data": 4670,
     "train": 5860,
-    "planner": 3280,
+    "planner": 3290,
     "runtime": 2480,
     "slurm": 350,
     "tools": 5140,
-    "parity": 1100,
+    "parity": 1090,
     "papers": 2300,
     "bench": 3280,
     "docs": 170,
-    "tests": 44910,
+    "tests": 44920,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

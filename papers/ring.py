@@ -248,7 +248,8 @@ SHEETS = [
         "Published: returns on ExoRL by the number of trajectories in the context. Predicted: float32, weights sharded "
         "over 8 devices, full recomputation; a sequence on each device or, with Ring Attention, on all. Measured: the "
         f"mean return, {attempts.BEST} at most, of attempts at 200 unseen tasks of papers.doors, and its standard "
-        "error, by the attempts in the context of a small GPT; no figure of it is comparable to one of ExoRL, but their order is.",
+        "error, by the attempts in the context of a small GPT; no figure of it is comparable to one of ExoRL, but "
+        "their order is.",
         measure=lambda: reinforcement(measured=True), writes=False,
     ),
 ]  # fmt: skip

@@ -224,7 +224,7 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
             sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
-            vocab_size=min(max(vocab_size, 2), (1 << 31) - 1),  # beyond these it names no bound
+            vocab_size=min(max(vocab_size, 2), 1 << 24),  # beyond: no bound is named, or gigabytes are taken
             byte_fallback=True,
             normalization_rule_name="identity",
             add_dummy_prefix=False,

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import sys
 from collections import Counter, defaultdict
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -76,9 +77,17 @@ def sources(root):
         yield from (root / folder).rglob("*.py")
 
 
+KINDS = ast.Import | ast.ImportFrom | ast.Expr | ast.Attribute
+
+
 def nodes(path):
-    """Every node of a file's syntax."""
-    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    """The nodes of a file's syntax that a promise is about."""
+    return parsed(path.read_text(encoding="utf-8"))
+
+
+@cache
+def parsed(text):
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, KINDS)]
 
 
 def imports(path, root):

@@ -67,6 +67,9 @@ SLOW = (
     "GPipe 2",
     "tensor 4, attention_boundary, chunks",
     "on a CPU",
+    "none, chunks",
+    "gemma3, full",
+    "qwen3_5",
 )
 """Cases whose parts others have too."""
 

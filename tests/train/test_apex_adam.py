@@ -149,9 +149,13 @@ def in_the_entry(rank, world_size, arguments):
 def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path):
     """Four iterations by torch, two by each around a checkpoint, and four by apex: equal in all but times."""
     records = []
-    for name, first, second in (("torch", "torch", "torch"), ("turns", "torch", "apex"), ("apex", "apex", "apex")):
+    for name, starts in (
+        ("torch", {"torch": []}),
+        ("turns", {"torch": ["--exit-interval", "2"], "apex": ["--load", str(tmp_path / "turns")]}),
+        ("apex", {"apex": []}),
+    ):
         save = str(tmp_path / name)
-        for backend, more in ((first, ["--exit-interval", "2"]), (second, ["--load", save])):
+        for backend, more in starts.items():
             flags = flags_of(default_data, "--train-iters", "4", "--save", save, "--optimizer-backend", backend, *more)
             said = run_ranks(in_the_entry, 2, flags)
             assert [one.count("attention kernel: aten\n") for one in said] == [1, 0]

@@ -208,7 +208,8 @@ OWN = {"cp 2": {CP: 2}, "tp 2": MESHES["tp 2"], "pp 2": MESHES["pp 2"]}
 """Meshes of 2 ranks whose method is the model's own, zigzag or lasp."""
 CELLS = {
     2: [
-        *((name, mesh) for name in STATES for mesh in OWN.values()),
+        *((name, OWN["cp 2"]) for name in STATES),
+        *((name, OWN[mesh]) for name in ("qwen3_5", "hybrid") for mesh in ("tp 2", "pp 2")),
         *(("qwen3_5", MESHES[f"cp 2, {method}"]) for method in ("ring", "exchange", "ulysses")),
         *((name, {CP: 2, "context_parallel_method": "ulysses"}) for name in ("transnormer", "hybrid")),
         ("hybrid", {CP: 2, "context_parallel_method": "lasp2"}),

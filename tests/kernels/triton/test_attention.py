@@ -68,7 +68,7 @@ def check(capability, width, alone, folder):
     return [one.name for one in found]
 
 
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, tmp_path):
     """At the width that most models have."""
     assert check(capability, 128, False, tmp_path) == ["forward_kernel", "rows_kernel", "columns_kernel"]

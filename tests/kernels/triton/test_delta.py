@@ -64,7 +64,7 @@ SPILLED = {80: {"solve_kernel": 288, "changes_back_kernel": 288}, 90: {}}
 """Bytes that a thread may spill in bfloat16 beyond 64: the three products of TF32 in the inverse hold whole chunks."""
 
 
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, tmp_path):
     launched = compiled(capability, lambda: steps(128, 128, torch.bfloat16))
     assert [one.name for one in launched] == FORWARD + BACKWARD

@@ -152,9 +152,9 @@ WINDOWED = {"num_layers": LAYERS, "window_size": "5,0", "window_attn_skip_freq":
         (config(**WINDOWED, softmax_type="learnable"), "context", *SCHEDULES["interleaved"]),
         (config(**WINDOWED, softmax_type="off-by-one"), "context", *SCHEDULES["zero bubble"]),
         (kind("transnormer"), "context", ONE_F_ONE_B, "zero1"),
-        (kind("linear_transformer"), "context", INTERLEAVED, "legacy_ddp"),
+        pytest.param(kind("linear_transformer"), "context", INTERLEAVED, "legacy_ddp", marks=pytest.mark.slow),
         (HYBRID, "context", ONE_F_ONE_B, "zero2"),
-        (HYBRID, "tensor_model", ONE_F_ONE_B, "zero2"),
+        pytest.param(HYBRID, "tensor_model", ONE_F_ONE_B, "zero2", marks=pytest.mark.slow),
     ],
 )
 def test_a_pipeline_over_tensor_or_context_parallel_ranks(model, inner, pipeline, strategy):

@@ -2,19 +2,15 @@
 
 import contextlib
 import io
-import json
-import os
 import shutil
 from pathlib import Path
 from typing import get_type_hints
 
-import numpy as np
 import pytest
 import torch
 
 import pretrain_dit
 from checkpoint.api import load_model
-from data.latents.folder import write_latents
 from model.dit import DiT
 from model.dit_config import architecture_of
 from parity.cases import DIFFUSION, REFERENCE, chosen_cases
@@ -152,33 +148,6 @@ BAD = {
 }
 
 
-def rewritten(folder, **values):
-    """Change what the index says."""
-    index = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps(index | values))
-
-
-def saved(folder, dtype, at=(0, 0, 0, 0), value=0.0):
-    """Write the shard anew, of another type or with another value."""
-    latents = np.load(folder / SHARD)
-    latents[at] = value
-    np.save(folder / SHARD, latents.astype(dtype))
-
-
-SHARD, LABELS = "latents-00000.npy", "labels-00000.npy"
-BROKEN = {
-    "shape": (lambda folder: rewritten(folder, shape=[2, 8, 8]), (SHARD, "[16, 1, 8, 8]", "[16, 2, 8, 8]")),
-    "dtype": (lambda folder: saved(folder, np.float64), (SHARD, "float64", "its index says float32")),
-    "nan": (lambda folder: saved(folder, np.float32, (9, 0, 3, 3), np.nan), (SHARD, "row 9 holds a NaN")),
-    "labels": (lambda folder: np.save(folder / LABELS, np.arange(16)), (LABELS, "row 10 has label 10", "num_classes")),
-    "empty": (lambda folder: [path.unlink() for path in folder.iterdir()], ("empty is empty",)),
-    "index": (lambda folder: (folder / "index.json").unlink(), ("index holds no index.json",)),
-    "cut": (lambda folder: os.truncate(folder / SHARD, 1000), (SHARD, "cannot be read")),
-    "missing": (lambda folder: (folder / LABELS).unlink(), (LABELS, "is missing")),
-}
-"""Folders of latents by what is wrong with them."""
-
-
 def end_cases(rank, world_size, save, cases):
     return {flags: end(pretrain_dit.main, [*DIT, "--save", str(save), *flags.split()]) for flags in apart(cases)}
 
@@ -189,25 +158,6 @@ def endings(tmp_path_factory):
     found = run_ranks(end_cases, 4, save, list(BAD))
     assert not save.exists(), "nothing was trained"
     return found
-
-
-def test_broken_folders_are_named_and_left_as_they_are(tmp_path):
-    generator, save = np.random.default_rng(0), tmp_path / "run"
-    cases, before = {}, {}
-    for name, (spoil, _) in BROKEN.items():
-        folder = tmp_path / name
-        write_latents(folder, [(generator.normal(size=(16, 1, 8, 8)).astype(np.float32), np.arange(16) % 10)])
-        spoil(folder)
-        cases[f"--data-path {folder}"] = name
-        before[name] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    found = run_ranks(end_cases, 2, save, list(cases))
-    for flags, name in cases.items():
-        line = refusal([rank[flags] for rank in found])
-        assert line.startswith(f"error: {tmp_path / name}")
-        for word in BROKEN[name][1]:
-            assert word in line
-        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before[name]
-    assert not list(save.glob("iter_*")), "a NaN is met in training, before anything is saved"
 
 
 @pytest.mark.parametrize("flags", BAD)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from checkpoint import drafts
-from checkpoint.api import CheckpointConfig, load_checkpoint, load_model
+from checkpoint.api import load_checkpoint, load_model
 from checkpoint.manifest import CheckpointError, describe
 from checkpoint.search import find_checkpoint
 from runtime.ranks import run_ranks
@@ -264,22 +264,6 @@ def test_another_architecture_is_refused_with_its_fields(tmp_path):
         assert "rotary_base is absent there and 10000.0 here" in message
         assert "sizes" not in message
         assert unchanged
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"save_interval": 0}, "save_interval is 0"),
-        ({"keep_last": 0}, "keep_last is 0"),
-        ({"keep_every": -1}, "keep_every is -1"),
-        ({"ckpt_step": 5}, "--load"),
-        ({"exit_on_missing_checkpoint": True}, "--load"),
-    ],
-)
-def test_contradictions_in_the_configuration(fields, message):
-    CheckpointConfig()
-    with pytest.raises(ValueError, match=message):
-        CheckpointConfig(**fields)
 
 
 def test_everything_is_on_disk_before_a_checkpoint_bears_its_name(tmp_path, monkeypatch):

@@ -65,6 +65,11 @@ def test_it_is_on_disk_before_it_bears_its_name_and_the_name_after(tmp_path, mon
     monkeypatch.setattr(Path, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), replace(a, b))[1])
     write_text(tmp_path / "a.txt", "whole")
     assert events == ["fsync whole", "rename a.txt", "fsync folder"]
+    events.clear()
+    with replacing(tmp_path / "d") as (draft,):
+        draft.mkdir()
+        (draft / "a").write_text("within")
+    assert events == ["fsync within", "fsync folder", "rename d", "fsync folder"]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from checkpoint.api import load_model, save_checkpoint
 from checkpoint.search import find_checkpoint
@@ -59,27 +59,6 @@ def published(folder, name, dtype=torch.float32):
 
 def tensors(folder):
     return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
-
-
-def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    run, out, events = tmp_path / "run", tmp_path / "out", []
-    assert main(["import", str(published(tmp_path / "theirs", "mistral")), str(run)]) == 0
-    fsync, replace = os.fsync, Path.replace
-
-    def synced(handle):
-        events.append(Path(f"/proc/self/fd/{handle}").resolve().name)
-        fsync(handle)
-
-    def renamed(path, to):
-        events.append(f"rename to {to.name}")
-        return replace(path, to)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", renamed)
-    assert main(["export", str(run), str(out)]) == 0
-    before = events[: events.index("rename to out")]
-    assert {path.name for path in out.iterdir()} < set(before)
-    assert before[-1].startswith(".out.")
 
 
 @pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt()])
@@ -192,12 +171,6 @@ def shard_of(folder):
     return min(folder.glob("model-*.safetensors"))
 
 
-def rewrite(shard, change):
-    held = load_file(shard)
-    change(held)
-    save_file(held, shard)
-
-
 def leave(path):
     """Move a file out of its folder, and put a link in its place."""
     path.rename(path.parent.parent / path.name)
@@ -215,23 +188,13 @@ BROKEN = {
     "pickle": (only_pickles, "pytorch_model.bin is a pickle, which can run code"),
     "link of weights": (lambda folder: leave(shard_of(folder)), "is a link that leaves its folder"),
     "link of a tokenizer": (lambda folder: leave(folder / "tokenizer.json"), "is a link that leaves its folder"),
-    "link of the configuration": (lambda folder: leave(folder / "config.json"), "is a link that leaves its folder"),
     "cut": (
         lambda folder: os.truncate(shard_of(folder), shard_of(folder).stat().st_size - 9),
         "is not a whole safetensors file",
     ),
-    "not finite": (
-        lambda folder: rewrite(shard_of(folder), lambda held: next(iter(held.values())).view(-1)[:1].fill_(torch.nan)),
-        "values that are not finite",
-    ),
-    "too few": (lambda folder: rewrite(shard_of(folder), lambda held: held.pop(next(iter(held)))), "lacks model."),
     "remote code": (
         lambda folder: (folder / "config.json").write_text(MYSTERY),
         '/theirs/config.json: model_type = "mystery" is not supported',
-    ),
-    "missing key": (
-        lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
-        "/theirs/config.json: num_hidden_layers is missing",
     ),
     "file": (lambda folder: (shutil.rmtree(folder), folder.touch()), "/theirs is a file; give the folder of a model"),
     "tokenizer too large": (lambda folder: write_tokenizer(folder, 70), "vocab_size is 61 and the tokenizer has 70"),

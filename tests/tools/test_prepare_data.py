@@ -43,6 +43,7 @@ def test_writes_then_keeps_then_refuses(tmp_path, capsys):
     [
         ("--chat --input x --output-prefix y", "--chat needs --seq-length;"),
         ("--chat --output-prefix y", "--chat needs --input and --seq-length;"),
+        ("--input none --output-prefix d", "input none does not exist; check the path\n"),
         ("--check none", "none.idx does not exist; check the path"),
         ("--input x --output-prefix .", "--output-prefix is ., which is a folder; give ./NAME to write into it\n"),
     ],
@@ -51,14 +52,6 @@ def test_the_line_names_what_is_wrong(flags, said, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     assert main(flags.split()) in (1, 2)
     assert capsys.readouterr().err.startswith(f"error: {said}")
-    assert not list(tmp_path.iterdir())
-
-
-def test_bad_input_is_one_line(tmp_path):
-    folders = ["--input", tmp_path / "none", "--output-prefix", tmp_path / "d"]
-    run = ended([sys.executable, "tools/prepare_data.py", *folders])
-    assert run.returncode == 1
-    assert run.stderr == f"error: input {tmp_path / 'none'} does not exist; check the path\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -160,9 +153,8 @@ def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):
     assert "1 documents that do not end with" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # tests/data/text/test_prepare.py interrupts one in its own process
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_run_leaves_nothing(tmp_path, default_data, number, status):
     out, tokenizer = tmp_path / "out", default_data.with_suffix(".model")
     with interruptible():

@@ -80,16 +80,6 @@ def test_a_killed_runs_half_cache_is_removed(tmp_path, prefix, monkeypatch):
     assert not folder.name.startswith(".")
 
 
-def test_damaged_cache_is_named(tmp_path, prefix):
-    build(prefix)
-    (damaged,) = (tmp_path / "d" / "cache").glob("*/*train-shuffle_index.npy")
-    damaged.write_bytes(damaged.read_bytes()[:50])
-    with pytest.raises(
-        DataError, match=r"shuffle_index\.npy of the index cache is damaged.*; remove .*d/cache/\w+, which"
-    ):
-        build(prefix)
-
-
 def test_data_folder_that_cannot_be_written(tmp_path, prefix):
     Path(prefix).write_text("a file where the cache's folder would be")
     with pytest.raises(DataError, match=r"cannot be written to .*--data-cache-path"):

@@ -1,9 +1,6 @@
 """Prepared data reads back token by token, is kept when it is whole, and never half-written."""
 
-import json
 import math
-import os
-import pathlib
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +8,14 @@ import pytest
 
 from data.text import prepare as module
 from data.text.config import DataConfig
-from data.text.indexed import check_indexed, entropy, token_counts, writing
+from data.text.indexed import check_indexed, entropy, token_counts
 from data.text.megatron import build_datasets, megatron_core
 from data.text.prepare import Prepared, Request, prepare
 from data.text.workers import tokenized
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
-from runtime.files import owned
 from tests.data.text.corpora import NumberTokenizer, write_documents, write_texts
+from tests.runtime.test_files import another_process
 
 
 @pytest.fixture
@@ -61,21 +58,6 @@ def test_interrupted_writing_leaves_nothing(tmp_path, folder, error, monkeypatch
 
     monkeypatch.setattr(module, "write_index", interrupted)
     with pytest.raises(error):
-        prepare(request_for(folder), tmp_path / "d", progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["text"]
-
-
-def test_ctrl_c_amid_the_opening_of_the_spool_leaves_nothing(tmp_path, folder, monkeypatch):
-    before = pathlib.Path.open
-
-    def interrupted(path, *mode, **options):
-        if path.name == ".d.resume.learned":
-            assert (tmp_path / ".d.resume.bin").exists()
-            raise KeyboardInterrupt
-        return before(path, *mode, **options)
-
-    monkeypatch.setattr(pathlib.Path, "open", interrupted)
-    with pytest.raises(KeyboardInterrupt):
         prepare(request_for(folder), tmp_path / "d", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
@@ -166,24 +148,6 @@ def test_existing_tokenizer_is_used(tmp_path, folder):
         prepare(request, tmp_path / "b")
 
 
-@pytest.mark.parametrize("names", [(), ("empty.py",)])
-def test_empty_corpus(tmp_path, names):
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    for name in names:
-        (folder / name).write_text("")
-    with pytest.raises(DataError, match=r"no text in .*empty; .*--suffix \.py"):
-        prepare(request_for(folder), tmp_path / "d")
-    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
-
-
-def test_record_is_readable(tmp_path, folder):
-    prepare(request_for(folder, max_bytes=5000), tmp_path / "d")
-    record = json.loads((tmp_path / "d.json").read_text())
-    assert record["made_with"]["max_bytes"] == 5000
-    assert 5000 <= record["prepared"]["text_bytes"] < 8000
-
-
 def test_a_line_without_text_is_one_error_and_no_complaint_of_the_vocabulary(tmp_path, capfd):
     source = tmp_path / "a.jsonl"
     source.write_text('{"content": "def f(): return 1", "id": 3}\n' * 40)
@@ -204,24 +168,11 @@ def test_a_line_without_text_is_one_error_and_no_complaint_of_the_vocabulary(tmp
 
 def test_one_preparation_of_a_prefix_at_a_time(tmp_path, folder):
     """The second is refused while the first lives; what the first left, killed, is removed by the next."""
-    ready, done = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        with owned(tmp_path, "d"), writing(tmp_path / "d.bin", tmp_path / "d.idx") as drafts:
-            for draft in drafts:
-                draft.write_text("half")
-            os.write(ready[1], b"1")
-            os.read(done[0], 1)
-            os._exit(9)  # as by SIGKILL: no handler runs
-    os.read(ready[0], 1)
-    try:
+    with another_process(tmp_path, "d") as child:
         with pytest.raises(DataError, match=rf"cannot write .*/d: .* in use by process {child}"):
             prepare(request_for(folder), tmp_path / "d", progress=False)
-        assert len(list(tmp_path.glob(".d.*"))) == 3
+        assert len(list(tmp_path.glob(".d.*"))) == 2, "a lock and a draft"
         prepare(request_for(folder), tmp_path / "other", progress=False)
-    finally:
-        os.write(done[1], b"1")
-        os.waitpid(child, 0)
     prepare(request_for(folder), tmp_path / "d", progress=False)
     assert not list(tmp_path.glob(".*"))
 

@@ -118,11 +118,14 @@ dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then p
 	@fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit pretrain_dit.py --config "$(CONFIG)" $(ARGS)) && set -x && \
 	  $(RANKS) $${fit%% *} -m tools.sample_dit --load "$(RUN)" --guidance 2
 
+# Tests start many interpreters: each would compile our sources where a shell forbids to keep what is compiled.
+TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
+
 test: $(DEV) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile $(ARGS)
+	$(TESTS) -n auto --dist loadfile $(ARGS)
 
 test-slow: $(DEV) ## The slow tests: training for 20 and 40 iterations where make test has 4 and 8
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(ARGS)
+	$(TESTS) -m slow $(ARGS)
 
 check: $(DEV) ## Check format, lint, types and the links of all pages
 	@status=0; for step in "ruff format --check ." "ruff check ." mypy "pytest tests/test_docs.py -k links"; do \

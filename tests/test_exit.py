@@ -55,7 +55,10 @@ def test_training_and_drawing(tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(["--lr", "-1"], "error: lr"), (["--data-path", "none", "--tokenizer-model", "none"], "error: ")],
+    [
+        (["--lr", "-1"], "error: lr"),
+        pytest.param(["--data-path", "none", "--tokenizer-model", "none"], "error: ", marks=pytest.mark.slow),
+    ],
 )
 def test_an_error(flags, words, tmp_path):
     process = ended(tmp_path, "pretrain_gpt", *TINY, "--train-iters", "2", *flags)
@@ -74,7 +77,9 @@ def test_a_defect_keeps_its_traceback_and_its_status(tmp_path):
     assert "taken down" not in process.stdout
 
 
-@pytest.mark.parametrize(("redirection", "status"), [(">&-", 0), ("2>&-", 0), (">/dev/full", 120)])
+@pytest.mark.parametrize(
+    ("redirection", "status"), [pytest.param(">&-", 0, marks=pytest.mark.slow), ("2>&-", 0), (">/dev/full", 120)]
+)
 def test_streams_that_are_closed_or_full(redirection, status):
     """Output that cannot be written gives the status that Python itself ends with then."""
     code = "from train.run import run_entry; run_entry(lambda argv: print('done'))"
@@ -104,7 +109,9 @@ END
 """
 
 
-@pytest.mark.parametrize("end", ["run_entry(main)", "sys.exit(exit_status(main, []))"])
+@pytest.mark.parametrize(
+    "end", ["run_entry(main)", pytest.param("sys.exit(exit_status(main, []))", marks=pytest.mark.slow)]
+)
 def test_an_error_beside_data_loaders_ends_the_process(tmp_path, end):
     (tmp_path / "left.py").write_text(LEFT.replace("END", end))
     process = starts.ended([sys.executable, "left.py"], tmp_path)

@@ -29,7 +29,7 @@ AWKWARD = [
 
 @pytest.fixture(scope="module")
 def sources():
-    return list(Corpus(stdlib_files(), max_bytes=600_000))
+    return list(Corpus(stdlib_files(), max_bytes=200_000))
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,6 @@ def test_nothing_races_and_no_bit_changes(granularity, monkeypatch, pools):
     assert not device.races
 
 
-@pytest.mark.parametrize("granularity", KEPT)
 @pytest.mark.parametrize(
     ("dropped", "race"),
     [
@@ -74,9 +73,9 @@ def test_nothing_races_and_no_bit_changes(granularity, monkeypatch, pools):
         (("compute", "back"), "out writes what back reads"),  # a buffer that is used again
     ],
 )
-def test_every_wait_is_needed(granularity, dropped, race, monkeypatch):
+def test_every_wait_is_needed(dropped, race, monkeypatch):
     with streams(monkeypatch, dropped) as device:
-        model = model_of(granularity, True)
+        model = model_of("full", True)
         for _ in range(2):
             gradients(model)
     assert race in device.races

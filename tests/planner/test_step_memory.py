@@ -70,6 +70,8 @@ SLOW = (
     "none, chunks",
     "gemma3, full",
     "qwen3_5",
+    "olmo_hybrid",
+    "GPipe 2, full, chunks",
 )
 """Cases whose parts others have too."""
 

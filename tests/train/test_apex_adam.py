@@ -31,6 +31,7 @@ from train.objectives.language import NextToken
 from train.optim import OptimizerConfig, build_optimizer
 from train.watching.metrics import METRICS
 
+STRATEGIES = get_args(Strategy)
 TORCH, APEX = (OptimizerConfig(lr=1e-2, optimizer_backend=backend) for backend in get_args(apex_adam.Backend))
 ORDERS = ((TORCH, TORCH), (APEX, APEX), (TORCH, APEX), (APEX, TORCH))
 """Backends of the steps before a checkpoint and after it."""
@@ -117,7 +118,12 @@ def ends_of(rank, world_size, folder, strategy, tp):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "tp"), [*((strategy, 1) for strategy in get_args(Strategy)), ("zero3", 2), ("ddp", 2)]
+    ("strategy", "tp"),
+    [
+        *(pytest.param(strategy, 1, marks=pytest.mark.slow if strategy == "zero2" else ()) for strategy in STRATEGIES),
+        ("zero3", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_every_sharding_ends_with_torchs_bits_and_goes_on_from_its_checkpoints(strategy, tp, tmp_path):
     assert run_ranks(ends_of, 2, tmp_path, strategy, tp) == [(True, 16)] * 2  # 8 steps of 2 groups

@@ -58,11 +58,11 @@ def alone():
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [
-        (2, {"context_parallel_size": 2}),
+        pytest.param(2, {"context_parallel_size": 2}, marks=pytest.mark.slow),
         (4, {"context_parallel_size": 2}),
         (2, {"pipeline_model_parallel_size": 2}),
         (4, {"tensor_model_parallel_size": 2}),
-        (4, {"context_parallel_size": 2, "joined": 5}),
+        pytest.param(4, {"context_parallel_size": 2, "joined": 5}, marks=pytest.mark.slow),
         (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "joined": 2}),
     ],
     ids=["cp2", "dp2-cp2", "pp2", "dp2-tp2", "dp2-cp2-joined", "cp2-tp2-joined"],

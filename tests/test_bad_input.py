@@ -21,7 +21,7 @@ from tests.data.chat.templates import TURNS, write_tokenizer
 from tests.data.text.corpora import counting_documents, write_documents
 from tests.endings import apart, end, refusal
 from tests.pretraining import TINY, on_rank
-from tests.starts import PATIENCE, ROOT
+from tests.starts import PATIENCE
 from tools.prepare_data import main as prepare_data
 from train.watching.metrics import METRICS
 
@@ -217,21 +217,6 @@ def test_torchrun_ends_all_ranks_before_and_after_they_joined_and_where_one_has_
 ):
     """The rank after that one waits for the state, so the launcher alone can end it; it speaks of no lost peer."""
     assert re.search(words, torchrun("pretrain_gpt.py", flags_of(place, flags)))
-
-
-@pytest.mark.slow
-def test_torchrun_where_one_rank_alone_cannot_read_its_file(place, tmp_path):
-    """The other rank waits for it to join."""
-    script = tmp_path / "start.py"
-    script.write_text(
-        "import os, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from pretrain_gpt import main\n"
-        "from train.run import exit_status\n"
-        "mine = ['--config', 'none.toml'] if os.environ['RANK'] == '1' else []\n"
-        "sys.exit(exit_status(main, sys.argv[1:] + mine))\n"
-    )
-    assert torchrun(script, flags_of(place)).startswith("error: none.toml")
 
 
 @pytest.mark.parametrize("files", [[], ["a.txt"], ["a.jsonl"]])

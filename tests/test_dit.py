@@ -1,10 +1,7 @@
 """A diffusion transformer trains on any mesh as in one process, resumes to the bit, and refuses what cannot be."""
 
-import contextlib
-import io
 import shutil
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import torch
@@ -19,9 +16,7 @@ from runtime.ranks import run_ranks
 from tests.endings import apart, end, refusal
 from tests.pretraining import DIT, pretrain_digits
 from tools.common.cases import Case, case_of
-from train.config.diffusion import load_config, parse_args
-from train.config.entries import DiTRunConfig
-from train.config.flags import attribute_docs, config_fields
+from train.config.diffusion import load_config
 from train.watching.metrics import METRICS, read_metrics
 
 NOWHERE = Path("digits")
@@ -165,15 +160,3 @@ def test_one_message_names_what_and_the_remedy(flags, endings):
     line = refusal([rank[flags] for rank in endings])
     for word in BAD[flags]:
         assert word in line
-
-
-def test_help_is_there_and_every_field_has_its_text():
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
-        parse_args(["--help"])
-    assert ended.value.code == 0
-    for flag in ("--latent-shape", "--objective", "--ema-decay", "--context-parallel-method", "--train-iters"):
-        assert flag in out.getvalue()
-    assert "--seq-length" not in out.getvalue()
-    docs = {name for section in get_type_hints(DiTRunConfig).values() for name in attribute_docs(section)}
-    assert set(config_fields(DiTRunConfig)) <= docs

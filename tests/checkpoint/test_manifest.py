@@ -39,9 +39,6 @@ BREAKAGES = {
         "__0_0.distcp has 99 bytes instead of",
     ),
     "missing shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "missing table": (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
-    "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
-    "truncated manifest": (lambda folder: os.truncate(folder / "manifest.json", 200), "manifest.json cannot be read"),
     "empty manifest": (lambda folder: os.truncate(folder / "manifest.json", 0), "manifest.json cannot be read"),
     "manifest of another kind": (
         lambda folder: (folder / "manifest.json").write_text("[1, 2]"),
@@ -53,12 +50,7 @@ BREAKAGES = {
         lambda folder: rewrite_manifest(folder, files={"../secret": (1, "0" * 64)}),
         "names '../secret', which is not a file of its own folder",
     ),
-    "other iteration": (
-        lambda folder: rewrite_manifest(folder, iteration=3),
-        "iter_0000002 holds iteration 3, not the",
-    ),
     "shard left out": (_leave_out_the_shard, "metadata points at '__0_0.distcp', not a file of the checkpoint"),
-    "absolute path": (lambda folder: rewrite_manifest(folder, files={"/etc/passwd": (1, "0" * 64)}), "/etc/passwd"),
 }
 
 

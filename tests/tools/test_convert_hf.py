@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from checkpoint.api import load_model, save_checkpoint
 from checkpoint.search import find_checkpoint
 from model.config import architecture_of
-from model.hf.api import our_weights, their_weights
 from model.hf.shards import Weights
 from model.registry import build_model
 from tests.model.hf.hugging_face import CONFIGS, TOKENS, hugging_face, transformers
@@ -240,12 +239,3 @@ def test_a_cache_of_the_hub_has_links_to_its_blobs(tmp_path):
         path.symlink_to(Path("../../blobs") / str(number))
     import_model(source, tmp_path / "run")
     assert not any(path.is_symlink() for path in (tmp_path / "run").rglob("*"))
-
-
-def test_reading_one_by_one_is_reading_at_once(tmp_path):
-    """Every family's weights, fused ones too."""
-    for name in ("gpt2", "qwen3, tied"):
-        config, state = CONFIGS[name], hugging_face(CONFIGS[name]).state_dict()
-        ours, read = our_weights(state, config)
-        theirs, back = their_weights(ours, read, config)
-        assert all(torch.equal(back(key), state[key]) for key in theirs)

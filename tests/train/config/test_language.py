@@ -7,8 +7,8 @@ import pytest
 from parallel.context import METHODS, STATE_METHODS
 from runtime.errors import UserError
 from tests.starts import ROOT
-from train.config import flags
-from train.config.entries import Config, TrainConfig
+from train.config import diffusion, flags
+from train.config.entries import Config, DiTRunConfig, TrainConfig
 from train.config.flags import attribute_docs
 from train.config.language import load_config, parse_args, validate
 
@@ -274,15 +274,20 @@ def test_configs_are_immutable():
     assert dataclasses.replace(Config(), train=TrainConfig(seed=2)) != Config()
 
 
-def test_help_explains_every_flag(capsys):
+@pytest.mark.parametrize(
+    ("parse", "root", "absent"),
+    [(parse_args, Config, "--latent-shape"), (diffusion.parse_args, DiTRunConfig, "--seq-length")],
+)
+def test_help_explains_every_flag(parse, root, absent, capsys):
     with pytest.raises(SystemExit) as ended:
-        parse_args(["--help"])
+        parse(["--help"])
     assert not ended.value.code
     done = capsys.readouterr()
     assert done.err == ""
-    assert done.out.count("torchrun") >= 3
-    sections = get_type_hints(Config)
-    for name, field in flags.config_fields(Config).items():
+    assert "torchrun" in done.out
+    assert absent not in done.out
+    sections = get_type_hints(root)
+    for name, field in flags.config_fields(root).items():
         section = sections[field.section]
         text = attribute_docs(section).get(name, "")
         assert len(text) > 10, f"{section.__name__}.{name} has no attribute docstring"

@@ -45,12 +45,6 @@ def test_matches_the_definition(monkeypatch, dtype, loss_bound, grad_bound, chun
     assert (logits.grad - expected_grad).abs().max() <= 3 * grad_bound
 
 
-def test_gradient_numerically():
-    logits, labels = problem(torch.float64, (2, 3), 5)
-    labels[:] = torch.tensor([[0, -100, 4], [1, 2, 3]])
-    assert torch.autograd.gradcheck(lambda x: cross_entropy_sum(x, labels)[0], logits)
-
-
 def test_bound_sees_a_loss_in_bf16():
     """Negative control: the same loss computed in bf16 is outside the bound."""
     logits, labels = problem(torch.bfloat16)

@@ -7,23 +7,6 @@ from runtime.ranks import run_ranks
 from tests.model.models import LLAMA, built, tied, tokens
 
 
-@pytest.mark.parametrize("config", [LLAMA, tied(LLAMA)])
-def test_logits_and_hidden_states(config):
-    model = built(config)
-    logits = model(tokens())
-    assert logits.shape == (2, 12, 40)
-    assert torch.equal(logits, model.project(model.hidden(tokens())))
-    assert torch.equal(logits, model(tokens(), torch.arange(12)))
-
-
-def test_no_token_sees_a_later_one():
-    model, changed = built(LLAMA), tokens()
-    changed[:, 7] = (changed[:, 7] + 1) % 40
-    before, after = model(tokens()), model(changed)
-    assert torch.equal(before[:, :7], after[:, :7])
-    assert (before[:, 7:] != after[:, 7:]).any(dim=-1).all()
-
-
 def test_recomputed_and_compiled_layers_change_nothing():
     """Layers take a plain object beside the tensor: activation checkpointing and torch.compile must accept it."""
     plain, recomputed, compiled = built(LLAMA), built(LLAMA), built(LLAMA)

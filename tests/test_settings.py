@@ -98,7 +98,7 @@ CONTRADICTIONS = """
     --data-path 1 x 2 | --data-path x 1 y 2 | --data-path 0 x 1 y | --data-path nan x | --data-path
     --nonsense | --nonsense 5 | stray | --lr | --lr 1 2 | --lr=1 --lr=2 | -5 | -- | --config | --no-lr 1 | ---lr 1
 """
-"""Those with a message of their own are in ``tests/train/config``."""
+"""Others, with a message of their own, are in ``tests/train/config``."""
 
 
 def test_what_contradicts_itself(here):

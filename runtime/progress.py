@@ -5,8 +5,8 @@ import sys
 import time
 from types import TracebackType
 
-MOVES, LOGS = 0.2, 60.0
-"""Seconds between what is told on a terminal, and in a log."""
+MOVES, LOGS, FIRST = 0.2, 60.0, 10.0
+"""Seconds between what is told on a terminal, and in a log, whose first line comes sooner."""
 CLEAR = "\r\x1b[K"
 """Go to the beginning of a terminal's line, and empty it."""
 
@@ -16,7 +16,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._every = MOVES if self._terminal else LOGS
+        self._every = MOVES if self._terminal else FIRST
         self._began = self._told = time.monotonic()
         self.of = ""
         """Begins each line."""
@@ -39,6 +39,7 @@ class Progress:
         if self._terminal:
             print(CLEAR + line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
         else:
+            self._every = LOGS
             print(line, file=sys.stderr, flush=True)
 
 

@@ -58,7 +58,8 @@ def test_the_report_and_the_commands(capsys):
 
 def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys, monkeypatch):
     flags = "--num-layers 2 --pipeline-model-parallel-size 2 --vocab-size 64 --global-batch-size 2"
-    monkeypatch.setattr(progress, "LOGS", -1.0)  # every look is told
+    for seconds in ("FIRST", "LOGS"):
+        monkeypatch.setattr(progress, seconds, -1.0)  # every look is told
     pretrain_gpt.main(["--dry-run", *flags.split()])
     said = capsys.readouterr()
     assert "running rank 1 of 2 without memory (2 of 2): the optimizer's step, " in said.err

@@ -1,4 +1,4 @@
-"""In a log a line a minute and none before; on a terminal one line that moves, and is gone at the end."""
+"""In a log a line after ten seconds, then one a minute; on a terminal one line that moves, and is gone at the end."""
 
 from itertools import count
 from types import SimpleNamespace
@@ -16,10 +16,10 @@ def told(steps, monkeypatch):
             tell(f"{number} of {steps}")
 
 
-def test_a_log_has_a_line_a_minute_and_none_in_the_first(monkeypatch, capsys):
+def test_a_log_has_a_line_after_ten_seconds_and_then_one_a_minute(monkeypatch, capsys):
     told(150, monkeypatch)
     found = capsys.readouterr()
-    assert (found.out, found.err) == ("", "61 of 150, 61 s\n122 of 150, 122 s\n")
+    assert (found.out, found.err) == ("", "11 of 150, 11 s\n72 of 150, 72 s\n133 of 150, 133 s\n")
 
 
 def test_on_a_terminal_one_line_moves_and_is_gone_at_the_end(monkeypatch, capsys):

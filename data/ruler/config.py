@@ -1,6 +1,7 @@
 """The settings of a run's small curve of RULER."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from data.ruler.tasks import TASKS
 from runtime.errors import UserError, at_least, require
@@ -15,7 +16,7 @@ class RulerConfig:
 
     ruler_interval: int | None = None
     """Iterations between points of the curve, such as save_interval: how many needles are found at each length; one is
-    made at the end too. By default none."""
+    made at the end too. By default none, which on the command line leaves out the curve of --config's file."""
     ruler_lengths: tuple[int, ...] = ()
     """Tokens of the examples, at most seq_length; by default that, and of its half and quarter those of 512
     or more."""
@@ -23,6 +24,9 @@ class RulerConfig:
     """Examples of each length, shared out over the tasks; each takes a forward of seq_length tokens."""
     ruler_tasks: tuple[str, ...] = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
     """Tasks of the examples, of those that read no file."""
+
+    PARTS: ClassVar[dict[str, tuple[str, ...]]] = {"ruler_interval": ("ruler_lengths", "ruler_samples", "ruler_tasks")}
+    """The fields of --config's file that go where a flag sets another to none."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "ruler_interval", "ruler_samples")
@@ -35,7 +39,7 @@ class RulerConfig:
         require(self, len(set(self.ruler_tasks)) == len(self.ruler_tasks), "ruler_tasks", "name each task once")
         most = f"it must be at least 1 for each of the {len(self.ruler_tasks)} ruler_tasks; give more, or name fewer"
         require(self, self.ruler_samples >= len(self.ruler_tasks), "ruler_samples", most)
-        for name in ("ruler_lengths", "ruler_samples", "ruler_tasks") if self.ruler_interval is None else ():
+        for name in self.PARTS["ruler_interval"] if self.ruler_interval is None else ():
             default = getattr(self, name) == getattr(RulerConfig, name)
             must = "it is of a curve that ruler_interval asks for; give --ruler-interval N, or leave it out"
             require(self, default, name, must)

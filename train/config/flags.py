@@ -309,12 +309,18 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
 
 
 def _kept(root: type, path: str, given: Mapping[str, Any], entries: Mapping[str, type]) -> dict[str, Any]:
-    """Return a file's values but for those whose place a flag takes, by its section's REPLACES; say which these are."""
+    """Return a file's values but for those that a flag leaves no place for; say which these are.
+
+    By its section's REPLACES it takes the place of some, and a flag that is none leaves out its PARTS.
+    """
     found, table, sections = read_toml(root, path, entries), config_fields(root), get_type_hints(root)
-    for name in filter(given.get, given):
-        replaced = getattr(sections[table[name].section], "REPLACES", {}).get(name, ())
-        left = [other for other in replaced if found.get(other) and other not in given]
+    for name, value in given.items():
+        if value is False:  # --no-mock-data
+            continue
+        which, does = ("PARTS", "none leaves out") if value is None else ("REPLACES", "takes the place of")
+        others = getattr(sections[table[name].section], which, {}).get(name, ())
+        left = [other for other in others if found.get(other) and other not in given]
         if left and os.environ.get("RANK", "0") == "0":
-            print(f"note: {table[name].flag} takes the place of {', '.join(left)} of {path}", file=sys.stderr)
+            print(f"note: {table[name].flag} {does} {', '.join(left)} of {path}", file=sys.stderr)
         found = {other: value for other, value in found.items() if other not in left}
     return found

@@ -55,7 +55,8 @@ def validate(config: Config, world_size: int) -> None:
     if data.mock_data:
         if interval:
             raise ConfigError(
-                f"ruler_interval is {interval} and mock_data is set, whose drawn tokens have no text; leave one out"
+                f"ruler_interval is {interval} and mock_data is set, whose drawn tokens have no text; leave one out "
+                "(--ruler-interval none)"
             )
         if config.model.vocab_size is None:
             raise ConfigError("mock_data is set and vocab_size is not; give --vocab-size N, as no tokenizer tells it")

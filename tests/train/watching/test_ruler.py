@@ -53,6 +53,17 @@ def test_lengths_are_those_of_the_model_or_less():
         RulerConfig(ruler_interval=1, ruler_lengths=(512,)).lengths(256)
 
 
+def test_none_on_the_command_line_leaves_out_the_curve_of_a_file(tmp_path, capsys):
+    file = tmp_path / "curve.toml"
+    file.write_text('[ruler]\nruler_interval = 5\nruler_lengths = [512]\nruler_tasks = ["vt"]\n')
+    assert pretrain_gpt.parse_args(["--config", str(file)]).ruler.ruler_lengths == (512,)
+    assert capsys.readouterr().err == ""
+    assert pretrain_gpt.parse_args(["--config", str(file), "--ruler-interval", "none"]).ruler == RulerConfig()
+    assert capsys.readouterr().err == f"note: --ruler-interval none leaves out ruler_lengths, ruler_tasks of {file}\n"
+    with pytest.raises(ValueError, match="ruler_lengths is 640; it is of a curve"):
+        pretrain_gpt.parse_args(["--config", str(file), "--ruler-interval", "none", "--ruler-lengths", "640"])
+
+
 ASKED = (
     *("--seq-length", "640", "--init-method-std", "0.2", "--ruler-interval", "1", "--ruler-samples", "4"),
     *("--ruler-lengths", "512", "640", "--ruler-tasks", "niah_single_1", "niah_multikey_2"),

@@ -2,9 +2,10 @@
 
 import argparse
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -30,20 +31,30 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; --help lists the arguments")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and ask for the nearest flag where one is unknown."""
-        found, unknown = self.parse_known_args(args, namespace)
+        """Parse as argparse does, and ask for the nearest flag where one is unknown, or misspelt and so missing."""
+        words = sys.argv[1:] if args is None else [*args]
+        try:
+            found, unknown = self.parse_known_args(words, namespace)
+            known = _flags(self, words)
+        except UsageError as error:
+            message, _, _ = str(error).partition(";")
+            known = re.findall(r"--[\w-]+", message) if message.endswith("required") or "required: " in message else []
+            given = {word: word.partition("=")[0] for word in words if word.startswith("--")}
+            others = {*given.values()} - {*_flags(self, words)}
+            unknown = [word for word, flag in given.items() if flag in others and did_you_mean(flag, known)]
+            if not unknown:
+                raise
         if unknown:
-            raise UsageError(unknown_argument(unknown[0], lambda flag: did_you_mean(flag, _flags(self, found))))
+            raise UsageError(unknown_argument(unknown[0], lambda flag: did_you_mean(flag, known)))
         return found
 
 
-def _flags(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list[str]:
-    """Return the flags of a parser and of the command that was found."""
-    flags = list[str]()
+def _flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Return the flags of a parser and of its commands that are among the words."""
+    flags = list(parser._option_string_actions)
     for action in parser._actions:
-        flags += action.option_strings
-        command = action.choices.get(getattr(found, action.dest, "")) if isinstance(action.choices, dict) else None
-        flags += _flags(command, found) if isinstance(command, argparse.ArgumentParser) else []
+        for name, command in action.choices.items() if isinstance(action, argparse._SubParsersAction) else ():
+            flags += _flags(command, words) if name in words else []
     return flags
 
 

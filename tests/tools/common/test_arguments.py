@@ -12,7 +12,7 @@ from runtime import __version__
 from runtime.ranks import run_ranks
 from tests.starts import PATIENCE
 from tools import fit, plan
-from tools.common.arguments import UsageError
+from tools.common.arguments import UsageError, parser_for
 from tools.ruler import __main__ as ruler
 from tools.sample import main
 from train.config import diffusion, language
@@ -55,6 +55,8 @@ def test_one_rank_tells_of_an_argument_that_none_takes():
     [
         ("--load x --promt y", "unknown argument --promt; did you mean --prompt?"),
         ("--load x --cp=2", "unknown argument --cp=2; did you mean --context-parallel-size?"),
+        ("--laod x", "unknown argument --laod; did you mean --load?"),
+        ("--prompt x", "the following arguments are required: --load; --help lists the arguments"),
         ("--load x y", "unknown argument y; a value follows the flag it belongs to"),
     ],
 )
@@ -63,8 +65,17 @@ def test_the_nearest_flag_is_asked_for(words, said):
         main(words.split())
 
 
+def test_choices_that_are_a_table_are_no_commands():
+    parser = parser_for("program", "")
+    parser.add_argument("--links", nargs="+", choices={"fast": 1, "slow": 2})
+    with pytest.raises(UsageError, match=r"unknown argument --lniks; did you mean --links\?"):
+        parser.parse_args(["--links", "fast", "--lniks", "slow"])
+
+
 def test_a_command_of_a_program_is_asked_for_flags_of_its_own(capsys):
     assert ruler.main(["model", "x", "--hiden-size", "8"]) == 2
     assert ruler.main(["model", "x", "--sample", "8"]) == 2
     told = "error: unknown argument --hiden-size; did you mean --hidden-size?\n"
     assert capsys.readouterr().err == f"{told}error: unknown argument --sample; --help lists them all\n"
+    assert ruler.main(["make", "x.jsonl", "--lengths", "1024", "--tokeniser-model", "x"]) == 2
+    assert capsys.readouterr().err == "error: unknown argument --tokeniser-model; did you mean --tokenizer-model?\n"

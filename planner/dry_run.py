@@ -17,7 +17,7 @@ from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.documents import known_documents
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, fake_process_group, rehearse
-from planner.search import predicted
+from planner.search import ROOM, predicted
 from runtime.errors import UserError
 from runtime.progress import Progress, amount, counted, duration
 from train.config.derive import complete, with_joined_ranks, with_method
@@ -151,8 +151,12 @@ def verdict(found: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
         return False, f"does not fit in {room:g} GB: a process takes {amount(most)}"
     if 0 < 1e9 * there < host:
         return False, f"does not fit in {there:g} GB of host memory: a process moves {amount(host)} there"
-    tight = ", which leaves less than the tenth that an allocator may need" if most > 0.9e9 * room else ""
-    return True, f"fits in {room:g} GB: a process takes at most {amount(most)}{tight}"
+    return True, f"fits in {room:g} GB: a process takes at most {amount(most)}{tightly(most, cluster)}"
+
+
+def tightly(count: float, cluster: Cluster) -> str:
+    """Return words to add where so many bytes fit, and leave too little."""
+    return ", which leaves less than the tenth that an allocator may need" * (count > ROOM * 1e9 * cluster.memory_gb)
 
 
 def _table(found: Sequence[Rehearsal]) -> Iterator[str]:

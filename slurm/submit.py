@@ -23,7 +23,7 @@ from pathlib import Path
 
 from planner.cluster import ClusterError, cluster_file, load_cluster
 from runtime.errors import UserError
-from tools.common.arguments import parser_for, positive
+from tools.common.arguments import parser_for, positive, run_command
 from tools.fit import ENTRIES
 from train.run import exit_status
 
@@ -298,4 +298,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(lambda: main(sys.argv[1:]))

@@ -45,9 +45,9 @@ from runtime.errors import at_least
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.progress import amount, counted, duration
-from tools.common.arguments import parser_for, refuse_folder
+from tools.common.arguments import parser_for, refuse_folder, run_command
 from tools.fit import parsed
-from tools.plan_text import Row, answer, asked, bars, discarded, table
+from tools.plan_text import Row, alike, answer, asked, bars, discarded, notes, table, tightly
 from tools.prepare_data import DEFAULT_VOCAB_SIZE
 from train.config.derive import with_joined_ranks, with_vocabulary
 from train.config.entries import Config
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--world-size", type=int, metavar="N", help="processes to plan for")
     every = "vary tp, pp, cp, dp, sharding, recompute, chunks and offload too"
     varied("--all", action="store_true", help=every)
-    varied("--longest", action="store_true", help="as --all, for the longest sequence that fits")
+    varied("--longest", action="store_true", help="as --all, for the longest sequence that fits, by all of the memory")
     fewest = "as --all, on the fewest processes that hold it: 1, 2, 4, ..., whole nodes"
     varied("--fewest", action="store_true", help=fewest)
     fits = "a process's memory by component as it is configured, and what to change"
@@ -106,6 +106,8 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if model and config.train.global_batch_size is None:
         batch = 1 if args.longest else max(1, world_size * TOKENS // config.sequence_length)
         config = replace(config, train=replace(config.train, global_batch_size=batch))
+    if args.longest and any(word.partition("=")[0].replace("_", "-") == "--seq-length" for word in rest):
+        raise ConfigError("longest finds seq_length, and seq_length names it; leave one of them out")
     at_least(args, 1, "world_size", "top", "profile_top", "profile_iters")
     if args.fewest and (args.world_size or args.profile):
         named = "world_size" if args.world_size else "profile"
@@ -255,9 +257,9 @@ def plan(argv: list[str]) -> None:
     else:
         print(asked(world_size, cluster, config))
         print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())
-        print(table(rows[: args.top], args.markdown))
+        print("\n".join([table(rows[: args.top], args.markdown), *alike(rows[: args.top]), *notes(config)]))
         first = rows[0].candidate.prediction
-        print(bars(first.memory, first.host, cluster, "a process of the first row"))
+        print(bars(first.memory, first.host, cluster, f"a process of the first row{tightly(first.bytes, cluster)}"))
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.write, write_toml(rows[0].candidate.config))
@@ -271,4 +273,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(lambda: main(sys.argv[1:]))

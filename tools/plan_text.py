@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -9,18 +10,22 @@ from typing import Any
 
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
+from planner.dry_run import tightly
 from planner.ranking import Candidate, Ranking, described, memory_of, mesh_of, method_of
 from runtime.progress import amount, counted, duration
 from tools.common.report import aligned, markdown
+from train.config.derive import beyond_rope
 from train.config.entries import Config
 from train.config.flags import spelled
 
-BAR = 40
+BAR, WIDTH = 40, 116
 NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
 KERNELS = {"cudnn": "cuDNN", "flash_attn": "FlashAttention 2", "flash_attn_3": "FlashAttention 3"}
 KERNELS |= {"flash_attn_4": "FlashAttention 4"}
 OTHERS = 3
 """Plans to show after the first."""
+ALIKE = 0.01
+"""Share by which predicted seconds differ without a meaning."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +148,31 @@ def answer(rows: Sequence[Row], config: Any, world_size: int, cluster: Cluster, 
     parts = sorted(((seconds, name) for name, seconds in found.seconds.items()), reverse=True)
     spent = ", ".join(f"{name} {duration(seconds)}" for seconds, name in parts if seconds > 0.005 * found.time)
     lines = [
-        f"{asked(world_size, cluster, best)}: fits",
+        f"{asked(world_size, cluster, best)}: fits{tightly(found.bytes, cluster)}",
         f"  {duration(found.time)} a step, {first.tokens_per_second:,.0f} tokens/s: {spent}",
         f"  {described(best)}",
         bars(found.memory, found.host, cluster),
     ]
     if len(rows) > 1:
-        lines += ["next:", table(rows[1 : 1 + OTHERS], columns=SHORT, first=2)]
-    return "\n".join([*lines, "start it:", *command(best, config, world_size, cluster, file), *sources(best, cluster)])
+        lines += ["next:", table(rows[1 : 1 + OTHERS], columns=SHORT, first=2), *alike(rows[: 1 + OTHERS])]
+    lines += ["start it:", *command(best, config, world_size, cluster, file)]
+    if best.checkpoint.load is None:
+        lines.append("  it trains from random weights; add --finetune --load RUN to begin with another run's")
+    return "\n".join([*lines, *notes(best), *sources(best, cluster)])
+
+
+def alike(rows: Sequence[Row]) -> list[str]:
+    """Name the rows that predictions do not tell from the first."""
+    first, *others = (row.candidate.prediction.time for row in rows)
+    near = [str(number) for number, time in enumerate(others, 2) if time < (1 + ALIKE) * first]
+    told = bool(near) and rows[0].measured is None
+    return [f"equal to 1, as far as predictions tell (to {ALIKE:.0%}): {', '.join(near)}"] * told
+
+
+def notes(config: Any) -> list[str]:
+    """Say where sequences are longer than the model's positions."""
+    note = beyond_rope(config) if isinstance(config, Config) else None
+    return textwrap.wrap(note or "", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str) -> list[str]:
@@ -170,7 +192,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
     words += ["--save runs/NAME"]
     lines = [""]
     for word in words:
-        if len(lines[-1]) + len(word) > 112:
+        if len(lines[-1]) + len(word) > WIDTH - 4:
             lines.append("     ")
         lines[-1] += f" {word}"
     return [" " + " \\\n ".join(lines)]
@@ -180,17 +202,18 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
     """Say where the numbers of a plan come from, and how far predictions were off elsewhere."""
     cluster = cluster.running(best.context.attention_backend, best.packed)
     kernel = KERNELS.get(cluster.attention_kernel, "attention")
-    known = f"no published run of such a model on this card by {kernel} is known, and the card's rates are unproven"
+    known = f"unknown: no published run of such a model on this card by {kernel} is there to compare with"
     recurrent = getattr(best.model, "recurrent", False)
     delta = recurrent and best.model.traits.delta
     if cluster.public_error and best.causal and not recurrent:
-        known = f"within {cluster.public_error:.0%} of the published runs on this card that nothing was fitted to"
+        known = f"at most {cluster.public_error:.0%} on published runs of this card, to which nothing was fitted"
     rule = f", the delta rule at {cluster.delta_share:.1%}{' (assumed)' * (not cluster.delta_fraction)}" * delta
     return [
         "where this comes from:",
         f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
         f"{kernel} at {cluster.attention_fraction:.0%}{rule}; the cluster's file has their sources",
-        f"  error: {known} (python -m papers.records --table public)",
+        f"  error: {known}",
+        "         (python -m papers.records --table public compares them all)",
         "  memory: counted by the plan that runs, allocator's reserve left out; --dry-run counts the run's own code",
         "  no run of this program on a GPU has been made yet",
     ]

@@ -66,7 +66,7 @@ class ContextConfig:
     def title(self) -> str:
         """Return the method, team size and Ulysses degree in a few words."""
         teams = f", teams of {self.context_parallel_team_size}" if self.context_parallel_team_size > 1 else ""
-        heads = f", heads among {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
+        heads = f", ulysses degree {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
         stages = f", {self.ulysses_head_chunks} stages of heads" if self.ulysses_head_chunks > 1 else ""
         return f"{self.context_parallel_method}{teams}{heads}{stages}"
 

@@ -59,7 +59,8 @@ def test_a_named_model_is_answered_with_the_command_that_starts_it(capsys):
     out = capsys.readouterr().out
     assert out.startswith("16 processes on H100 80GB pod, sequences of 131072 tokens: fits\n")
     assert [row[0] for row in rows_of(out)] == ["2", "3", "4"]
-    assert "within 5% of the published runs on this card that nothing was fitted to" in out
+    assert "error: at most 5% on published runs of this card, to which nothing was fitted" in out
+    assert "it trains from random weights; add --finetune --load RUN to begin with another run's" in out
     words = re.search(r"start it:\n((?:.*\\\n)*.*\n)", out)[1].replace("\\\n", " ").split()
     assert words[:5] == ["torchrun", "--nproc-per-node", "8", "--nnodes", "2"]
     config = parse_args(words[words.index("pretrain_gpt.py") + 1 :])
@@ -72,7 +73,15 @@ def test_a_million_tokens_on_eight_h100_are_planned_within_eight_seconds(capsys)
     began = time.process_time()  # of this process, whatever else the machine does
     assert main(["qwen3_8b", "--seq-length", "1048576", "--world-size", "8", "--cluster", "h100"]) == 0
     assert time.process_time() - began < 8
-    assert ": fits\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert ": fits\n" in out
+    assert "\nequal to 1, as far as predictions tell (to 1%): 2, 3, 4\n" in out
+    assert "\nnote: seq_length 1048576 is 25.6 times the 40960 positions that the model" in out
+
+
+def test_the_longest_sequence_leaves_little_and_says_so(capsys):
+    assert main(["qwen3_5_9b", "--longest", "--world-size", "8", "--cluster", "h100"]) == 0
+    assert "tokens: fits, which leaves less than the tenth that an allocator may need\n" in capsys.readouterr().out
 
 
 def test_a_named_model_has_a_card_without_a_flag_and_one_that_nobody_published_is_unproven(capsys):
@@ -80,7 +89,7 @@ def test_a_named_model_has_a_card_without_a_flag_and_one_that_nobody_published_i
     assert capsys.readouterr().out.startswith("8 processes on H100 80GB pod, sequences of 131072 tokens: fits\n")
     assert main(["llama3_8b", "--cluster", "gb200", "--world-size", "8"]) == 0
     assert (
-        "no published run of such a model on this card by cuDNN is known, and the card's rates are unproven"
+        "error: unknown: no published run of such a model on this card by cuDNN is there to compare with"
         in capsys.readouterr().out
     )
 
@@ -88,13 +97,13 @@ def test_a_named_model_has_a_card_without_a_flag_and_one_that_nobody_published_i
 @pytest.mark.parametrize(
     ("cluster", "flags", "kernel", "error"),
     [
-        ("h100", "", "cuDNN at 53%", "within 5% of the published runs"),
+        ("h100", "", "cuDNN at 53%", "at most 5% on published runs"),
         ("h100", "--reset-attention-mask", "FlashAttention 2 at 31%", "no published run of .* by FlashAttention 2 is"),
         ("h100", "--attention-backend aten", "FlashAttention 2 at 31%", "no published run"),
         ("h100", "--attention-backend flash_attn_3", "FlashAttention 3 at 66%", "no published run"),
         ("h100", "--attention-backend triton", "attention at 53%", "no published run of .* by attention is"),
         ("h200", "", "cuDNN at 53%", "no published run of .* by cuDNN is"),
-        ("a100", "--reset-attention-mask", "FlashAttention 2 at 55%", "within 7% of the published runs"),
+        ("a100", "--reset-attention-mask", "FlashAttention 2 at 55%", "at most 7% on published runs"),
     ],
 )
 def test_a_plans_sources_are_those_of_the_kernel_that_runs(cluster, flags, kernel, error):
@@ -156,6 +165,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path, everything):
         ("--write . --top 0", "^error: --write is ., which is a folder; give a file\n$"),
         ("--top 0", "top is 0; it must be 1 or more"),
         ("--longest --vocab-size none", "vocab_size is not set.* name the model with --config FILE"),
+        ("--longest --seq-length 4096", "longest finds seq_length, and seq_length names it; leave one of them out"),
         ("--fewest --world-size 4", "fewest finds the number of processes, and world_size names it"),
         ("--cluster none.toml", "none.toml: cannot be read"),
         ("--fits --top 3", "--top is given, and --fits is of one configuration and ranks none"),

@@ -43,7 +43,7 @@ def _sample(
 ) -> None:
     """Write, and print on the first rank; collective."""
     tokenizer = run.tokenizer
-    begun = ([*run.begin(writer.imported), *tokenizer.tokenize(text)] or [tokenizer.eod] for text in texts)
+    begun = ([*run.begin, *tokenizer.tokenize(text)] or [tokenizer.eod] for text in texts)
     prompts = [prompt for prompt in begun for _ in range(args.num_samples)]
     longest = max(map(len, prompts))
     writer.check(prompts, args.num_tokens)

@@ -38,7 +38,7 @@ from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import context_of
-from train.config.derive import IMPORTED, Choices, config_as_trained, fitted, with_method
+from train.config.derive import Choices, config_as_trained, fitted, with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_file
 from train.config.language import load_config
@@ -109,8 +109,6 @@ class Writer:
         # Attention's backend is chosen for what is computed here, not for what the run computed in.
         config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))
         self.config, self.folder, self.iteration = config, folder, manifest.iteration
-        self.imported = IMPORTED in manifest.extra
-        """True if no run has trained the model, which came from Hugging Face."""
         self._mesh = mesh
         self.replica, self.replicas = mesh.dp.get_local_rank(), mesh.dp.size()
         """This rank's copy of the model, and how many there are; each writes on its own."""

@@ -112,7 +112,7 @@ class Maker:
         if few > self._room:
             raise DataError(
                 f"{task} takes {few} tokens and {kept} for the answer at the least, and a length is "
-                f"{length}; give a length of {few + kept} or more, or leave the task out"
+                f"{length}; give {few + kept} or somewhat more, or leave the task out"
             )
         self._each = max(1e-3, (more - few) / (least + 30))
         guess = max(least, least + int((self._room - few) / self._each))

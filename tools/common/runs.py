@@ -24,14 +24,17 @@ class Run:
     tokenizer: "SentencePieceTokenizer | HuggingFaceTokenizer"
     trained_length: int | None
     """Tokens of a sequence that it was trained on; of an import those that it is meant for, if it says so."""
+    imported: bool
+    """True if no run has trained the model, which came from Hugging Face."""
 
-    def begin(self, imported: bool) -> tuple[int, ...]:
-        """Return the tokens before a text; ``imported``: no run has trained the model.
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens before a text.
 
         Documents follow an end-of-text token, after which the model takes a prompt as the beginning of a text; other
         trainers' texts, and conversations, follow the token of a beginning where there is one, or nothing.
         """
-        if imported or self.config.data.sft:
+        if self.imported or self.config.data.sft:
             return () if self.tokenizer.bos is None else (self.tokenizer.bos,)
         return (self.tokenizer.eod,)
 
@@ -83,7 +86,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     model, imported = config.model, IMPORTED in manifest.extra
     meant = max(model.max_position_embeddings or 0, model.scaled_length) or None
     length = meant if imported else config.train.seq_length  # an import's config.toml has a default there
-    return Run(folder, checkpoint, manifest.iteration, config, tokenizer, length)
+    return Run(folder, checkpoint, manifest.iteration, config, tokenizer, length, imported)
 
 
 def mesh_of(args: argparse.Namespace) -> dict[str, Any]:

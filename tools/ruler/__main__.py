@@ -12,6 +12,7 @@ other hashes than what score asks, whatever the seeds.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,12 +92,19 @@ def sources_of(args: argparse.Namespace) -> "Sources":
 
 
 def tasks_of(args: argparse.Namespace) -> list[str]:
-    """Return the tasks that are asked for, by default all whose files are given. Raises DataError."""
+    """Return the tasks that are asked for, by default all whose files are given; say which others there are.
+
+    Raises DataError: a task that there is not, or whose file is not given.
+    """
     from data.ruler.tasks import TASKS
     from runtime.errors import DataError
 
     given = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     there = [task for task in TASKS if given.get(task, True) is not None]
+    if not args.tasks and len(there) < len(TASKS) and os.environ.get("RANK", "0") == "0":
+        without = ", ".join(task for task in TASKS if task not in there)
+        fix = "their questions come from files, which --qa-1 and --qa-2 name"
+        print(f"note: {without} left out: {fix}", file=sys.stderr)
     for task in args.tasks or ():
         if task not in TASKS:
             raise DataError(f"tasks names {task}, and there are {', '.join(TASKS)}; name some of these")

@@ -53,10 +53,10 @@ def score_run(args: argparse.Namespace, tasks: Sequence[str], sources: Sources) 
         )
     folder = args.save or args.run / "evaluation"
     template = load_template(str(run.config.data.tokenizer_model), args.chat_template) if args.chat else None
+    prompts = Prompts(run.tokenizer, template, run.begin)
+    makes = makers(tasks, lengths, args.seed, prompts, sources)
     with opened(args.run, args.ckpt_step, replicas=True, choices=READING, **mesh_of(args)) as writer:
         with raise_together():
-            prompts = Prompts(run.tokenizer, template, run.begin(writer.imported))
-            makes = makers(tasks, lengths, args.seed, prompts, sources)
             if is_first():
                 check_writable(folder, "save")
         longest = replace(run.config, train=replace(run.config.train, seq_length=lengths[-1]))

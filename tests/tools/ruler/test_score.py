@@ -14,6 +14,7 @@ from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tests.tools.line_retrieval.test_score import run_of
 from tools.line_retrieval.tiny import UNKNOWN
 from tools.ruler import __main__ as command
+from tools.ruler import score as score_module
 from tools.ruler.score import Cell, score, score_run, table
 from tools.ruler.tiny import LEARNED, repeated, tokenizer_of_needles
 
@@ -126,7 +127,8 @@ def test_two_processes_score_the_same(run, flags):
         (["--tasks", "qa_2", "--qa-2", "nowhere.json"], "nowhere.json has no questions that can be read"),
     ],
 )
-def test_what_cannot_be_asked_is_named(run, flags, said):
+def test_what_cannot_be_asked_is_named_before_the_processes_join(run, flags, said, monkeypatch):
+    monkeypatch.delattr(score_module, "opened")
     with pytest.raises(ValueError, match=said):
         scored(run[0], *flags)
 
@@ -148,6 +150,9 @@ def test_examples_are_written_as_the_benchmarks_and_to_train_on(tmp_path, tokeni
         assert row["length"] == tokens + TASKS[row["task"]].new_tokens <= 4000
         assert all(answer in row["input"] for answer in row["outputs"])
     assert "4 examples, prompts of" in capsys.readouterr().out
+    assert command.main(["make", str(made), *flags[3:], "--tokenizer-model", tokenizer.path, "--samples", "1"]) == 0
+    said = "note: qa_1, qa_2 left out: their questions come from files, which --qa-1 and --qa-2 name\n"
+    assert capsys.readouterr().err == said
     assert command.main(["make", str(made), *flags, "--messages", "--tokenizer-model", tokenizer.path]) == 0
     taught = [json.loads(line)["messages"] for line in made.read_text().splitlines()]
     assert all(turns[1]["content"] for turns in taught)

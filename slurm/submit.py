@@ -22,7 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from planner.cluster import ClusterError, cluster_file, load_cluster
-from runtime.errors import UserError
+from runtime.errors import UserError, printable
+from runtime.progress import counted
 from tools.common.arguments import parser_for, positive, run_command
 from tools.fit import ENTRIES
 from train.run import exit_status
@@ -197,6 +198,8 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
     for key in wanted:
         head = re.sub(rf"^#SBATCH --{key}\b.*\n", "", head + "\n", flags=re.M).rstrip("\n")
     head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # how to start the file itself
+    where = f"# Train on {printable(load_cluster(args.cluster).name)}, {counted(gpus, 'GPU')} a node;"
+    head = re.sub(r"^# Train on .*?;", lambda _: where, head, count=1, flags=re.M)
     lines = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in wanted.items()]
     variables = {"LAUNCHER": args.launcher} | _container(args)
     if not args.container and not Path(".venv/bin/python").exists():

@@ -50,6 +50,15 @@ def test_the_script_has_what_was_asked_for_once(capsys):
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
+def test_the_script_names_the_clusters_machines(capsys, tmp_path):
+    text = printed(capsys, "--nodes", "1", *RUN, cluster="gb200_nvl72")
+    assert text.splitlines()[1].startswith("# Train on GB200 NVL72, 4 GPUs a node; the job queues itself again")
+    assert "8 H100s" not in text
+    made = (CLUSTERS / "h100_pod.toml").read_text().replace('"H100 80GB pod"', '"two\\nlines"')
+    (tmp_path / "made.toml").write_text(made)
+    assert "\nlines" not in printed(capsys, "--nodes", "1", *RUN, cluster=tmp_path / "made")
+
+
 def test_a_job_may_take_fewer_nodes(capsys):
     resizing = ["--allow-resize", "--full-world-size", "32"]
     text = printed(capsys, "--nodes", "4", "--option=--nodes=2-4", *RUN, *resizing)

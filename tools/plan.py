@@ -106,8 +106,6 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if model and config.train.global_batch_size is None:
         batch = 1 if args.longest else max(1, world_size * TOKENS // config.sequence_length)
         config = replace(config, train=replace(config.train, global_batch_size=batch))
-    if args.longest and any(word.partition("=")[0].replace("_", "-") == "--seq-length" for word in rest):
-        raise ConfigError("longest finds seq_length, and seq_length names it; leave one of them out")
     at_least(args, 1, "world_size", "top", "profile_top", "profile_iters")
     if args.fewest and (args.world_size or args.profile):
         named = "world_size" if args.world_size else "profile"
@@ -137,6 +135,8 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
                 "name the model with --config FILE, or give --vocab-size N"
             )
         config = with_vocabulary(config, vocabulary(config.data.tokenizer_model, model))
+    if args.longest and any(word.partition("=")[0].replace("_", "-") == "--seq-length" for word in rest):
+        raise ConfigError("longest finds seq_length, and seq_length names it; leave one of them out")
     return args, config, world_size, cluster
 
 

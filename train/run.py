@@ -31,7 +31,15 @@ from train.config.entries import ENTRIES
 from train.config.flags import ConfigError, read_toml, write_toml
 from train.optim import check_installed
 from train.watching.health import FAILURES, Progress, read_failures
-from train.watching.metrics import METRICS, RunLog, check_services, disk_errors
+from train.watching.metrics import (
+    METRICS,
+    LoggingConfig,
+    RunLog,
+    check_services,
+    disk_errors,
+    lacks_validation,
+    read_metrics,
+)
 
 # How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
 SECONDS_TO_SPEAK = 5.0
@@ -207,6 +215,8 @@ def check_writable(folder: Path, name: str) -> None:
 def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
     """Write config.toml and open the run's log on the first rank; return None on the others. Collective.
 
+    Nothing is written where nothing is left to do.
+
     The configuration is as given, before ``resume``: checkpoints keep the resumed schedule. The flags that choose it
     and finetune are left out, as they hold for this start alone, and so is a load that only finetune takes.
     """
@@ -218,6 +228,8 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
     with raise_together():
         if is_first():
             folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+            if _is_over(config, folder, progress.iteration):
+                return RunLog(None, LoggingConfig(), {}, progress.iteration)
             device = torch.cuda.get_device_name() if config.mesh.device_type == "cuda" else "cpu"
             log = RunLog(folder, config.logging, asdict(config), progress.iteration, device)
             if folder is not None and progress.iteration < config.train.train_iters:
@@ -225,6 +237,15 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
                     write_text(folder / "config.toml", write_toml(config))
                     _copy_hf_files(given, folder)
     return log
+
+
+def _is_over(config: CommonConfig, folder: Path | None, iteration: int) -> bool:
+    """Return whether a start has nothing to record: no steps, and no validation that the last start was ended in."""
+    if iteration < config.train.train_iters:
+        return False
+    kept = read_metrics(folder / METRICS) if folder is not None and (folder / METRICS).exists() else []
+    lacking = lacks_validation([record for record in kept if record["iteration"] <= iteration], iteration)
+    return not (lacking and config.train.eval_iters)
 
 
 def _copy_hf_files(given: CheckpointConfig, folder: Path) -> None:

@@ -22,6 +22,7 @@ from model.dit_config import DiTConfig
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
 from runtime.errors import at_least, require
+from runtime.files import unwritable
 from runtime.tensors import generator_of
 from runtime.together import is_first, raise_together
 from train.config.flags import ConfigError
@@ -223,7 +224,7 @@ def picture_writer(
     """Return a function of the iteration that writes samples/iter_N.png, for all ranks; None if there is none to write.
 
     No more samples are in the model at once than in training. Collective: raises on all ranks if the first one cannot
-    make the folder or a picture.
+    write there or make a picture.
     """
     if not sampling.samples_per_class or folder is None:
         return None
@@ -233,7 +234,8 @@ def picture_writer(
     with raise_together():
         if is_first():
             import_module("PIL.Image")  # fail before training, not after the first validation
-            pictures.mkdir(parents=True, exist_ok=True)
+            if why := unwritable(pictures, "choose another --save"):
+                raise ConfigError(f"pictures go to {pictures}, {why}")
 
     def write(iteration: int) -> None:
         latents = sampler.draw(labels, at_once)

@@ -1,5 +1,6 @@
 """`--dry-run` as it is called: every configuration, its report and commands, and what it refuses."""
 
+import math
 import re
 import shlex
 import time
@@ -32,6 +33,7 @@ def alone(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)  # where no data are
+    monkeypatch.setattr(progress, "FIRST", math.inf)
 
 
 def run(path, *flags):

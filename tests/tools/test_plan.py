@@ -1,6 +1,7 @@
 """The planner's command: its table, its JSON, the file it writes, and a real profile."""
 
 import json
+import math
 import re
 import sys
 import time
@@ -29,6 +30,7 @@ NO_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def alone(monkeypatch):
     for name in NO_LAUNCHER:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(progress, "FIRST", math.inf)
 
 
 def rows_of(out):
@@ -37,7 +39,8 @@ def rows_of(out):
 
 
 def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LOGS", -1.0)  # every look is told
+    for seconds in ("FIRST", "LOGS"):
+        monkeypatch.setattr(progress, seconds, -1.0)  # every look is told
     assert main([*MODEL, *A100, "--context-parallel-size", "16", "--top", "4", "--num-query-groups", "1"]) == 0
     out, said = capsys.readouterr()
     assert re.search(r"searching: \w+, context 16, zero3, candidate 1 of \d+, \d s\n", said)

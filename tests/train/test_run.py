@@ -1,6 +1,7 @@
 """A run's folder, what it resumes from, and who speaks when it fails."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -142,6 +143,22 @@ def test_the_folder_tells_what_ran_and_no_secret(tmp_path, monkeypatch):
     assert load_config(tmp_path / "run" / "config.toml") == config
     assert all(b"s3cret" not in path.read_bytes() for path in (tmp_path / "run").iterdir())
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.toml", METRICS, STARTS]
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_start_with_nothing_left_to_do_writes_nothing(evaluated, tmp_path):
+    ended, new = with_checkpoint(save=str(tmp_path / "ended")), with_checkpoint(save=str(tmp_path / "new"))
+    last = ended.train.train_iters
+    record = {"iteration": last, "lm_loss": 1.0} | ({"validation_loss": 1.0} if evaluated else {})
+    (tmp_path / "ended").mkdir()
+    (tmp_path / "ended" / METRICS).write_text(json.dumps(record) + "\n")
+    for config in (ended, new):
+        assert open_log(config, Progress(iteration=last)) is not None
+    kept = [METRICS] if evaluated else [METRICS, STARTS]  # a validation that the last start was ended in
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")) == [
+        f"ended/{name}" for name in kept
+    ]
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])

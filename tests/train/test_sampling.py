@@ -160,4 +160,7 @@ def test_a_picture_of_a_run_that_is_not_finite_is_a_note(tmp_path, capsys):
         "note: iter_0000007.png is not written: 1 of 6 samples hold values that are not finite"
         in capsys.readouterr().err
     )
-    assert list((tmp_path / "samples").iterdir()) == []
+    assert not (tmp_path / "samples").exists()
+    (tmp_path / "samples").write_text("")
+    with pytest.raises(ConfigError, match="pictures go to .*samples is a file; give a folder"):
+        picture_writer(Broken(), SamplingConfig(samples_per_class=2), 3, str(tmp_path), 4)

@@ -91,11 +91,6 @@ class RunLog:
         for writer in self._writers:
             writer(record)
 
-    def lacks_validation(self, iteration: int) -> bool:
-        """Return whether the last record is this iteration's and has no validation loss."""
-        last = self.records[-1] if self.records else {}
-        return last.get("iteration") == iteration and "validation_loss" not in last
-
     def amend(self, more: dict[str, Any]) -> dict[str, Any]:
         """Add figures to the last record, and return it."""
         self.records[-1] |= _finite(more)
@@ -118,6 +113,12 @@ class RunLog:
             os.fsync(self._file.fileno())
             if draw:
                 plot_loss(self.records, self._folder / "loss.png")
+
+
+def lacks_validation(records: Sequence[dict[str, Any]], iteration: int) -> bool:
+    """Return whether the last record is this iteration's and has no validation loss."""
+    last = records[-1] if records else {}
+    return last.get("iteration") == iteration and "validation_loss" not in last
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from runtime.watchdog import Watchdog
 from train.assemble import Run
 from train.batches import Batches, summed
 from train.config.common import CommonConfig
-from train.watching.metrics import RunLog
+from train.watching.metrics import RunLog, lacks_validation
 from train.watching.moments import Step, Watcher, say
 from train.watching.stop import StopAgreement
 
@@ -37,7 +37,7 @@ class Validation(Watcher):
     def begin(self, iteration: int) -> None:
         """Validate the last iteration before this start if it was ended meanwhile."""
         log = self.log
-        if self._is_due(iteration) and from_first(lambda: log is not None and log.lacks_validation(iteration)):
+        if self._is_due(iteration) and from_first(lambda: log is not None and lacks_validation(log.records, iteration)):
             found = self.validate(iteration)
             if found and log is not None:
                 say(self.run.objective.validation_line(log.amend(found)))

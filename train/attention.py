@@ -20,23 +20,31 @@ from model.linear.delta import DeltaAttend, OneDevice
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.linear.relayout import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle
+from parallel.context.transport import Transport
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError
 
+Context = tuple[ContextParallel, Attend | LinearAttend | HybridAttention]
+"""Context parallelism, and the attention that the model calls."""
 
-def context_of(
-    config: Config, group: dist.ProcessGroup | None
-) -> tuple[ContextParallel, Attend | LinearAttend | HybridAttention]:
-    """Return the configuration's context parallelism, and the attention that the model calls."""
+
+def context_of(config: Config, group: dist.ProcessGroup | None, like: Context | None = None) -> Context:
+    """Return the configuration's context parallelism and attention.
+
+    Args:
+        like: what this returned for another length, whose groups are taken; without it they are made, which is
+            collective.
+    """
+    outer = None if like is None else like[0].transport
     if config.model.own_softmax_layout:
-        return _hybrid_context_of(config, group)
+        return _hybrid_context_of(config, group, like)
     if config.model.traits.delta:
-        cp, softmax = softmax_context(config, group, sdpa)
+        cp, softmax = softmax_context(config, group, sdpa, outer)
         return cp, HybridAttention(_delta_of(config, cp), softmax)
     if config.model.linear_attention:
-        return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size)
-    return softmax_context(config, group, sdpa)
+        return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size, outer)
+    return softmax_context(config, group, sdpa, outer)
 
 
 def diffusion_context(config: DiTRunConfig, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attend]:
@@ -48,7 +56,9 @@ def diffusion_context(config: DiTRunConfig, group: dist.ProcessGroup | None) -> 
     return cp, cp.attend
 
 
-def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple[ContextParallel, HybridAttention]:
+def _hybrid_context_of(
+    config: Config, group: dist.ProcessGroup | None, like: Context | None
+) -> tuple[ContextParallel, HybridAttention]:
     """Set up a hybrid: tokens lie as linear attention needs them; softmax attention may have its own layout."""
     alone = config.mesh.context_parallel_size == 1
     if alone:
@@ -59,9 +69,12 @@ def _hybrid_context_of(config: Config, group: dist.ProcessGroup | None) -> tuple
         context = config.hybrid.context(layout)
         if config.context.attention_backend == "reference":
             context = replace(context, attention_backend="reference")
-    inside, softmax = softmax_context(replace(config, context=context), group, sdpa)
+    outer, inner = None, None
+    if like is not None and isinstance(like[1], HybridAttention) and isinstance(like[1].softmax, InsideAttention):
+        outer, inner = like[0].transport, like[1].softmax.inside.transport
+    inside, softmax = softmax_context(replace(config, context=context), group, sdpa, inner)
     # Padded to the same length, so that tokens can change layout.
-    outside, linear = _linear_context_of(config, group, inside.plan.local_len)
+    outside, linear = _linear_context_of(config, group, inside.plan.local_len, outer)
     return outside, HybridAttention(linear, softmax if alone else InsideAttention(inside, outside))
 
 
@@ -96,7 +109,7 @@ def _documents(mask: PlanHandle | None) -> tuple[int, ...] | None:
 
 
 def _linear_context_of(
-    config: Config, group: dist.ProcessGroup | None, multiple: int
+    config: Config, group: dist.ProcessGroup | None, multiple: int, links: Transport | None
 ) -> tuple[ContextParallel, LinearAttend]:
     """Set up linear attention by the method, or on one process with whole sequences."""
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
@@ -111,7 +124,9 @@ def _linear_context_of(
         return context_parallel("ring", seq_len=length, multiple=multiple), alone
     timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
     method = config.context.context_parallel_method
-    cp = context_parallel(method, seq_len=length, group=group, multiple=multiple, backend=backend, timeout=timeout)
+    cp = context_parallel(
+        method, seq_len=length, group=group, multiple=multiple, backend=backend, timeout=timeout, links=links
+    )
     return cp, cp.attend_linear
 
 
@@ -127,7 +142,7 @@ def plan_ahead(config: Config, attend: Attend | LinearAttend | HybridAttention, 
 
 
 def softmax_context(
-    config: CommonConfig, group: dist.ProcessGroup | None, alone: Attend
+    config: CommonConfig, group: dist.ProcessGroup | None, alone: Attend, links: Transport | None = None
 ) -> tuple[ContextParallel, Attend]:
     """Return the configuration's context parallelism, and the attention that the model calls.
 
@@ -157,6 +172,7 @@ def softmax_context(
         multiple=tp,
         backend=backend,
         timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
+        links=links,
         **config.context.plan_arguments(config.mesh.context_ranks_per_node),
     )
     if (

@@ -32,17 +32,19 @@ from model.config import architecture_of
 from model.generate import Choose, DivergedError, Draw, Read, at_ends, check_lengths, write
 from model.linear.delta import DeltaAttention
 from model.registry import build_model
-from parallel.context import ContextParallel
 from parallel.mesh import SIZES, Mesh, distributed_mesh
 from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
-from train.attention import context_of
+from train.attention import Context, context_of
 from train.config.derive import Choices, config_as_trained, fitted, with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_file
 from train.config.language import load_config
 from train.config.sizes import validate_entries
+
+MOST_CONTEXTS = 16
+"""Lengths of prompts whose plans are kept."""
 
 
 @contextmanager
@@ -125,7 +127,7 @@ class Writer:
             split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups)
         self._part = part.to_empty(device=mesh.device)
         load_model(folder, part, architecture_of(model))
-        self._contexts: dict[int, tuple[ContextParallel, Any]] = {}
+        self._contexts: dict[int, Context] = {}
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise the UserErrors of ``write`` that are about these."""
@@ -194,14 +196,17 @@ class Writer:
     def _share(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens [B, T] of prompts, with positions [1, T], and let attention go over the ranks."""
         length, model = tokens.shape[1], self.config.model
-        # A few lengths for all prompts, since each has groups and plans of its own: at most an eighth is padding.
-        # States end with the last token.
+        # A few lengths for all prompts, since each has plans of its own: at most an eighth is padding. States end with
+        # the last token, so that their prompts have many lengths.
         step = 1 if model.recurrent else max(1 << max(length.bit_length() - 4, 0), 2 * self._mesh.cp.size())
         padded = -(-length // step) * step
         padded = padded if model.position_table is None else min(padded, model.position_table)
         if padded not in self._contexts:
             config = replace(self.config, train=replace(self.config.train, seq_length=padded))
-            self._contexts[padded] = context_of(config, self._mesh.cp.get_group())
+            like = next(iter(self._contexts.values()), None)
+            if len(self._contexts) == MOST_CONTEXTS:
+                del self._contexts[next(iter(self._contexts))]  # the oldest
+            self._contexts[padded] = context_of(config, self._mesh.cp.get_group(), like)
         cp, attend = self._contexts[padded]
         for module in self._part.modules():
             own: Any = module

@@ -297,6 +297,7 @@ def context_parallel(
     group: dist.ProcessGroup | None = None,
     backend: str = "auto",
     timeout: timedelta | None = None,
+    links: Transport | None = None,
     **others: Any,
 ) -> ContextParallel:
     """Set up context parallelism for sequences of ``seq_len`` tokens over ``group``. Collective.
@@ -305,6 +306,7 @@ def context_parallel(
         group: the ranks that share a sequence; None is this process alone.
         backend: attention kernel, see ``kernels.attention`` or ``kernels.linear_attention``.
         timeout: for the subgroups of teams and Ulysses within ``group``; by default torch's.
+        links: those of the same method and ranks for another length, to take in the place of new subgroups.
         others: as for ``make_plan``: ``causal``, ``documents``, ``window`` and the fields of ``PlanOptions``.
 
     Raises:
@@ -312,4 +314,4 @@ def context_parallel(
     """
     size = dist.get_world_size(group) if group is not None else 1
     plan = make_plan(method, seq_len=seq_len, size=size, **others)
-    return ContextParallel(plan, group, backend, timeout)
+    return ContextParallel(plan, group, backend, timeout, links)

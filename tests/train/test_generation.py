@@ -13,6 +13,7 @@ from model.registry import build_model
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
+from train import generation
 from train.config.entries import Config
 from train.config.flags import write_toml
 from train.generation import opened
@@ -245,6 +246,20 @@ def test_states_go_on_from_prompts_that_ranks_share(ranks, runs):
         error, same = away(name, cell)
         assert error < 1e-10, (name, mesh)
         assert same
+
+
+def with_two_contexts(rank, world_size, folder):
+    """The first tokens of each prompt, written by itself, and the lengths whose plans are left."""
+    generation.MOST_CONTEXTS = 2
+    with opened(folder, dtype=torch.float64, **OWN["cp 2"]) as writer:
+        return [writer.write([prompt], 2)[0] for prompt in (*PROMPTS, PROMPTS[0])], [*writer._contexts]
+
+
+def test_plans_of_few_lengths_are_kept(runs):
+    wanted, _ = naive(STATES["hybrid"], PROMPTS)
+    for texts, lengths in run_ranks(with_two_contexts, 2, runs["hybrid"]):
+        assert texts == [text[:2] for text in (*wanted, wanted[0])]
+        assert lengths == [33, 21]
 
 
 def without_the_sum():

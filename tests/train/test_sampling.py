@@ -162,5 +162,5 @@ def test_a_picture_of_a_run_that_is_not_finite_is_a_note(tmp_path, capsys):
     )
     assert not (tmp_path / "samples").exists()
     (tmp_path / "samples").write_text("")
-    with pytest.raises(ConfigError, match="pictures go to .*samples is a file; give a folder"):
+    with pytest.raises(ConfigError, match=r"pictures go to .*samples is a file; give a folder"):
         picture_writer(Broken(), SamplingConfig(samples_per_class=2), 3, str(tmp_path), 4)

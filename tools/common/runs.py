@@ -68,7 +68,10 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     named = config_file(folder)
     config = load_config(named)
     if config.data.mock_data:
-        raise ConfigError(f"{named}: mock_data is set: the run knows drawn tokens, and no text; name a run on text")
+        raise ConfigError(
+            f"{named}: mock_data is set: its tokens were drawn, so that no tokenizer reads or writes text for it; name a "
+            "run on text, trained with --data-path and --tokenizer-model (python -m tools.prepare_data writes both)"
+        )
     if (path := config.data.tokenizer_model) is None:
         raise ConfigError(f"{named}: tokenizer_model is not set; name the run's tokenizer there, under [data]")
     if not Path(path).exists() and (beside := folder / HF_FOLDER / Path(path).name).is_file():

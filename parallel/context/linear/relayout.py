@@ -108,7 +108,7 @@ class InsideAttention:
         """Raise ContextError as ``token_route`` does."""
         geometries = outside.plan.geometry, inside.plan.geometry
         equal = geometries[0].layout == geometries[1].layout
-        self._inside = inside
+        self.inside = inside
         self._relayout = None if equal else Relayout(*geometries, inside.transport)
         self._masked: WeakKeyDictionary[Plan, ContextParallel] = WeakKeyDictionary()
 
@@ -116,10 +116,10 @@ class InsideAttention:
         """Return the attention, as ``SoftmaxAttention`` does; ``mask`` is a handle of ``outside``."""
         mask = None if mask is None else self.own(mask)
         if self._relayout is None:
-            return self._inside.attend(q, k, v, mask, **settings)
+            return self.inside.attend(q, k, v, mask, **settings)
         heads = [x.shape[2] for x in (q, k, v)]
         q, k, v = self._relayout.inward(torch.cat((q, k, v), 2)).split(heads, 2)  # one exchange for all three
-        out = self._inside.attend(q.contiguous(), k.contiguous(), v.contiguous(), mask, **settings)
+        out = self.inside.attend(q.contiguous(), k.contiguous(), v.contiguous(), mask, **settings)
         return self._relayout.outward(out)
 
     def prefetch_kv(
@@ -128,17 +128,17 @@ class InsideAttention:
         """Do as ``SoftmaxAttention.prefetch_kv``; between two layouts nothing starts before q is there."""
         if self._relayout is None:
             own = None if mask is None else self.own(mask)
-            return self._inside.attend.prefetch_kv(k, v, own, **settings)
+            return self.inside.attend.prefetch_kv(k, v, own, **settings)
         return lambda q: self(q, k, v, mask, **settings)
 
     def own(self, mask: PlanHandle) -> PlanHandle:
         """Return the handle of ``inside`` for the documents of a handle of ``outside``; it lives as long as that."""
         plan = PLANS[mask.tensor]
-        return mask if plan.geometry == self._inside.plan.geometry else self.under(plan).handle
+        return mask if plan.geometry == self.inside.plan.geometry else self.under(plan).handle
 
     def under(self, plan: Plan) -> ContextParallel:
         """Return ``inside`` under the documents of a plan of ``outside``; made once for a plan of another geometry."""
-        inside = self._inside
+        inside = self.inside
         if plan.geometry == inside.plan.geometry:  # the same plan, which must not keep itself alive
             return inside.under(documents=plan.documents, window=plan.mask.window)
         if plan not in self._masked:

@@ -208,6 +208,7 @@ class ContextParallel:
         self.plan = plan
         self.positions = plan.positions(self._rank)
         """Ascending global positions of this rank: int64 ``[T_local]``; ``plan.seq_len`` and above are padding."""
+        self._padding = int((self.positions >= plan.seq_len).sum())
         self.handle = PlanHandle(PLANS.tensor(plan))
         """The plan, for a model to hand on to ``attend`` or ``attend_linear`` of any mask of these ranks."""
         gathers = self._executor.gathers_keys and not plan.sparse
@@ -260,7 +261,7 @@ class ContextParallel:
             mask: the plan of these sequences, another ``handle``; by default this object's own.
 
         Returns:
-            ``[B, T_local, H, E]`` in v's dtype. Rows of padding are undefined.
+            ``[B, T_local, H, E]`` in v's dtype, zero in padding.
 
         Raises:
             ContextError: a method for softmax attention only; shapes, heads or dtypes that do not fit; a decay outside
@@ -278,16 +279,22 @@ class ContextParallel:
             check(q, k, v, log_decay)
         except ValueError as error:
             raise ContextError(f"attend_linear: {error}") from error
+        q, k, v = map(self._without_padding, (q, k, v))  # NaN there would reach tokens by products with 0
         if geometry.method.states:
             operands = q, k, v, log_decay, self._state_executor.handle, handle.tensor
-            return torch.ops.longmesh.state_attention(*operands)[0]
+            return self._without_padding(torch.ops.longmesh.state_attention(*operands)[0])
         geometry.check_heads(q.shape[2], q.shape[2])
         ranks, bounds = geometry.head_group(self._rank), PLANS[handle.tensor].boundaries
         own = len(log_decay) // len(ranks)
         rates = log_decay[ranks.index(self._rank) * own :][:own]
         documents = (0, *bounds, self.plan.padded_len) if bounds else None  # padding is a document
         q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
-        return self._heads.to_tokens(linear_attention(q, k, v, rates, documents=documents, backend=self._backend)[0])
+        out = self._heads.to_tokens(linear_attention(q, k, v, rates, documents=documents, backend=self._backend)[0])
+        return self._without_padding(out)
+
+    def _without_padding(self, x: Tensor) -> Tensor:
+        """Return x [B, T_local, H, D] with zeros for padding, which is last; the gradient likewise."""
+        return F.pad(x[:, : x.shape[1] - self._padding], (0, 0, 0, 0, 0, self._padding)) if self._padding else x
 
 
 def context_parallel(

@@ -67,7 +67,7 @@ def attend_on_ranks(rank, world_size, cases, rates=LOG_DECAY):
         cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, documents=documents)
         local = [cp.shard(x.to(dtype), dim=1) for x in inputs(length, dtype)]
         # What padding holds must reach nothing.
-        local = [x.index_fill(1, (cp.positions >= length).nonzero().flatten(), 1e3) for x in local]
+        local = [x.index_fill(1, (cp.positions >= length).nonzero().flatten(), torch.nan) for x in local]
         found = with_gradients(partial(cp.attend_linear, log_decay=rates), local)
         results.append([cp.unshard(x, 1) for x in found])
     return results

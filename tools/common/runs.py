@@ -69,8 +69,8 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     config = load_config(named)
     if config.data.mock_data:
         raise ConfigError(
-            f"{named}: mock_data is set: its tokens were drawn, so that no tokenizer reads or writes text for it; name a "
-            "run on text, trained with --data-path and --tokenizer-model (python -m tools.prepare_data writes both)"
+            f"{named}: mock_data is set: its tokens were drawn, so that no tokenizer reads or writes text for it; name "
+            "a run on text, trained with --data-path and --tokenizer-model (python -m tools.prepare_data writes both)"
         )
     if (path := config.data.tokenizer_model) is None:
         raise ConfigError(f"{named}: tokenizer_model is not set; name the run's tokenizer there, under [data]")

@@ -54,7 +54,7 @@ def test_drawn_tokens_need_a_vocabulary():
 
 def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path):
     (tmp_path / "config.toml").write_text("[data]\nmock_data = true\n")
-    with pytest.raises(UserError, match="mock_data is set: its tokens were drawn.*name a run on text, trained with"):
+    with pytest.raises(UserError, match=r"mock_data is set: its tokens were drawn.*name a run on text, trained with"):
         open_run(tmp_path)
 
 

@@ -209,7 +209,8 @@ def others_changed(batch):
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [
-        *((1, ""), (2, f"{CP} zigzag"), (2, f"{CP} striped"), (2, f"--model-type transnormer {CP} lasp"), (2, PP)),
+        *((1, ""), (2, PP), (2, f"--model-type transnormer {CP} lasp")),
+        *((2, f"{CP} {method}") for method in ("zigzag", "striped", "exchange", "allgather")),
         *((2, f"{KINDS[kind]} {CP} zigzag") for kind in ("delta", "olmo")),
     ],
 )

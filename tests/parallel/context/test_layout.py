@@ -19,14 +19,6 @@ def test_positions_ascend_and_each_is_owned_once(name):
             np.testing.assert_array_equal(np.sort(np.concatenate(owned)), np.arange(layout.seq_len))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_team_joined_in_member_order_ascends(name):
-    layout = Layout(name, 48, 8, 2)
-    for team in range(4):
-        joined = np.concatenate([layout.positions(2 * team), layout.positions(2 * team + 1)])
-        assert (np.diff(joined) > 0).all()
-
-
 def test_the_three_layouts_on_eight_tokens():
     assert Layout("contiguous", 8, 2).positions(1).tolist() == [4, 5, 6, 7]
     assert Layout("striped", 8, 2).positions(1).tolist() == [1, 3, 5, 7]

@@ -95,11 +95,3 @@ def test_one_document_by_hand():
     pairs = [16 * 17 / 2 + 16 * 16 * rank for rank in range(4)]
     assert figures(make(layout="contiguous")) == pytest.approx((max(pairs) / np.mean(pairs), 6 / 12))
     assert figures(make(layout="balanced")) == pytest.approx((1, 0.75))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents_fill_the_sequence(kind):
-    documents = drawn(KINDS[kind][0], 0, 4096)
-    assert documents[0] == 0
-    assert documents[-1] == 4096
-    assert np.all(np.diff(documents) > 0)

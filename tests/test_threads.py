@@ -72,15 +72,6 @@ def test_blocks_add_up_whatever_their_kernel_returns(dtype, bound, moves, block_
         assert max(error(found, truth(masked, dtype))) < limit, (method, options, masked, size)
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_every_method_equals_one_process(size):
-    for method, options, masked in CASES:
-        mask = {"documents": masked.documents, "window": masked.window}
-        plan = make_plan(method, seq_len=masked.length, size=size, **mask, **options)
-        found = threads.attend(plan, inputs(masked, torch.float64))
-        assert max(error(found, truth(masked, torch.float64))) < 1e-12, (method, options, masked)
-
-
 def test_a_message_that_is_changed_is_seen(monkeypatch):
     plain = threads.ThreadTransport._send
     monkeypatch.setattr(

@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2297,
     "bench": 3272,
     "docs": 168,
-    "tests": 44568,
+    "tests": 44488,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -124,6 +124,7 @@ LINEAR = f"""
     tp=2 loss_chunk=50
     cp=2|4 ulysses
     cp=2|4|8 lasp|lasp2 {ALL_MODES}|fsdp
+    cp=2|4 lasp|lasp2 --context-parallel-layout zigzag
     cp=2 lasp|lasp2|ulysses pp=2|dp=2|tp=2
     dp=2 tp=2 {ALL_MODES}
     pp=2 cp=2 tp=2 lasp|lasp2|ulysses

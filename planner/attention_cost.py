@@ -144,9 +144,11 @@ class AttentionCost:
         if geometry.method.states == "gather":
             gathers = sum(self._transfer(_joint(collective)) for collective in collectives(geometry, of, None))
             return STATE * elements / self._rate + max(scan, gathers)
-        *_, onward = self._messages("kv" if reverse else None)
+        onward = list(self._messages("kv" if reverse else None))[-geometry.slots :]
         return scan + sum(
-            self._transfer(Sent(np.array([rank]), onward.to[[rank]], of.state, 1)) for rank in range(geometry.size)
+            self._transfer(Sent(np.array([rank]), message.to[[rank]], of.state, 1))
+            for message in onward
+            for rank in range(geometry.size)
         )
 
     def _messages(self, moves: Moves | None) -> Iterator[Message]:

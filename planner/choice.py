@@ -79,8 +79,10 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
     model, mesh, hybrid = config.model, config.mesh, config.hybrid
     if not model.own_softmax_layout or hybrid.hybrid_softmax_layout != "auto":
         return config
-    if mesh.context_parallel_size == 1 or len(hybrid.layouts) == 1:
-        return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout="contiguous"))
+    layouts = hybrid.layouts(config.context.context_parallel_layout)
+    if mesh.context_parallel_size == 1 or len(layouts) == 1:
+        only = "contiguous" if mesh.context_parallel_size == 1 else layouts[0]
+        return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=only))
     try:
         cluster = cluster or default_cluster(mesh.device_type)
     except ClusterError as error:

@@ -181,10 +181,11 @@ def layout_costs(config: Config, cluster: Cluster) -> tuple[LayoutCost, ...]:
         return make_plan(method, seq_len=seq_len, size=size, multiple=tp, layout=layout)
 
     found = []
-    for layout in config.hybrid.layouts:
+    linear = config.context.context_parallel_layout
+    for layout in config.hybrid.layouts(linear):
         plan = plan_of(layout)
-        outside = make_plan("lasp", seq_len=seq_len, size=size, multiple=plan.local_len)
-        moved = moved_tokens(outside.geometry, plan.geometry) if layout != "contiguous" else 0
+        outside = make_plan("lasp", seq_len=seq_len, size=size, multiple=plan.local_len, layout=linear)
+        moved = moved_tokens(outside.geometry, plan.geometry)
         exchanged = 2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * moved
         of = sizes(plan.geometry, batch, heads, kv_heads, model.head_dim, element_size)
         cost = AttentionCost(plan, of, cluster, tp)

@@ -65,7 +65,7 @@ def _hybrid_context_of(
         method: Literal["ring", "none"] = "ring" if config.packed else "none"  # SDPA knows no documents
         context = ContextConfig(context_parallel_method=method)
     else:
-        (layout,) = config.hybrid.layouts  # train.config.derive has left one
+        (layout,) = config.hybrid.layouts(config.context.context_parallel_layout)  # train.config.derive has left one
         context = config.hybrid.context(layout)
         if config.context.attention_backend == "reference":
             context = replace(context, attention_backend="reference")
@@ -123,10 +123,9 @@ def _linear_context_of(
         alone = torch.compiler.disable(attend) if config.packed and config.train.compile else attend
         return context_parallel("ring", seq_len=length, multiple=multiple), alone
     timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
-    method = config.context.context_parallel_method
-    cp = context_parallel(
-        method, seq_len=length, group=group, multiple=multiple, backend=backend, timeout=timeout, links=links
-    )
+    method, layout = config.context.context_parallel_method, config.context.context_parallel_layout
+    ranks: dict[str, Any] = {"group": group, "timeout": timeout, "links": links}
+    cp = context_parallel(method, seq_len=length, multiple=multiple, layout=layout, backend=backend, **ranks)
     return cp, cp.attend_linear
 
 

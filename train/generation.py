@@ -32,6 +32,7 @@ from model.config import architecture_of
 from model.generate import Choose, DivergedError, Draw, Read, at_ends, check_lengths, write
 from model.linear.delta import DeltaAttention
 from model.registry import build_model
+from parallel.context.config import HybridLayout
 from parallel.mesh import SIZES, Mesh, distributed_mesh
 from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
@@ -107,7 +108,8 @@ class Writer:
             config = with_method(config, dist.get_world_size(), choices.method)
         dtype = dtype or (torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32)
         # Of a hybrid's layouts the one that moves no tokens.
-        config = replace(config, hybrid=replace(config.hybrid, hybrid_softmax_layout="contiguous"))
+        layout: HybridLayout = "zigzag" if config.context.context_parallel_layout == "zigzag" else "contiguous"
+        config = replace(config, hybrid=replace(config.hybrid, hybrid_softmax_layout=layout))
         # Attention's backend is chosen for what is computed here, not for what the run computed in.
         config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))
         self.config, self.folder, self.iteration = config, folder, manifest.iteration

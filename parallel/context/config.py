@@ -145,9 +145,10 @@ class HybridConfig:
     hybrid_softmax_method: Literal["ring", "allgather", "ulysses"] = "ring"
     """Communication of the layers of softmax attention; context_parallel_method is that of the linear ones."""
     hybrid_softmax_layout: Literal["auto", "contiguous", "zigzag"] = "auto"
-    """Who owns which tokens in them. Linear attention needs contiguous ones, of which a causal mask gives the last rank
-    most work; zigzag balances it, and an all-to-all before and after the attention goes from one layout to the other.
-    auto takes what the cost model finds faster on the cluster."""
+    """Who owns which tokens in them. Where linear attention has contiguous ones, a causal mask gives the last rank most
+    work; zigzag balances it, and an all-to-all before and after the attention goes from one layout to the other. auto
+    takes what the cost model finds faster on the cluster. With context_parallel_layout zigzag all layers have it, and
+    no token moves."""
 
     def context(self, layout: HybridLayout) -> ContextConfig:
         """Return the configuration of the softmax layers in this layout."""
@@ -155,20 +156,28 @@ class HybridConfig:
         method = "zigzag" if zigzag_ring else self.hybrid_softmax_method
         return ContextConfig(context_parallel_method=method, context_parallel_layout=layout)
 
-    @property
-    def layouts(self) -> tuple[HybridLayout, ...]:
-        """Return the layouts to choose from."""
+    def layouts(self, linear: str) -> tuple[HybridLayout, ...]:
+        """Return the layouts to choose from; ``linear`` is the context_parallel_layout of the other layers."""
+        if linear == "zigzag":
+            return ("zigzag",)
         if self.hybrid_softmax_method == "ulysses":
             return ("contiguous",)
         return HYBRID_LAYOUTS if self.hybrid_softmax_layout == "auto" else (self.hybrid_softmax_layout,)
 
-    def check(self, *, seq_len: int, size: int, heads: int, kv_heads: int) -> None:
-        """Raise ContextError unless ``size`` ranks with these heads each can run this. Needs no processes."""
+    def check(self, linear: str, *, seq_len: int, size: int, heads: int, kv_heads: int) -> None:
+        """Raise ContextError unless ``size`` ranks with these heads each can run this beside a ``linear`` layout."""
+        if linear == "zigzag" and (
+            self.hybrid_softmax_layout == "contiguous" or self.hybrid_softmax_method == "ulysses"
+        ):
+            raise ContextError(
+                "context_parallel_layout is zigzag, which is that of the softmax layers too; use hybrid_softmax_layout "
+                "auto with hybrid_softmax_method ring or allgather, or context_parallel_layout contiguous"
+            )
         if self.hybrid_softmax_layout == "zigzag" and self.hybrid_softmax_method == "ulysses":
             raise ContextError(
                 "hybrid_softmax_layout is zigzag and hybrid_softmax_method is ulysses, after whose exchange of heads "
                 "every rank has the whole sequence and the same work in any layout; use contiguous or auto, or method "
                 "ring or allgather"
             )
-        for layout in self.layouts:
+        for layout in self.layouts(linear):
             self.context(layout).check(seq_len=seq_len, size=size, heads=heads, kv_heads=kv_heads, ranks_per_node=None)

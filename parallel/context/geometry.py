@@ -85,11 +85,10 @@ class PlanOptions:
                 raise ContextError(f"{name} is {value}; it must be 1 or more")
 
     def _check_state_method(self, method: str) -> None:
-        if self.layout not in ("auto", "contiguous"):
+        if self.layout not in ("auto", "contiguous", "zigzag"):
             raise ContextError(
-                f"context_parallel_layout is {self.layout!r} with method {method}, whose one state sums up all tokens "
-                "of the ranks before, so that a rank's tokens must follow those of the one before it; use contiguous "
-                "or auto"
+                f"context_parallel_layout is {self.layout!r} with method {method}, whose state passes along stretches "
+                "of consecutive tokens, as many on each rank; use contiguous, zigzag or auto"
             )
         if self.ulysses_degree > 1:
             raise ContextError(
@@ -152,6 +151,11 @@ class Geometry:
         team = self.team_size * self.ulysses_degree
         padded = padded_length(name, self.seq_len, self.size, team, self.options.multiple)
         return Layout(name, padded, self.size, team)
+
+    @property
+    def slots(self) -> int:
+        """Return the stretches of consecutive tokens that a rank has, unless the layout depends on the mask."""
+        return len(self.layout.strides(0))
 
     @property
     def padded_len(self) -> int:

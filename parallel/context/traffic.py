@@ -152,9 +152,12 @@ def messages(
             home = step.gradient
             yield Message(geometry.at_ranks(home.to), len(step.holds) * of.gradient(moves), index + 1, home.due)
     if geometry.method.states == "neighbour":
-        targets = (way.target for way in passages(geometry.size, geometry.local_len, boundaries, gradients))
-        onward = np.array([rank if target is None else target for rank, target in enumerate(targets)])
-        yield Message(onward, of.state, 0, 0)
+        for slot in range(geometry.slots):
+            onward = np.arange(geometry.size)
+            for way in passages(geometry.layout, boundaries, gradients):
+                if way.slot == slot and way.target is not None:
+                    onward[way.rank] = way.target
+            yield Message(onward, of.state, 0, 0)
 
 
 def collectives(
@@ -188,7 +191,7 @@ def collectives(
             found += [Collective("gather", ranks, of.payload(what)), Collective("exchange", ranks, of.gradient(what))]
     if geometry.method.states == "gather":
         everyone = np.broadcast_to(np.arange(geometry.size), (geometry.size, geometry.size))
-        found.append(Collective("gather", everyone, of.state))
+        found.append(Collective("gather", everyone, geometry.slots * of.state))
     return (collective for collective in found if collective.ranks.shape[1] > 1)
 
 

@@ -106,11 +106,11 @@ class Transport:
         sent = _arrival(works[used:] if apart else works, tuple(x for _, tensors in leaving for x in tensors))
         return arrivals, sent
 
-    def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
-        """Join the tensors of ``ranks`` in ascending positions: [B, T, ...] -> [B, len(ranks) * T, ...]."""
+    def gather(self, tensors: Tensors, ranks: tuple[int, ...], *, by_rank: bool = False) -> Arrival:
+        """Join tensors in ascending positions, or ``by_rank``: [B, T, ...] -> [B, len(ranks) * T, ...]."""
         if len(ranks) == 1:
             return lambda: tensors
-        order = self._order(ranks, tensors[0].device)
+        order = None if by_rank else self._order(ranks, tensors[0].device)
         parts, works = [], []
         for tensor in tensors:
             part = tensor.new_empty(len(ranks), *tensor.shape)

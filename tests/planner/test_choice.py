@@ -29,8 +29,10 @@ def test_a_layout_is_left_to_no_one():
     assert with_layout(config(4)) == config(4)  # no hybrid
     for size, fields in ((1, {}), (4, {"hybrid_softmax_method": "ulysses"}), (4, {})):
         chosen = with_layout(hybrid(size, **fields)).hybrid
-        assert chosen.layouts == (chosen.hybrid_softmax_layout,)
+        assert chosen.layouts("auto") == (chosen.hybrid_softmax_layout,)
         assert (size == 4 and not fields) or chosen.hybrid_softmax_layout == "contiguous"
+    folded = replace(hybrid(4), context=ContextConfig(context_parallel_layout="zigzag"))
+    assert with_layout(folded).hybrid.hybrid_softmax_layout == "zigzag"
     named = hybrid(4, hybrid_softmax_layout="zigzag")
     assert with_layout(named) == named
 

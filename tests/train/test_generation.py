@@ -214,6 +214,7 @@ CELLS = {
         *(("qwen3_5", MESHES[f"cp 2, {method}"]) for method in ("ring", "exchange", "ulysses")),
         *((name, {CP: 2, "context_parallel_method": "ulysses"}) for name in ("transnormer", "hybrid")),
         ("hybrid", {CP: 2, "context_parallel_method": "lasp2"}),
+        ("hybrid", {CP: 2, "context_parallel_layout": "zigzag"}),
     ],
     4: [
         *((name, {CP: 4}) for name in STATES),

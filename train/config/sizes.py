@@ -181,6 +181,7 @@ def _validate_hybrid(config: Config) -> None:
         return
     try:
         hybrid.check(
+            config.context.context_parallel_layout,
             seq_len=config.joined_length,
             size=config.mesh.context_parallel_size,
             heads=model.num_attention_heads // tp,

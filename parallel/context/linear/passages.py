@@ -1,13 +1,23 @@
-"""Routes of linear attention's states: where each rank's comes from, where it goes, and which tokens see it."""
+"""Routes of linear attention's states: where each stretch of tokens gets its state, where it goes, and who sees it."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+from torch import Tensor
+
+from parallel.context.layout import Layout
+
 
 @dataclass(frozen=True)
 class Passage:
-    """The state's route at one rank; in the backward, its gradient's."""
+    """The state's way through consecutive tokens of one rank; in the backward, its gradient's."""
 
+    rank: int
+    slot: int
+    """Number of the stretch among those of its rank, by position."""
+    offset: int
+    """Its first token on its rank."""
+    length: int
     source: int | None
     """Rank to receive from; None at the sequence's end, or if a document ends between the two."""
     target: int | None
@@ -17,30 +27,37 @@ class Passage:
     seen: int
     """Tokens that see the incoming state: those of the first document, in the backward of the last."""
     documents: tuple[int, ...] | None
-    """Cumulative lengths of the documents' parts on this rank; None for one."""
+    """Cumulative lengths of the documents' parts in the stretch; None for one."""
+
+    def of(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the stretch of tensors ``[B, T, ...]``."""
+        return [x.narrow(1, self.offset, self.length) for x in tensors]
 
 
 @lru_cache(maxsize=256)
-def passages(size: int, local_len: int, boundaries: tuple[int, ...], reverse: bool = False) -> tuple[Passage, ...]:
-    """Return the passage of each of ``size`` ranks, for the state or (``reverse``) its gradient.
+def passages(layout: Layout, boundaries: tuple[int, ...], reverse: bool = False) -> tuple[Passage, ...]:
+    """Return the passages of all ranks in the order in which the state, or (``reverse``) its gradient, takes them.
 
     Args:
-        local_len: consecutive tokens of each rank.
+        layout: one whose ranks hold consecutive tokens, in as many stretches each.
         boundaries: first positions of the documents after the first; padding is a document.
     """
-
-    def after(rank: int) -> int | None:
-        """Return the next rank if it continues this one's last document, else None."""
-        end = (rank + 1) * local_len
-        return rank + 1 if 0 <= rank < size - 1 and end not in boundaries else None
-
+    placed = []
+    for rank in range(layout.size):
+        offset = 0
+        for slot, (start, length) in enumerate(layout.strides(rank)):
+            placed.append((start, length, rank, slot, offset))
+            offset += length
+    placed.sort()
     found = []
-    for rank in range(size):
-        starts = (start - rank * local_len for start in boundaries)
-        inside = tuple(start for start in starts if 0 < start < local_len)
-        bounds = (0, *inside, local_len)
-        ends = None if after(rank - 1) is None else rank - 1, after(rank)
-        source, target = reversed(ends) if reverse else ends
+    for number, (start, length, rank, slot, offset) in enumerate(placed):
+        end = start + length
+        inside = tuple(bound - start for bound in boundaries if start < bound < end)
+        bounds = (0, *inside, length)
+        before = placed[number - 1][2] if number and start not in boundaries else None
+        after = placed[number + 1][2] if number + 1 < len(placed) and end not in boundaries else None
+        source, target = (after, before) if reverse else (before, after)
         seen = bounds[-1] - bounds[-2] if reverse else bounds[1]
-        found.append(Passage(source, target, not inside, seen, bounds if inside else None))
-    return tuple(found)
+        documents = bounds if inside else None
+        found.append(Passage(rank, slot, offset, length, source, target, not inside, seen, documents))
+    return tuple(found[::-1] if reverse else found)

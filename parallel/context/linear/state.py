@@ -4,11 +4,13 @@ A scan is linear in the incoming state (kernels/linear_attention.py), so a rank 
 while the state is in transit. The backward reuses that state, so that dq needs no other rank; the state's gradient goes
 the other way. States and sums are in float32 (float64 for float64 inputs) and are cast once at the end. No check reads
 them, since that would wait for the GPU: an overflow shows in every rank's gradient norm.
-Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D, E]``.
+A rank's tokens are one or more stretches of consecutive ones (passages.py), each with a slot among them.
+Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D, E]``, or ``[slots, ...]``.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,11 +20,8 @@ from kernels.linear_attention import Scan, backward, from_state, passed_on, scan
 from parallel.context.geometry import Geometry
 from parallel.context.linear.passages import Passage, passages
 from parallel.context.plan import PLANS, Plan
-from parallel.context.transport import Tensors, Transport
+from parallel.context.transport import Arrival, Transport
 from runtime.tensors import Handles
-
-Work = Callable[[], tuple[Tensors, Tensor]]
-"""Computation on one rank alone -> its results, and the state after this rank's tokens, from zero."""
 
 
 @dataclass(eq=False)
@@ -38,97 +37,132 @@ class StateExecutor:
         self.handle = _executors.add(self)
 
     def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, E]`` in v's dtype, and the incoming state, zero if there is none."""
-        run, ways = self._scan(q), self._ways(plan, reverse=False)
-        here = ways[self.rank]
+        """Return out ``[B, T, H, E]`` in v's dtype, and the state that enters each stretch, zero if there is none."""
+        run, outs = self._scan(q), dict[int, Tensor]()
 
-        def intra() -> tuple[Tensors, Tensor]:
-            out, local = run(q, k, v, log_decay, None, here.documents, wide=True)
-            return (out,), local
+        def intra(way: Passage) -> Tensor:
+            outs[way.slot], local = run(*way.of(q, k, v), log_decay, None, way.documents, wide=True)
+            return local
 
-        def alone() -> Tensor:
-            return run(None, k, v, log_decay, None, here.documents)[1]
+        def alone(way: Passage) -> Tensor:
+            return run(None, *way.of(k, v), log_decay, None, way.documents)[1]
 
-        (out,), state, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, ways, reverse=False)
-        if state is None:
-            state = torch.zeros_like(_state_like(k, v))
-        else:
-            out += from_state(q, state, log_decay, here.seen)
-        finish()
-        return out.to(v.dtype), state
+        def enter(way: Passage, state: Tensor) -> None:
+            outs[way.slot] += from_state(*way.of(q), state, log_decay, way.seen)
+
+        like = _state_like(k, v)
+        states = self._pass_states(plan, like, log_decay, intra, alone, enter)
+        kept = torch.stack([states.get(slot, torch.zeros_like(like)) for slot in range(len(outs))])
+        return _joined(outs).to(v.dtype), kept
 
     def backward(
-        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float]
+        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, states: Tensor, log_decay: Sequence[float]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in the dtypes of q, k and v; ``state`` is the one that forward returned."""
-        run, ways = self._scan(q), self._ways(plan, reverse=True)
-        here = ways[self.rank]
-        documents = here.documents
-        entered = None if self._ways(plan, reverse=False)[self.rank].source is None else state
+        """Return dq, dk and dv in the dtypes of q, k and v; ``states`` are those that forward returned."""
+        run, (dq, dk, dv) = self._scan(q), (dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]())
+        entered = {way.slot for way in self._ways(plan) if way.rank == self.rank and way.source is not None}
 
-        def intra() -> tuple[Tensors, Tensor]:
-            *gradients, local = backward(run, dout, None, q, k, v, log_decay, entered, documents, wide=True)
-            return tuple(gradients), local
+        def intra(way: Passage) -> Tensor:
+            tensors, state = way.of(q, k, v), states[way.slot] if way.slot in entered else None
+            found = backward(run, *way.of(dout), None, *tensors, log_decay, state, way.documents, wide=True)
+            dq[way.slot], dk[way.slot], dv[way.slot], local = found
+            return local
 
-        def alone() -> Tensor:
-            return run(None, q, dout, log_decay, None, documents, reverse=True)[1]
+        def alone(way: Passage) -> Tensor:
+            return run(None, *way.of(q, dout), log_decay, None, way.documents, reverse=True)[1]
 
-        (dq, dk, dv), dstate, finish = self._pass_states(intra, alone, _state_like(k, v), log_decay, ways, reverse=True)
-        if dstate is not None:
-            dk += from_state(v, dstate.transpose(-1, -2), log_decay, here.seen, reverse=True)
-            dv += from_state(k, dstate, log_decay, here.seen, reverse=True)
-        finish()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        def enter(way: Passage, dstate: Tensor) -> None:
+            own_k, own_v = way.of(k, v)
+            dk[way.slot] += from_state(own_v, dstate.transpose(-1, -2), log_decay, way.seen, reverse=True)
+            dv[way.slot] += from_state(own_k, dstate, log_decay, way.seen, reverse=True)
+
+        self._pass_states(plan, _state_like(k, v), log_decay, intra, alone, enter, reverse=True)
+        return _joined(dq).to(q.dtype), _joined(dk).to(k.dtype), _joined(dv).to(v.dtype)
 
     def _pass_states(
         self,
-        intra: Work,
-        alone: Callable[[], Tensor],
+        plan: Plan,
         like: Tensor,
         log_decay: Sequence[float],
-        ways: tuple[Passage, ...],
+        intra: Callable[[Passage], Tensor],
+        alone: Callable[[Passage], Tensor],
+        enter: Callable[[Passage, Tensor], None],
         *,
-        reverse: bool,
-    ) -> tuple[Tensors, Tensor | None, Callable[[], object]]:
-        """Run ``intra`` while the state is in transit; return its results, the incoming state if any, and a final wait.
+        reverse: bool = False,
+    ) -> dict[int, Tensor]:
+        """Compute this rank's stretches, while the first state is in transit; return those that came in, by slot.
 
-        ``alone`` computes only the state that ``intra`` ends with.
+        Args:
+            intra: computes a stretch on its own, and returns the state after it, from zero.
+            alone: computes only that state.
+            enter: adds what comes of an incoming state.
         """
+        ways = self._ways(plan, reverse=reverse)
+        mine = [way for way in ways if way.rank == self.rank]
         if self.geometry.method.states == "gather":
-            local = alone()
-            arrival = self.transport.gather((local[:, None],), tuple(range(self.geometry.size)))
-            results, _ = intra()
-            (states,) = arrival()  # [B, ranks, H, D, E]
-            return results, self._sum_before(states, log_decay, ways, reverse), lambda: None
-        here = ways[self.rank]
+            local = torch.stack([alone(way) for way in sorted(mine, key=lambda way: way.slot)], 1)
+            arrival = self.transport.gather((local,), tuple(range(self.geometry.size)), by_rank=True)
+            for way in mine:
+                intra(way)
+            states = self._sum_before(*arrival(), log_decay, ways)
+            for way in mine:
+                if way.slot in states:
+                    enter(way, states[way.slot])
+            return states
         self.transport.connect_all(like.device)
-        coming, _ = self.transport.isend_irecv([], [] if here.source is None else [(here.source, (like,))], far=False)
-        results, local = intra()
-        (state,) = coming[0]() if coming else (None,)
-        if here.target is None:
-            return results, state, lambda: None
-        if state is not None and here.goes_through:
-            local = local + passed_on(state, log_decay, self.geometry.local_len)
-        return results, state, self.transport.isend_irecv([(here.target, (local,))], [], far=False)[1]
+        coming = self._receive(mine[0], like)
+        onward = {way.slot: intra(way) for way in mine}
+        states, waits, handed = dict[int, Tensor](), [], like
+        for way, later in zip_longest(mine, mine[1:]):
+            if way.source is not None:
+                (states[way.slot],) = coming() if way.source != self.rank else (handed,)
+            handed = onward.pop(way.slot)
+            if way.target is not None and way.slot in states and way.goes_through:
+                handed = handed + passed_on(states[way.slot], log_decay, way.length)
+            if way.target not in (None, self.rank):
+                waits.append(self.transport.isend_irecv([(way.target, (handed,))], [], far=False)[1])
+            coming = self._receive(later, like)
+            if way.slot in states:
+                enter(way, states[way.slot])
+        for sent in waits:
+            sent()
+        return states
 
-    def _sum_before(
-        self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...], reverse: bool
-    ) -> Tensor | None:
-        """Sum the states [B, ranks, H, D, E] of the ranks before this one into its incoming state."""
-        ranks = range(self.geometry.size - 1, self.rank, -1) if reverse else range(self.rank)
-        running: Tensor | None = None
-        for rank in ranks:
-            before = running if ways[rank].source is not None and ways[rank].goes_through else None
-            running = states[:, rank]
-            if before is not None:
-                running = running + passed_on(before, log_decay, self.geometry.local_len)
-        return running if ways[self.rank].source is not None else None
+    def _receive(self, way: Passage | None, like: Tensor) -> Arrival:
+        """Start to receive the state of a stretch, unless this rank has it or there is none.
 
-    def _ways(self, plan: Plan, *, reverse: bool) -> tuple[Passage, ...]:
-        return passages(self.geometry.size, self.geometry.local_len, plan.boundaries, reverse)
+        Only one is under way: a second would wait for what this rank sends, and a GPU's queue keeps their order.
+        """
+        if way is None or way.source in (None, self.rank):
+            return lambda: ()
+        return self.transport.isend_irecv([], [(way.source, (torch.empty_like(like),))], far=False)[0][0]
+
+    def _sum_before(self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...]) -> dict[int, Tensor]:
+        """Sum the states ``[B, ranks * slots, H, D, E]`` before each stretch of this rank, by slot."""
+        slots, found = self.geometry.slots, dict[int, Tensor]()
+        last = [way for way in ways if way.rank == self.rank][-1]
+        running = states[:, 0]
+        for way in ways:
+            before = running if way.source is not None else None
+            if before is not None and way.rank == self.rank:
+                found[way.slot] = before
+            if way is last:
+                break
+            running = states[:, way.rank * slots + way.slot]
+            if before is not None and way.goes_through:
+                running = running + passed_on(before, log_decay, way.length)
+        return found
+
+    def _ways(self, plan: Plan, *, reverse: bool = False) -> tuple[Passage, ...]:
+        return passages(self.geometry.layout, plan.boundaries, reverse)
 
     def _scan(self, q: Tensor) -> Scan:
         return scan_of(select_linear_backend(self.backend_name, q.device.type, q.dtype))
+
+
+def _joined(stretches: dict[int, Tensor]) -> Tensor:
+    """Join tensors of a rank's stretches ``[B, T, ...]``, by slot."""
+    return torch.cat([stretches[slot] for slot in range(len(stretches))], 1) if len(stretches) > 1 else stretches[0]
 
 
 def _state_like(k: Tensor, v: Tensor) -> Tensor:
@@ -151,26 +185,27 @@ def _plan(plan: Tensor, handle: int) -> Plan:
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor]:
-    out, state = _executors[handle].forward(_plan(plan, handle), q, k, v, log_decay)
-    return out.contiguous(), state.contiguous()  # as the fake says
+    out, states = _executors[handle].forward(_plan(plan, handle), q, k, v, log_decay)
+    return out.contiguous(), states  # as the fake says
 
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), _state_like(k, v)
+    like, slots = _state_like(k, v), _executors[handle].geometry.slots
+    return v.new_empty(v.shape), like.new_empty(slots, *like.shape)
 
 
 @torch.library.custom_op("longmesh::state_attention_backward", mutates_args=())
 def _backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, states: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _executors[handle].backward(_plan(plan, handle), dout, q, k, v, state, log_decay)
+    dq, dk, dv = _executors[handle].backward(_plan(plan, handle), dout, q, k, v, states, log_decay)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @_backward_op.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Any, handle: int, plan: Tensor
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, states: Tensor, log_decay: Any, handle: int, plan: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 

@@ -69,5 +69,12 @@ def test_nodes_are_as_launched_unless_said_otherwise():
 def test_zigzag_under_an_exchange_of_heads_is_refused():
     hybrid = HybridConfig(hybrid_softmax_method="ulysses", hybrid_softmax_layout="zigzag")
     with pytest.raises(ContextError, match=r"hybrid_softmax_layout is zigzag .* same work in any layout"):
-        hybrid.check(seq_len=16, size=2, heads=4, kv_heads=4)
-    assert HybridConfig(hybrid_softmax_method="ulysses").layouts == ("contiguous",)
+        hybrid.check("auto", seq_len=16, size=2, heads=4, kv_heads=4)
+    ulysses = HybridConfig(hybrid_softmax_method="ulysses")
+    assert ulysses.layouts("auto") == ("contiguous",)
+    assert HybridConfig().layouts("zigzag") == ("zigzag",)
+    for beside in (ulysses, HybridConfig(hybrid_softmax_layout="contiguous")):
+        with pytest.raises(
+            ContextError, match="context_parallel_layout is zigzag, which is that of the softmax layers"
+        ):
+            beside.check("zigzag", seq_len=16, size=2, heads=4, kv_heads=4)

@@ -16,8 +16,12 @@ from tests.parallel.context.attended import error
 
 BATCH, HEADS, WIDTH = 2, 8, 8
 LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.99, 0.9, 0.7, 0.5, 0.3, 0.2))
-Case = tuple[str, int, tuple[int, ...] | None, torch.dtype]
-"""Method, length, documents, dtype."""
+Case = tuple[str, str, int, tuple[int, ...] | None, torch.dtype]
+"""Method, layout, length, documents, dtype."""
+WAYS = [
+    (method, layout) for method in LINEAR_METHODS for layout in ("contiguous", "zigzag")[: 2 - (method == "ulysses")]
+]
+"""Every method in every layout that it takes."""
 LENGTHS = [
     (256, None),
     (251, None),  # padded on any number of ranks
@@ -63,8 +67,8 @@ def one_process(length, documents, dtype):
 def attend_on_ranks(rank, world_size, cases, rates=LOG_DECAY):
     """[out, dq, dk, dv] of the whole sequence for each case."""
     results = []
-    for method, length, documents, dtype in cases:
-        cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, documents=documents)
+    for method, layout, length, documents, dtype in cases:
+        cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, documents=documents, layout=layout)
         local = [cp.shard(x.to(dtype), dim=1) for x in inputs(length, dtype)]
         # What padding holds must reach nothing.
         local = [x.index_fill(1, (cp.positions >= length).nonzero().flatten(), torch.nan) for x in local]
@@ -74,26 +78,26 @@ def attend_on_ranks(rank, world_size, cases, rates=LOG_DECAY):
 
 
 def all_cases():
-    cases = [(method, *length) for method in LINEAR_METHODS for length in LENGTHS]
+    cases = [(*way, *length) for way in WAYS for length in LENGTHS]
     exact = [(*case, dtype) for case in cases for dtype in (torch.float64, torch.float32)]
-    return [*exact, *((*case, torch.bfloat16) for case in cases[1:4:2])]
+    return [*exact, *((*case, torch.bfloat16) for case in cases if case[2] == 251)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_ranks_and_documents_are_exact(world_size):
     cases = all_cases()
     for case, got in zip(cases, run_ranks(attend_on_ranks, world_size, cases)[0], strict=True):
-        want = truth(*case[1:])
+        want = truth(*case[2:])
         if case[-1] == torch.float64:
             limits = [1e-12] * 4
         else:
             least = 1e-5 if case[-1] == torch.float32 else 0
-            limits = [max(1.2 * one, least) for one in error(one_process(*case[1:]), want)]
+            limits = [max(1.2 * one, least) for one in error(one_process(*case[2:]), want)]
         for name, measured, limit in zip(("out", "dq", "dk", "dv"), error(got, want), limits, strict=True):
             assert measured <= limit, f"{case}: {name} has {measured:.3g}, the limit is {limit:.3g}"
 
 
-def attend_broken(rank, world_size, method, broken):
+def attend_broken(rank, world_size, method, layout, broken):
     """States that are not decayed on their way, or gradients of states that are not passed."""
     from parallel.context.linear import state
 
@@ -102,35 +106,36 @@ def attend_broken(rank, world_size, method, broken):
     elif broken == "gradient":
         found = state.StateExecutor._pass_states
 
-        def without(self, *arguments, reverse):
-            results, passed, finish = found(self, *arguments, reverse=reverse)
-            return results, None if reverse else passed, finish
+        def without(self, *arguments, reverse=False):
+            *others, enter = arguments
+            return found(self, *others, (lambda *_: None) if reverse else enter, reverse=reverse)
 
         state.StateExecutor._pass_states = without
-    return attend_on_ranks(rank, world_size, [(method, 251, None, torch.float64)])[0]
+    return attend_on_ranks(rank, world_size, [(method, layout, 251, None, torch.float64)])[0]
 
 
 @pytest.mark.parametrize("method", STATE_METHODS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("broken", ["decay", "gradient"])
-def test_a_state_not_decayed_and_a_gradient_not_passed_are_noticed(method, broken):
-    found = error(run_ranks(attend_broken, 4, method, broken)[0], truth(251, None, torch.float64))
+def test_a_state_not_decayed_and_a_gradient_not_passed_are_noticed(method, layout, broken):
+    found = error(run_ranks(attend_broken, 4, method, layout, broken)[0], truth(251, None, torch.float64))
     assert max(found[2:]) > 1e-3
     assert (found[0] > 1e-3) == (broken == "decay")
 
 
 def test_the_decays_of_other_heads_would_be_seen():
-    case = ("ulysses", 251, None, torch.float64)
+    case = ("ulysses", "contiguous", 251, None, torch.float64)
     rates = LOG_DECAY[:4] * 2  # what both of 2 ranks would have if neither took its own
     (got,) = run_ranks(attend_on_ranks, 2, [case], rates)[0]
-    assert min(error(got, truth(*case[1:]))) > 1e-3
+    assert min(error(got, truth(*case[2:]))) > 1e-3
 
 
 def count_bytes(rank, world_size, lengths):
     """Bytes sent forward and backward, which are the plan's."""
     found = []
-    for method in LINEAR_METHODS:
+    for method, layout in WAYS:
         for length in lengths:
-            cp = context_parallel(method, seq_len=length, group=dist.group.WORLD)
+            cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, layout=layout)
             keys = 2 * WIDTH if method == "ulysses" else WIDTH  # as LRPE makes them
             leaves = [torch.ones(BATCH, cp.plan.local_len, HEADS, wide).bfloat16() for wide in (keys, keys, WIDTH)]
             out = cp.attend_linear(*(x.requires_grad_() for x in leaves), LOG_DECAY)
@@ -139,7 +144,7 @@ def count_bytes(rank, world_size, lengths):
             sizes = {"batch": BATCH, "heads": HEADS, "kv_heads": HEADS, "element_size": 2}
             cost = cp.plan.cost(rank, **sizes, head_dim=keys, value_dim=WIDTH)
             assert (forward, cp.transport.traffic) == (cost.forward, cost.backward)
-            found.append((method, length, forward, cp.transport.traffic))
+            found.append((method, layout, length, forward, cp.transport.traffic))
     return found
 
 
@@ -148,12 +153,16 @@ def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where
     hidden, ranks = HEADS * WIDTH, 4
     state = 4 * BATCH * hidden**2 // HEADS  # B d^2 / h elements of float32
     for rank, found in enumerate(run_ranks(count_bytes, ranks, [64, 128, 256, 512])):
-        for method, length, forward, backward in found:
-            if method == "lasp":
+        for method, layout, length, forward, backward in found:
+            if (method, layout) == ("lasp", "zigzag"):  # from 0 to 3, and back from 3's second stretch
+                peers = {peer: state for peer in (rank - 1, rank + 1) if 0 <= peer < 4}
+                assert forward == backward == Traffic(p2p=peers)
+            elif method == "lasp":
                 assert forward == Traffic(p2p={rank + 1: state} if rank < 3 else {})
                 assert backward == Traffic(p2p={rank - 1: state} if rank > 0 else {})
             else:
                 each = state if method == "lasp2" else 2 * 6 * BATCH * length * hidden // ranks**2
+                each *= 1 + (layout == "zigzag")
                 assert forward == backward == Traffic(collective={peer: each for peer in range(4) if peer != rank})
 
 
@@ -207,15 +216,19 @@ def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way():
 
 def test_who_passes_what_to_whom():
     plan = make_plan("lasp", seq_len=29, size=4, documents=(0, 8, 12, 29))  # 8 positions each, the last 3 padding
-    ahead = passages(4, 8, plan.boundaries)
+    ahead = passages(plan.layout, plan.boundaries)
     assert [(way.source, way.target, way.goes_through, way.seen) for way in ahead] == [
         (None, None, True, 8), (None, 2, False, 4), (1, 3, True, 8), (2, None, False, 5),
     ]  # fmt: skip
-    back = passages(4, 8, plan.boundaries, reverse=True)
+    back = passages(plan.layout, plan.boundaries, reverse=True)[::-1]
     assert [(way.source, way.target, way.goes_through, way.seen) for way in back] == [
         (None, None, True, 8), (2, None, False, 4), (3, 1, True, 8), (None, 2, False, 3),
     ]  # fmt: skip
     assert ahead[1].documents == (0, 4, 8)
+    folded = make_plan("lasp", seq_len=16, size=2, documents=(0, 13, 16), layout="zigzag")
+    assert [(way.rank, way.slot, way.source, way.target) for way in passages(folded.layout, folded.boundaries)] == [
+        (0, 0, None, 1), (1, 0, 0, 1), (1, 1, 1, 0), (0, 1, 1, None),
+    ]  # fmt: skip
 
 
 def overflow(rank, world_size, method):
@@ -256,8 +269,10 @@ def test_calls_that_do_not_fit_are_named():
         cp.attend_linear(q, q, q, (0.1, *LOG_DECAY[1:]))
     with pytest.raises(ContextError, match="lasp has no full mask"):
         make_plan("lasp", seq_len=16, size=2, causal=False)
-    for layout in ("striped", "zigzag"):
-        with pytest.raises(ContextError, match=f"context_parallel_layout is '{layout}'.*use contiguous or auto"):
+    for layout in ("striped", "balanced"):
+        with pytest.raises(
+            ContextError, match=f"context_parallel_layout is '{layout}'.*use contiguous, zigzag or auto"
+        ):
             make_plan("lasp2", seq_len=16, size=2, layout=layout)
     with pytest.raises(ContextError, match=r"ulysses_degree is 2 with method lasp.*use 1"):
         make_plan("lasp", seq_len=16, size=2, ulysses_degree=2)

@@ -40,7 +40,7 @@ class LoopbackTransport(Transport):
     def send_recv(self, tensors: Tensors, send: Send, far: bool) -> Arrival:
         return lambda: tensors
 
-    def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
+    def gather(self, tensors: Tensors, ranks: tuple[int, ...], *, by_rank: bool = False) -> Arrival:
         return lambda: tuple(torch.cat([tensor] * len(ranks), dim=1) for tensor in tensors)
 
     def exchange(self, parts: Tensor, ranks: tuple[int, ...]) -> Tensor:

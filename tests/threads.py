@@ -117,10 +117,10 @@ class ThreadTransport(Transport):
     def send_recv(self, tensors: Tensors, send: Send, far: bool) -> Arrival:
         return self.isend_irecv([(send.to, tensors)], [(send.source, ())], far)[0][0]
 
-    def gather(self, tensors: Tensors, ranks: tuple[int, ...]) -> Arrival:
+    def gather(self, tensors: Tensors, ranks: tuple[int, ...], *, by_rank: bool = False) -> Arrival:
         if len(ranks) == 1:
             return lambda: tensors
-        order = self._order(ranks, self._device)
+        order = None if by_rank else self._order(ranks, self._device)
         for other in ranks:
             self._send(tensors, other, "gather")
         coming = [self._coming(other, "gather") for other in ranks]

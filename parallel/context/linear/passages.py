@@ -29,9 +29,9 @@ class Passage:
     documents: tuple[int, ...] | None
     """Cumulative lengths of the documents' parts in the stretch; None for one."""
 
-    def of(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the stretch of tensors ``[B, T, ...]``."""
-        return [x.narrow(1, self.offset, self.length) for x in tensors]
+    def of(self, x: Tensor) -> Tensor:
+        """Return the stretch of x ``[B, T, ...]``."""
+        return x.narrow(1, self.offset, self.length)
 
 
 @lru_cache(maxsize=256)

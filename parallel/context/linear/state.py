@@ -41,14 +41,15 @@ class StateExecutor:
         run, outs = self._scan(q), dict[int, Tensor]()
 
         def intra(way: Passage) -> Tensor:
-            outs[way.slot], local = run(*way.of(q, k, v), log_decay, None, way.documents, wide=True)
+            of = way.of
+            outs[way.slot], local = run(of(q), of(k), of(v), log_decay, None, way.documents, wide=True)
             return local
 
         def alone(way: Passage) -> Tensor:
-            return run(None, *way.of(k, v), log_decay, None, way.documents)[1]
+            return run(None, way.of(k), way.of(v), log_decay, None, way.documents)[1]
 
         def enter(way: Passage, state: Tensor) -> None:
-            outs[way.slot] += from_state(*way.of(q), state, log_decay, way.seen)
+            outs[way.slot] += from_state(way.of(q), state, log_decay, way.seen)
 
         like = _state_like(k, v)
         states = self._pass_states(plan, like, log_decay, intra, alone, enter)
@@ -63,18 +64,17 @@ class StateExecutor:
         entered = {way.slot for way in self._ways(plan) if way.rank == self.rank and way.source is not None}
 
         def intra(way: Passage) -> Tensor:
-            tensors, state = way.of(q, k, v), states[way.slot] if way.slot in entered else None
-            found = backward(run, *way.of(dout), None, *tensors, log_decay, state, way.documents, wide=True)
+            of, state = way.of, states[way.slot] if way.slot in entered else None
+            found = backward(run, of(dout), None, of(q), of(k), of(v), log_decay, state, way.documents, wide=True)
             dq[way.slot], dk[way.slot], dv[way.slot], local = found
             return local
 
         def alone(way: Passage) -> Tensor:
-            return run(None, *way.of(q, dout), log_decay, None, way.documents, reverse=True)[1]
+            return run(None, way.of(q), way.of(dout), log_decay, None, way.documents, reverse=True)[1]
 
         def enter(way: Passage, dstate: Tensor) -> None:
-            own_k, own_v = way.of(k, v)
-            dk[way.slot] += from_state(own_v, dstate.transpose(-1, -2), log_decay, way.seen, reverse=True)
-            dv[way.slot] += from_state(own_k, dstate, log_decay, way.seen, reverse=True)
+            dk[way.slot] += from_state(way.of(v), dstate.transpose(-1, -2), log_decay, way.seen, reverse=True)
+            dv[way.slot] += from_state(way.of(k), dstate, log_decay, way.seen, reverse=True)
 
         self._pass_states(plan, _state_like(k, v), log_decay, intra, alone, enter, reverse=True)
         return _joined(dq).to(q.dtype), _joined(dk).to(k.dtype), _joined(dv).to(v.dtype)
@@ -104,7 +104,8 @@ class StateExecutor:
             arrival = self.transport.gather((local,), tuple(range(self.geometry.size)), by_rank=True)
             for way in mine:
                 intra(way)
-            states = self._sum_before(*arrival(), log_decay, ways)
+            (found,) = arrival()
+            states = self._sum_before(found, log_decay, ways)
             for way in mine:
                 if way.slot in states:
                     enter(way, states[way.slot])

@@ -100,7 +100,7 @@ def rows():
 
 
 def named(kind, case, iterations):
-    return " ".join([kind, str(iterations), case.title.replace(" ", ""), *case.recompute.split(), *case.more])
+    return " ".join([kind, str(iterations), case.title.replace(" ", ""), *case.recompute.split()])
 
 
 @pytest.fixture(scope="module")

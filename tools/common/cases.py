@@ -73,6 +73,8 @@ class Case:
             parts.append(f"loss by {self.loss_chunk} tokens")
         if self.joined:
             parts.append(f"{self.joined} samples joined")
+        if self.more:
+            parts.append(" ".join(self.more))
         return ", ".join(parts)
 
     @property

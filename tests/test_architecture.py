@@ -55,7 +55,7 @@ BUDGET = {
     "planner": 3294,
     "runtime": 2472,
     "slurm": 349,
-    "tools": 5189,
+    "tools": 5191,
     "parity": 1085,
     "papers": 2297,
     "bench": 3272,

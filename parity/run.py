@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from data.text.prepare import Request, prepare
-from parity.cases import BRANCH_KINDS, DELTA_KINDS, DIFFUSION, KINDS, LINEAR_KINDS, chosen_cases, flags_of, reference_of
+from parity.cases import DIFFUSION, KINDS, chosen_cases, flags_of, reference_of
 from parity.modules import Piece
 from parity.rank import Found, train
 from runtime.errors import UserError
@@ -170,9 +170,9 @@ def report(lines: list[str], failed: int, seconds: float) -> str:
 @one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, 1 if a row is not as it should be."""
-    parser, kinds = parser_for("python -m parity.run", __doc__), (*KINDS, *LINEAR_KINDS, *BRANCH_KINDS, *DELTA_KINDS)
+    parser = parser_for("python -m parity.run", __doc__)
     add = parser.add_argument
-    add("--kind", nargs="+", choices=kinds, default=["llama", "gpt"], help="kinds of model (default: llama gpt)")
+    add("--kind", nargs="+", choices=[*KINDS], default=["llama", "gpt"], help="kinds of model (default: llama gpt)")
     add("--only", metavar="TEXT", default="", help="meshes whose title has this")
     data, output = Path("runs/data/stdlib"), Path("runs/parity.md")
     add("--data", type=Path, metavar="PREFIX", default=data, help="corpus (default: %(default)s)")

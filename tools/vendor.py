@@ -11,7 +11,9 @@ import ast
 import json
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 import uuid
 from keyword import iskeyword
 from pathlib import Path
@@ -24,7 +26,6 @@ from runtime.errors import UserError
 from runtime.files import fsync, owned, sha256, unwritable
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
-from tools.project import project, wheel
 
 PACKAGE = "longmesh_attention"
 PARTS = {
@@ -38,6 +39,16 @@ OURS = re.compile(rf"({'|'.join(map(re.escape, PARTS))})\b")
 NAMESPACE = "longmesh"
 """Namespace of our custom operators; a second library of the same name would silently replace them."""
 ORIGIN = "ORIGIN.json"
+TEMPLATES = ROOT / "tools/templates"
+TESTS = (
+    "parallel/context/test_over.py",
+    "parallel/transformers/families.py",
+    "parallel/transformers/test_batch.py",
+    "parallel/transformers/test_probe.py",
+    "parallel/transformers/test_shard.py",
+    "parallel/transformers/test_training.py",
+)
+"""Tests of ours that need nothing but the package."""
 
 
 def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, bytes]:
@@ -109,6 +120,11 @@ def _moved(module: str, name: str) -> str:
     return f"{name}.{PARTS[ours[0]]}{module[ours.end() :]}" if ours else module
 
 
+def template(of: str, **values: str) -> str:
+    """Return a file of the package or of its project, by ``of``, its name."""
+    return (TEMPLATES / f"{of}.in").read_text(encoding="utf-8").format(version=__version__, **values)
+
+
 def _face(name: str, commit: str) -> str:
     """Return the package's ``__init__.py``: the public names of parallel.context, and process_group."""
     tree = ast.parse((ROOT / "parallel/context/__init__.py").read_text(encoding="utf-8"))
@@ -116,25 +132,7 @@ def _face(name: str, commit: str) -> str:
     names = sorted(ast.literal_eval(listed.value))
     imported = "".join(f"    {public},\n" for public in names)
     listing = "".join(f'    "{public}",\n' for public in sorted([*names, "process_group"]))
-    return f'''"""Exact attention over sequences that several processes share.
-
-    with process_group() as group:                                 # started by torchrun
-        cp = context_parallel("striped", seq_len=4096, group=group)
-        out = cp.attend(q, k, v)                                   # [B, T_local, H, D], differentiable
-
-Longmesh {__version__}, commit {commit}; Apache-2.0, see LICENSE.
-Written by `python -m tools.vendor` of Longmesh; change it there, and write it again.
-"""
-
-from {name}.context import (
-{imported})
-from {name}.runtime.processes import process_group
-
-__version__ = {__version__!r}
-__commit__ = {commit!r}
-__all__ = [
-{listing}]
-'''
+    return template("__init__.py", name=name, commit=commit, imported=imported, listing=listing)
 
 
 def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKAGE) -> None:
@@ -217,6 +215,39 @@ def _name(text: str) -> str:
     return text
 
 
+def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, bytes]:
+    """Return the files of a project around the package by relative path, with its tests."""
+    files = {f"src/{name}/{path}": content for path, content in package.items()}
+    files |= {made: template(made, name=name, commit=commit).encode() for made in ("pyproject.toml", "README.md")}
+    files["LICENSE"] = package["LICENSE"]
+    for path in TESTS:
+        files[f"tests/{path}"] = renamed((ROOT / "tests" / path).read_bytes(), Path("tests", path), name)
+    folders = {parent for path in TESTS for parent in Path("tests", path).parents if parent.name}
+    return files | {f"{folder.as_posix()}/__init__.py": b"" for folder in folders}
+
+
+def wheel(destination: Path, files: dict[str, bytes]) -> Path:
+    """Build the project's wheel into a folder, with this environment's setuptools; return its path.
+
+    Raises UserError: it cannot be built; the message quotes pip's last lines.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for path, content in files.items():
+            (Path(folder, "project") / path).parent.mkdir(parents=True, exist_ok=True)
+            (Path(folder, "project") / path).write_bytes(content)
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder]
+        done = subprocess.run([*command, f"{folder}/project"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(
+                "the wheel could not be built; install pip and setuptools 77 or later here, or leave --package out: "
+                f"{' '.join(done.stderr.split()[-60:])}"
+            )
+        (built,) = Path(folder).glob("*.whl")
+        target = destination / built.name
+        target.write_bytes(built.read_bytes())
+    return target
+
+
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
@@ -230,8 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     files = package(name)
     origin = json.loads(files[ORIGIN])
     if args.package is not None:
-        files = project(name, files, origin["commit"], lambda source, path: renamed(source, path, name))
-        files = with_origin(files, origin["commit"])
+        files = with_origin(project(name, files, origin["commit"]), origin["commit"])
     target = write(args.destination, files, name)
     print(f"wrote {target}: {len(files)} files of longmesh {origin['version']}, commit {origin['commit']}")
     if args.package is not None:

@@ -27,7 +27,7 @@ import torch
 from data.text.prepare import prepare
 from data.text.record import Request
 from parallel.context import LINEAR_METHODS, METHODS
-from parity.cases import KINDS, reference_of
+from parity.cases import LINEAR, reference_of
 from parity.cases import flags_of as parity_flags
 from parity.run import Run, compare, merged
 from runtime.errors import UserError
@@ -110,7 +110,7 @@ def flags_of(kind: str, case: Case, data: Path, processes: int, device: str) -> 
     sizes |= {"num-query-groups": 1} if kind == "llama" else {}
     more = [word for name, each in sizes.items() for word in (f"--{name}", str(each * processes))]
     # a minute and not ten until a collective that hangs is an error
-    if device == "cuda" and kind in KINDS and case.method != "none":
+    if device == "cuda" and kind not in LINEAR and case.method != "none":
         more += ["--attention-backend", "reference"]  # the kernels take 16 bits alone
     return [*parity_flags(kind, case, data, 2), *more, "--device", device, "--distributed-timeout-minutes", "1"]
 

@@ -158,7 +158,7 @@ def test_a_row_outside_of_any_bound_is_marked():
 
 def test_the_command_writes_its_table_and_fails_where_a_row_is_outside(default_data, tmp_path, monkeypatch, capsys):
     flags = ["--kind", "gpt", "--only", "pp 2", "--data", str(default_data), "--output", str(tmp_path / "x.md")]
-    monkeypatch.setattr(parity_cases, "SOFTMAX", "pp=2 GPipe\n dp=2\n pp=2")
+    monkeypatch.setitem(parity_cases.MESHES, "softmax", "pp=2 GPipe\n dp=2\n pp=2")
     honest = parity.trained
 
     def broken(kind, case, data):

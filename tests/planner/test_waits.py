@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import pretrain_dit
 import pretrain_gpt
 from parallel.context.methods.registry import LINEAR_METHODS, METHODS
-from parity.cases import LINEAR_KINDS
+from parity.cases import LINEAR as LINEAR_KINDS
 from planner import rehearsal
 from planner.recorder import Recorder
 from planner.rehearsal import rehearse

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.cases import DELTA_KINDS, KINDS, LINEAR_KINDS, chosen_cases, flags_of
+from parity.cases import KINDS, chosen_cases, flags_of
 from runtime.errors import UserError
 from tools.common.cases import WORDS, Case, case_of, cases_of, command_of
 from tools.fit import parsed
@@ -44,7 +44,7 @@ def test_every_word_belongs_to_one_field():
     assert {"none": "method", "zero3": "mode", "GPipe": "schedule", "full": "recompute"}.items() <= WORDS.items()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *LINEAR_KINDS, *DELTA_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS])
 def test_every_mesh_of_parity_is_a_configuration(kind):
     for case in chosen_cases(kind):
         mesh = parsed(flags_of(kind, case, Path("none"))).mesh

@@ -1,51 +1,144 @@
-"""Answers of a run's model, whose copies over a mesh take turns, and pictures of how many are right."""
+"""A run asked questions: its copies over a mesh take turns, and each place, a row and a length, gets a cell."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
+from planner.choice import READING
 from runtime.errors import UserError
-from runtime.together import gather_results
-from train.generation import Writer
+from runtime.together import gather_results, is_first, raise_together
+from tools.common.report import write_results
+from tools.common.runs import Run, mesh_of, open_run
+from train.config.derive import beyond_rope
+from train.config.flags import ConfigError
+from train.generation import Writer, opened
+from train.run import check_writable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-T = TypeVar("T")
+KEPT = 3
+"""Wrong answers that a cell tells."""
+Answer = tuple[float, dict[str, Any]]
+"""The share of it that is right, 0 to 1, and what to tell of it where that is below 1."""
 
 
-def shared(writer: Writer, batches: Sequence[Sequence[int]], ask: Callable[[Sequence[int]], list[T]]) -> list[T]:
-    """Ask every batch, each of one of the writer's copies, and return the answers of all, in order, on every rank."""
-    found: dict[int, list[T]] = {}
+@dataclass(frozen=True)
+class Place:
+    """A row, such as a task or a depth, and a length, with what asks a writer questions of it by their numbers."""
+
+    row: Any
+    length: int
+    ask: Callable[[Writer, Sequence[int]], list[Answer]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The answers at a place."""
+
+    row: Any
+    length: int
+    answers: Sequence[Answer]
+
+    @property
+    def share(self) -> float:
+        """The mean share of right answers."""
+        return fmean(share for share, _ in self.answers)
+
+    @property
+    def wrong(self) -> list[dict[str, Any]]:
+        """The first answers that are not right."""
+        return [told for share, told in self.answers if share < 1][:KEPT]
+
+
+def answered(writer: Writer, place: Place, samples: int, batch_size: int) -> Cell:
+    """Ask so many questions, so many at once, each batch of one of the writer's copies; every rank gets the cell."""
+    batches = [range(begin, min(begin + batch_size, samples)) for begin in range(0, samples, batch_size)]
+    found: dict[int, list[Answer]] = {}
     error: UserError | None = None
     try:
         for turn in range(writer.replica, len(batches), writer.replicas):
-            found[turn] = ask(batches[turn])
+            found[turn] = place.ask(writer, batches[turn])
     except UserError as caught:  # the other copies wait for these answers
         error = caught
 
-    def own() -> dict[int, list[T]]:
+    def own() -> dict[int, list[Answer]]:
         if error is not None:
             raise error
         return found
 
     everyone = {turn: answers for part in gather_results(own) for turn, answers in part.items()}
-    return [answer for turn in range(len(batches)) for answer in everyone[turn]]
+    return Cell(place.row, place.length, [answer for turn in range(len(batches)) for answer in everyone[turn]])
 
 
-def heat_map(
-    shares: Sequence[Sequence[float]], across: Sequence[int], down: Sequence[str], label: str, meaning: str
-) -> "Figure":
-    """Draw shares of 0 to 1 over lengths in tokens (across) and the rows that ``down`` names (down)."""
+def score_run(
+    args: argparse.Namespace,
+    places: Callable[[Run, Sequence[int]], Iterable[Place]],
+    said: Callable[[Cell], str],
+) -> tuple[Run, list[Cell]]:
+    """Ask a run at all places, of it and ascending lengths, and print a line for each; collective.
+
+    ``args`` are those of ``add_scoring``. Raises UserError: a length is beyond the model's positions, or as ``places``.
+    """
+    run = open_run(args.run, args.ckpt_step)
+    lengths, table = sorted(set(args.lengths)), run.config.model.position_table
+    if table is not None and lengths[-1] > table:
+        raise ConfigError(
+            f"lengths names {lengths[-1]}, and the model has max_position_embeddings {table}, so that prompts would be "
+            "cut; give at most that"
+        )
+    asked = list(places(run, lengths))
+    with opened(args.run, args.ckpt_step, replicas=True, choices=READING, **mesh_of(args)) as writer:
+        with raise_together():
+            if is_first():
+                check_writable(_folder(args), "save")
+        longest = replace(run.config, train=replace(run.config.train, seq_length=lengths[-1]))
+        if is_first() and (note := beyond_rope(longest)):
+            print(note, flush=True)
+        cells, started = list[Cell](), time.monotonic()
+        for place in asked:
+            cells.append(answered(writer, place, args.samples, args.batch_size))
+            if is_first():
+                print(f"{place.length} tokens, {said(cells[-1])}, {time.monotonic() - started:.1f} s", flush=True)
+    return run, cells
+
+
+def write_scores(
+    args: argparse.Namespace, run: Run, name: str, title: str, about: dict[str, Any], table: list[str], figure: "Figure"
+) -> None:
+    """Write what was found of a run: a table, a picture, and figures with ``about``."""
+    head = {"run": str(run.folder), "iteration": run.iteration}
+    write_results(_folder(args), name, f"{run.folder}, iteration {run.iteration}: {title}", table, head | about, figure)
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    return args.save or args.run / "evaluation"
+
+
+def grid(cells: Sequence[Cell]) -> tuple[list[Any], list[int], dict[tuple[Any, int], Cell]]:
+    """Return rows in their order, ascending lengths, and the cells by both."""
+    found = {(cell.row, cell.length): cell for cell in cells}
+    return list(dict.fromkeys(cell.row for cell in cells)), sorted({cell.length for cell in cells}), found
+
+
+def heat_map(cells: Sequence[Cell], name: Callable[[Any], str], label: str, meaning: str) -> "Figure":
+    """Draw the shares over lengths in tokens (across) and rows, each with its name (down)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.5 + 0.9 * len(across), 1.6 + 0.5 * len(down)), layout="constrained")
+    rows, lengths, found = grid(cells)
+    shares = [[found[row, length].share for length in lengths] for row in rows]
+    figure = Figure(figsize=(2.5 + 0.9 * len(lengths), 1.6 + 0.5 * len(rows)), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     for y, row in enumerate(shares):
         for x, share in enumerate(row):
             axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="white" if share < 0.5 else "black")
-    axes.set_xticks(range(len(across)), [f"{length:,}" for length in across])
-    axes.set_yticks(range(len(down)), down)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(rows)), map(name, rows))
     axes.set(xlabel="tokens", ylabel=label)
     figure.colorbar(image, label=meaning)
     return figure

@@ -26,10 +26,10 @@ from tools.common.arguments import one_line_errors, parser_for, positive, run_co
 def main(argv: list[str]) -> None:
     """Run the command."""
     if argv[:1] == ["score"]:
-        from tools.line_retrieval.score import score_run
+        from tools.line_retrieval.score import score_lines
         from train.run import run_entry
 
-        run_entry(lambda argv: score_run(_parse(argv)))
+        run_entry(lambda argv: score_lines(_parse(argv)))
     args = _parse(argv)
     if args.command == "model":
         from tools.line_retrieval.tiny import write_model
@@ -71,7 +71,7 @@ def make(args: argparse.Namespace) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    from tools.common.runs import add_mesh
+    from tools.common.runs import add_scoring
 
     parser = parser_for("python -m tools.line_retrieval", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -88,14 +88,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
     add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
     add("--model-type", choices=("llama", "qwen3_5"), default="llama", help="its family (default: %(default)s)")
-    add = score.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of the run")
-    add("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of questions")
-    add("--depths", type=positive, default=5, help="places of the asked line (default: %(default)s)")
-    add("--samples", type=positive, default=20, help="questions of each place (default: %(default)s)")
-    add("--batch-size", type=positive, default=1, help="questions at once (default: %(default)s)")
-    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
-    add_mesh(score)
+    add_scoring(score, "each place")
+    score.add_argument("--depths", type=positive, default=5, help="places of the asked line (default: %(default)s)")
     see = "see above (default: %(default)s)"
     for command, forms in ((make, ["lines", "needle", "repeat"]), (score, ["lines", "needle"])):
         command.add_argument("--form", choices=forms, default="lines", help=see)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Literal
 
 from data.chat.conversations import Turn
@@ -20,22 +21,9 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 from runtime.progress import counted
 
-ADJECTIVES = """
-    bold brave bright calm clean cool dark deep early fair fond fresh glad grand huge keen large light mild neat plain
-    proud quick rare torpid warm
-""".split()  # noqa: SIM905
-NOUNS = """
-    actor anchor arrow badge barn basin beach bell bird boat bone bridge broom brush cabin camel canal candle castle
-    chain chair cliff cloud coach coast comet crane crow desk door eagle fence field flute fork fox frog gate glove goat
-    hammer harp horse island jacket kettle kid ladder lamp lion marble mirror needle oven owl piano pond raven river
-    saddle ship spoon tiger wagon
-""".split()  # noqa: SIM905
-VALUES = """
-    almond apple apricot bacon banana barley basil bean beet berry biscuit bread butter cabbage cake candy carrot celery
-    cheese cherry chili cocoa coffee corn cream curry date fig garlic ginger grape ham honey jam juice kale leek lemon
-    lentil lime mango maple melon milk mint mustard nut oat olive onion orange pasta peach pear pepper plum potato rice
-    salt soup sugar tea tomato yogurt
-""".split()  # noqa: SIM905
+ADJECTIVES, NOUNS, VALUES = (
+    line.split() for line in Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()
+)
 FILLERS = ("the grass is green", "the sky is blue", "the sun is yellow", "here we go", "there and back again")
 LARGEST_VALUE = 50_000
 EDGE = 16
@@ -126,12 +114,6 @@ class Maker:
     def prompt(self, turns: list[Turn]) -> list[int]:
         """Return the ids of a conversation up to its last answer."""
         return self.tokenizer.tokenize_special(self.template.render(turns[:-1], prompt=True))[0]
-
-    def ends(self, turns: list[Turn]) -> set[int]:
-        """Return the special tokens that may follow an answer."""
-        before, whole = self.template.render(turns[:-1], prompt=True), self.template.render(turns)
-        names = self.tokenizer.special.findall(whole.removeprefix(before))
-        return {self.tokenizer.eod, *(self.tokenizer.tokenize_special(name)[0][0] for name in names)}
 
     def _fitting(self, tokens: Callable[[int], int]) -> int:
         """Return a number of lines that fit, of which one more does not."""

@@ -28,10 +28,10 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     args = _parse(argv)
     if args.command == "score":
-        from tools.ruler.score import score_run
+        from tools.ruler.score import score_tasks
         from train.run import run_entry
 
-        run_entry(lambda _: score_run(args, tasks_of(args), sources_of(args)))
+        run_entry(lambda _: score_tasks(args, tasks_of(args), sources_of(args)))
     elif args.command == "model":
         from tools.line_retrieval.tiny import write_model
         from tools.ruler.tiny import tokenizer_of_needles
@@ -115,23 +115,24 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    from tools.common.runs import add_mesh
+    from tools.common.runs import add_scoring
 
     parser = parser_for("python -m tools.ruler", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     score = commands.add_parser("score", help="score a run by task and length", allow_abbrev=False)
     make = commands.add_parser("make", help="write examples", allow_abbrev=False)
     model = commands.add_parser("model", help="write a tiny LLaMA of the needles' words", allow_abbrev=False)
-    score.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     repeat = commands.add_parser("repeat", help="write names and numbers to say again", allow_abbrev=False)
     for command in (make, repeat):
         command.add_argument("output", type=Path, metavar="OUT.jsonl", help="a row for each example")
     make.add_argument("--tokenizer-model", required=True, metavar="FILE", help="tokenizer.json or .model")
-    for command, samples in ((score, 20), (make, 100)):
+    length = "tokens of prompt and answer"
+    make.add_argument("--lengths", type=positive, nargs="+", required=True, metavar="N", help=length)
+    make.add_argument("--samples", type=positive, default=100, help="of each task and length (default: %(default)s)")
+    add_scoring(score, "each task and length")
+    for command in (score, make):
         add = command.add_argument
         add("--tasks", nargs="+", metavar="TASK", help="default: all 13, those of questions with their files")
-        add("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of prompt and answer")
-        add("--samples", type=positive, default=samples, help="of each task and length (default: %(default)s)")
         add("--chat", action="store_true", help="prompts by the chat template; else as of a base model")
         add("--chat-template", metavar="FILE", help="default: the tokenizer's")
         add("--essays", type=Path, metavar="FILE", help="haystack (default: made sentences)")
@@ -142,13 +143,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     repeat.add_argument("--times", type=positive, default=4, metavar="N", help="how often (default: %(default)s)")
     repeat.add_argument("--samples", type=positive, default=100, help="conversations (default: %(default)s)")
-    score.add_argument("--batch-size", type=positive, default=1, help="examples at once (default: %(default)s)")
-    score.add_argument("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
     model.add_argument("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
     model.add_argument("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
     for command in (score, make, repeat, model):
         command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    add_mesh(score)
     return parser.parse_args(argv)
 
 

@@ -8,15 +8,17 @@ import torch
 
 from checkpoint.api import save_checkpoint
 from data.chat.template import load_template
+from data.ruler.examples import Prompts
 from data.tokenizer import load_tokenizer
 from model.config import ModelConfig, architecture_of
 from model.registry import build_model
 from runtime.ranks import RankError, run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
+from tools.common.answers import Cell, answered, heat_map
 from tools.common.arguments import UsageError
 from tools.line_retrieval import __main__ as command
 from tools.line_retrieval.lines import Maker, Task
-from tools.line_retrieval.score import SPARE, Cell, depths_of, heat_map, score, score_run, table
+from tools.line_retrieval.score import SPARE, depths_of, entry, places, score_lines, table
 
 
 class Knowing:
@@ -53,26 +55,27 @@ def makers(tokenizer, *lengths):
 
 def test_known_errors_are_counted_where_they_are(tokenizer):
     writer = Knowing(tokenizer)
-    cells = list(score(writer, makers(tokenizer, 300, 600), depths_of(3), 5, 2))
-    assert [(cell.length, cell.depth, cell.samples, cell.right) for cell in cells] == [
+    asked = places(makers(tokenizer, 300, 600), depths_of(3))
+    cells = [entry(answered(writer, place, 5, 2)) for place in asked]
+    assert [tuple(cell[name] for name in ("length", "depth", "samples", "right")) for cell in cells] == [
         (length, depth, 5, 0 if depth == 0.5 else 5) for length in (300, 600) for depth in (0.0, 0.5, 1.0)
     ]
     assert writer.batches == [2, 2, 1] * 6
-    assert [len(cell.wrong) for cell in cells] == [0, 3, 0] * 2
-    assert {wrong["written"] for cell in cells for wrong in cell.wrong} == {"apple"}
+    assert [len(cell["wrong"]) for cell in cells] == [0, 3, 0] * 2
+    assert {wrong["written"] for cell in cells for wrong in cell["wrong"]} == {"apple"}
     assert {tokenizer.detokenize([token], special=True) for token in writer.stop} == {"</s>", "<|im_end|>"}
 
 
 def test_the_table_and_the_picture_show_the_shares(tmp_path):
     rights = {(512, 0.0): 10, (512, 1.0): 9, (1024, 0.0): 0, (1024, 1.0): 5}
-    cells = [Cell(length, depth, 10, right) for (length, depth), right in rights.items()]
+    cells = [Cell(depth, length, [(n < right, {}) for n in range(10)]) for (length, depth), right in rights.items()]
     assert table(cells) == [
         "| tokens | 0% | 100% | all |",
         "| ---: | ---: | ---: | ---: |",
         "| 512 | 100% | 90% | 95.0% |",
         "| 1024 | 0% | 50% | 25.0% |",
     ]
-    axes, bar = heat_map(cells, "lines").axes
+    axes, bar = heat_map(cells, str, "depth", "exact answers").axes
     assert [text.get_text() for text in axes.texts] == ["100%", "0%", "90%", "50%"]
     assert axes.images[0].get_array().tolist() == [[1.0, 0.0], [0.9, 0.5]]
     assert bar.get_ylabel() == "exact answers"
@@ -106,7 +109,7 @@ def run(tmp_path_factory):
 
 def scored(folder, *flags):
     argv = ["score", str(folder), "--lengths", "200", "300", "--depths", "2", "--samples", "2", "--vocabulary", "small"]
-    score_run(command._parse([*argv, *flags]))
+    score_lines(command._parse([*argv, *flags]))
     return json.loads((folder / "evaluation" / "line_retrieval.json").read_text())["cells"]
 
 
@@ -119,9 +122,9 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, tokenizer, capsys):
     (maker,) = makers(tokenizer, 200)
     turns = maker.make(0, 0.0).turns
     answer, prompt = turns[-1]["content"], maker.prompt(turns)
-    ids = list(prompt)
+    ids, ends = list(prompt), Prompts(tokenizer, maker.template).ends
     with torch.no_grad():
-        while len(ids) < len(prompt) + len(answer) + SPARE and ids[-1] not in maker.ends(turns):
+        while len(ids) < len(prompt) + len(answer) + SPARE and ids[-1] not in ends:
             ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
     written = tokenizer.detokenize(ids[len(prompt) :]).strip()  # without the special token that ends it
     assert cells[0]["wrong"][0] == {

@@ -12,10 +12,11 @@ from data.tokenizer import load_tokenizer
 from runtime.ranks import run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tests.tools.line_retrieval.test_score import run_of
+from tools.common import answers
+from tools.common.answers import Cell, answered
 from tools.line_retrieval.tiny import UNKNOWN
 from tools.ruler import __main__ as command
-from tools.ruler import score as score_module
-from tools.ruler.score import Cell, score, score_run, table
+from tools.ruler.score import entry, place_of, score_tasks, table
 from tools.ruler.tiny import LEARNED, repeated, tokenizer_of_needles
 
 
@@ -44,14 +45,15 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.parametrize(("task", "share"), [("niah_single_2", 100), ("niah_multikey_2", 100), ("niah_multiquery", 25)])
 def test_known_answers_are_counted(tokenizer, task, share):
     writer, prompts = Knowing(tokenizer), Prompts(tokenizer, load_template(tokenizer.path))
-    cell = score(writer, Maker(task, 2000, 1, prompts, Sources()), prompts, 5, 2)
-    assert (cell.task, cell.length, cell.score) == (task, 2000, share)
+    cell = entry(answered(writer, place_of(prompts, Maker(task, 2000, 1, prompts, Sources())), 5, 2))
+    assert (cell["task"], cell["length"], cell["score"]) == (task, 2000, share)
     assert writer.asked == [(2, 128), (2, 128), (1, 128)]
-    assert len(cell.wrong) == (0 if share == 100 else 3)
+    assert len(cell["wrong"]) == (0 if share == 100 else 3)
 
 
 def test_the_table_has_averages_and_the_effective_length():
-    cells = [Cell("vt", 4096, [1.0, 0.8]), Cell("cwe", 4096, [0.9]), Cell("vt", 8192, [0.7]), Cell("cwe", 8192, [1.0])]
+    shares = {("vt", 4096): [1.0, 0.8], ("cwe", 4096): [0.9], ("vt", 8192): [0.7], ("cwe", 8192): [1.0]}
+    cells = [Cell(*place, [(share, {}) for share in found]) for place, found in shares.items()]
     assert table(cells)[2:5] == [
         "| vt | 90.0 | 70.0 | 80.0 |",
         "| cwe | 90.0 | 100.0 | 95.0 |",
@@ -73,7 +75,7 @@ def scored(folder, *flags):
     asked.write_text(json.dumps({"question": "Who?", "answers": ["Ada"], "paragraphs": ["It was Ada."]}))
     command_line = ["score", str(folder), "--qa-1", str(asked), "--samples", "2", "--batch-size", "2"]
     args = command._parse([*command_line, "--lengths", "1000", "--tasks", "fwe", "qa_1", *flags])
-    score_run(args, command.tasks_of(args), command.sources_of(args))
+    score_tasks(args, command.tasks_of(args), command.sources_of(args))
     return json.loads((folder / "evaluation" / "ruler.json").read_text())["cells"]
 
 
@@ -128,7 +130,7 @@ def test_two_processes_score_the_same(run, flags):
     ],
 )
 def test_what_cannot_be_asked_is_named_before_the_processes_join(run, flags, said, monkeypatch):
-    monkeypatch.delattr(score_module, "opened")
+    monkeypatch.delattr(answers, "opened")
     with pytest.raises(ValueError, match=said):
         scored(run[0], *flags)
 

@@ -10,7 +10,6 @@ attempt is at another task than those of the context. A finished run is written 
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
@@ -28,13 +27,11 @@ from data.text.record import TOKENIZER
 from data.trajectories import Chains, Codec, write_chains
 from model.generate import Draw, Read
 from papers import doors, rows
-from papers.convergence import kept
 from papers.doors import BEST, STEPS, Rooms, episodes, histories
+from papers.kept import kept, noted
 from runtime.errors import UserError
-from runtime.machine import describe, stamp
 from runtime.ranks import run_ranks
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
-from tools.common.report import write_records
 from tools.common.training import PEAK
 from train.generation import opened
 from train.watching.metrics import METRICS, read_metrics
@@ -180,14 +177,11 @@ def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
 
     Raises UserError: ``path`` holds runs of another size, or another format; RuntimeError: a rank failed.
     """
-    result = kept(path)
-    if result.setdefault("settings", asdict(size)) != asdict(size):
-        raise UserError(f"{path} holds runs of {result['settings']}, not of {asdict(size)}; give another --results")
+    result = kept(path, asdict(size))
     missing = [str(n) for n in CHAIN_LENGTHS if str(n) not in result["runs"]]
     if not missing and CONTROL in result["runs"]:
         print(f"all runs are in {path} already, nothing trained; --results FOLDER starts afresh")
         return result
-    result.setdefault("machine", describe("cpu"))
     right = doors.tasks(SEED, 0, size.tasks + size.unseen)
     seen, unseen = right[: size.tasks], right[size.tasks :]
     history = episodes(seen, LONGEST, SEED) if missing else []
@@ -196,20 +190,14 @@ def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
     for name, perfect in (("players", False), ("perfect", True)):
         result["runs"][name] = figures(histories(unseen, LONGEST, SEED + 1, perfect=perfect)[2].sum(-1))
     prefix = data / f"{LONGEST}"
-    _noted(
-        result,
-        path,
-        CONTROL,
-        lambda: figures(play(_run_of(prefix), Codec.load(prefix), unseen, LATER, shuffled=True)),
-    )
+    shuffled = partial(play, _run_of(prefix), Codec.load(prefix), unseen, LATER, shuffled=True)
+    _noted(result, path, CONTROL, lambda: figures(shuffled()))
     return result
 
 
 def _noted(result: dict[str, Any], path: Path, name: str, measured: Callable[[], dict[str, Any]]) -> None:
     """Measure a run, write it to ``path`` with the others, and say so."""
-    start = time.perf_counter()
-    found = result["runs"][name] = measured() | {"seconds": time.perf_counter() - start, **stamp()}
-    write_records(path, result)
+    found = noted(result, path, name, measured)
     said = f"return {found['mean'][0]:.2f} at the first attempt, {found['mean'][-1]:.2f} at the last"
     print(f"{name:10}{said}, {found['seconds']:.0f} s", flush=True)
 

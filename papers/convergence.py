@@ -10,22 +10,20 @@ finished run is written at once, and a table that is begun goes on where it stop
 """
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pretrain_gpt
 from data.text.prepare import Request, prepare
 from papers import rows
+from papers.kept import Result, kept, noted
 from parallel.context.linear import state
 from runtime.errors import UserError
-from runtime.machine import describe, stamp
 from runtime.ranks import run_ranks
 from tools.common.arguments import one_line_errors, parser_for, run_command
-from tools.common.report import read_records, write_records
 from tools.common.training import Records, trainer_of
 
 NAME = "lasp_convergence"
@@ -58,8 +56,6 @@ LAST = 10
 BOUND = 0.005
 """Largest relative difference of the loss with LASP from without."""
 SIZES = {"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY}
-Result = dict[str, Any]
-"""The settings, the machine, and each finished run's figures by name."""
 
 
 def published() -> dict[str, dict[str, float]]:
@@ -140,35 +136,20 @@ def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> 
 
     Raises UserError: ``path`` holds runs of other settings, or another format; RuntimeError: a rank failed.
     """
-    settings = {"iterations": iterations, **SIZES}
-    result = kept(path)
-    if result.setdefault("settings", settings) != settings:
-        raise UserError(f"{path} holds runs of {result['settings']}, not of {settings}; give another --results")
+    result = kept(path, {"iterations": iterations, **SIZES})
     names = [f"{row}/{way}" for row in wanted for way in (*WAYS, *[CONTROL] * row.endswith(f"/{CONTROLLED}"))]
     missing = [name for name in names if name not in result["runs"]]
     if missing:
         prepare(Request(vocab_size=VOCABULARY, max_bytes=4 << 20), data, progress=False)
-        result.setdefault("machine", describe("cpu"))  # of the first runs; each has its date and commit
     else:
         print(f"all {len(names)} runs are in {path} already, nothing trained; --results DIR starts afresh")
     for name in missing:
-        start = time.perf_counter()
-        flags = command_line(name, data, iterations)
-        losses = run_ranks(train, RANKS, flags, name.endswith(f"/{CONTROL}"), timeout=1800)[0]
-        found = {**figures(losses), "seconds": time.perf_counter() - start, **stamp()}
-        result["runs"][name] = found
-        write_records(path, result)
+        flags, dropped = command_line(name, data, iterations), name.endswith(f"/{CONTROL}")
+        run = partial(run_ranks, train, RANKS, flags, dropped, timeout=1800)
+        found = noted(result, path, name, lambda run=run: figures(run()[0]))  # type: ignore[misc]
         row, _, way = name.rpartition("/")
         said = f"loss {found['loss']:.6f} (last {found['last']:.6f}), {found['seconds']:.0f} s"
         print(f"{row:32}{way:9} {said}", flush=True)
-    return result
-
-
-def kept(path: Path) -> Result:
-    """Read a file of results; no runs if it does not exist. Raises UserError: it has no settings of runs."""
-    result = {"runs": {}, **(read_records(path) if path.exists() else {})}
-    if path.exists() and "settings" not in result:
-        raise UserError(f"{path} holds no settings of runs; give another --results")
     return result
 
 

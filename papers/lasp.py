@@ -14,8 +14,9 @@ from functools import lru_cache, partial
 
 from papers import convergence, rows
 from papers.jobs import LONG, SHORT, Figures, Job, Runs, commit_told, lengths, longest_of, shown
+from papers.kept import kept
 from papers.ring import K, step_of
-from papers.rows import Curves, Row, Sheet
+from papers.rows import Row
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
 from planner.step_memory import Arrangement, StepShape, memory_of
@@ -133,42 +134,23 @@ def trained(measured: bool = False) -> Iterator[Row]:
             status = convergence.main([])
         if status:
             raise UserError("the runs of the convergence table did not end well; the reason stands above")
-    kept, where = convergence.kept(convergence.RESULTS), ""
-    if kept["runs"]:
-        on = kept["machine"]
+    found, where = kept(convergence.RESULTS), ""
+    if found["runs"]:
+        on = found["machine"]
         commit = commit_told(on.get("commit", "unknown"))
         where = f"; measured on {on['device']}, {on['date'][:10]}, {commit}, tiny models"
     for name, theirs in convergence.published().items():
-        own = {way: kept["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}
+        own = {way: found["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}
         yield Row({"row": name}, theirs, {}, f"8 A100{where}", None if None in own.values() else own)
 
 
-SHEETS = [
-    Sheet(
-        "volumes", "LASP: volume of a layer's forward", "table 1", volumes,
-        "Elements per rank. Our Ulysses keeps its own part, 1/T of the formula's. LASP's states travel in "
-        "float32, whatever the length. Megatron-SP's is counted by the tests of tensor parallelism.",
-        measure=lambda: volumes(measured=True),
-    ),
-    Sheet(
-        "scalability", "LASP: memory by length and GPUs", "table 4", scalability,
-        f"10^9 bytes, TransNormer 1B, batch 1, no recomputation; a logit of a loss not fused takes {LOGIT_BYTES}. "
-        f"One constant is fitted: DDP's states take {DDP_STATES_GB} GB, the floor of its column.",
-        needs="16 to 128 A100 of 80 GB",
-        curves=Curves("seq_len", {"gb": "gb"}, panel="backend", curve="gpus", label="10^9 bytes"),
-    ),
-    Sheet(
-        "ablation", "LASP: longest sequence on 8 GPUs", "table 3", ablation,
-        "1,024 tokens, by backend, activation checkpointing (AC) and LASP.",
-        needs="8 A100 of 80 GB",
-    ),
-    Sheet(
-        "convergence", "LASP: convergence", "table 2", trained,
-        "Losses of the paper's models of 0.4B parameters, and of tiny ones trained here.",
-        measure=lambda: trained(measured=True), writes=False,
-    ),
-]  # fmt: skip
-main = partial(rows.main, "lasp", "Sun et al. 2024, arXiv:2404.02882", SHEETS, __doc__)
+TABLES: rows.Makers = {
+    "volumes": volumes,
+    "scalability": scalability,
+    "ablation": ablation,
+    "convergence": trained,
+}
+main = partial(rows.main, "lasp", TABLES, __doc__)
 
 if __name__ == "__main__":
     run_command(main)

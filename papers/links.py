@@ -31,20 +31,16 @@ WARM_UP, STEPS, TURNS = 1, 4, 1
 ENTRIES = {"dit": "pretrain_dit", "gpt": "pretrain_gpt"}
 
 
-def gains() -> list[Row]:
-    """Return the predicted gains, by ``bench/link``'s cluster files."""
-    with tempfile.TemporaryDirectory() as folder:
-        clusters = {link: load_cluster(CLUSTERS / f"{link}.toml") for link in LINKS}
-        return [
-            _row(*setting, predicted(clusters[setting[0]], *setting[1:], Path(folder) / "no")) for setting in SETTINGS
-        ]
-
-
-def measured_gains() -> list[Row]:
-    """Return the gains predicted by a calibration of each link, which sees no step, and those measured.
+def gains(measured: bool = False) -> list[Row]:
+    """Return the gains predicted by ``bench/link``'s cluster files, or by a calibration of each link and measured.
 
     Raises NetworkError: the machine does not allow the namespaces; MeasureError: a rank failed.
     """
+    if not measured:
+        clusters = {link: load_cluster(CLUSTERS / f"{link}.toml") for link in LINKS}
+        with tempfile.TemporaryDirectory() as folder:
+            text = Path(folder) / "no"
+            return [_row(*of, predicted(clusters[of[0]], *of[1:], text)) for of in SETTINGS]
     prepare_machine()
     found = []
     with corpus() as text:
@@ -52,9 +48,7 @@ def measured_gains() -> list[Row]:
             with Network(rails=link == "rails") as network:
                 network.limit(RATE)
                 cluster = Cluster(**cluster_of(network, link))
-                for setting in SETTINGS:
-                    if setting[0] == link:
-                        found.append(_measured(network, cluster, *setting, text))
+                found += [_measured(network, cluster, *setting, text) for setting in SETTINGS if setting[0] == link]
     return found
 
 

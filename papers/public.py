@@ -8,7 +8,7 @@ from typing import Any
 
 from model.registry import num_parameters
 from papers import rows
-from papers.rows import Row, Sheet
+from papers.rows import Row
 from planner.cluster import CLUSTERS, load_cluster
 from planner.search import predicted
 from train.config.language import parse_args
@@ -66,13 +66,3 @@ def summary(found: Sequence[Row]) -> str:
     halves = ((half, errors(found, half)) for half in (HELD_OUT, FITTED))
     said = [f"{half}: {len(off)} rows, median {median(off):.1%}, at most {max(off):.1%}" for half, off in halves if off]
     return "; ".join(said)
-
-
-SHEET = Sheet(
-    "public", "Published end-to-end runs", "tables/public_runs.csv", runs,
-    "Seconds of a step in bfloat16 and 10^9 bytes of a GPU. Of the configurations of one source, cluster, kernel and "
-    "compile flag, in the order of the table, the first, third, ... are fitted to and the others held out. Rows apart "
-    "have their reason in the table's note. Memory is that of our own run so arranged; why theirs differs is on the "
-    "planner's page.",
-    writes=False, summary=summary,
-)  # fmt: skip

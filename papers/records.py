@@ -5,7 +5,7 @@ from functools import partial
 from papers import public, rows
 from papers.jobs import LONG, Figures, Job, Runs, shown
 from papers.ring import K, step_of
-from papers.rows import Row, Sheet
+from papers.rows import Row
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
@@ -65,16 +65,11 @@ def supported() -> list[Row]:
     return found
 
 
-SHEETS = [
-    public.SHEET,
-    Sheet(
-        "upipe", "UPipe: longest sequence on one node", "Ghadia et al. 2026, arXiv:2602.21196, abstract", supported,
-        "Predicted 10^9 bytes of a GPU, bfloat16, weights sharded over 8 GPUs, full recomputation from inputs in host "
-        f"memory, loss and feed-forward in chunks, and Ulysses in {STAGES} stages of one head (UPipe) or at once.",
-        needs="8 H100 of 80 GB",
-    )
-]  # fmt: skip
-main = partial(rows.main, "records", "Published figures", SHEETS, __doc__)
+TABLES: rows.Makers = {
+    "public": public.runs,
+    "upipe": supported,
+}
+main = partial(rows.main, "records", TABLES, __doc__, public=public.summary)
 
 if __name__ == "__main__":
     run_command(main)

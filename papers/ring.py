@@ -8,9 +8,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from model.config import ModelConfig
-from papers import attempts, convergence, rows
+from papers import attempts, rows
 from papers.jobs import LONG, Job, lengths, longest_of
-from papers.rows import Curves, Row, Sheet
+from papers.kept import kept
+from papers.rows import Row
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
@@ -206,54 +207,24 @@ def reinforcement(measured: bool = False) -> Iterator[Row]:
         yield Row({"row": what}, {}, {name: round(found[place], 1) for name, found in ours.items()}, "8 A100 of 80 GB")
     fits = {name: next(size for size in GPUS_GB if found[1] <= size) for name, found in ours.items()}
     yield Row({"row": "smallest GPU that fits, GB"}, {}, fits, "any")
-    kept = convergence.kept(attempts.RESULTS)
-    if not (runs := kept["runs"]):
+    doors = kept(attempts.RESULTS)
+    if not (runs := doors["runs"]):
         return
     named = {attempts.name_of(name): run for name, run in runs.items()}
     for what, place in (("first", 0), (f"{attempts.LATER}th", attempts.LATER - 1), ("last", -1)):
         for part in ("mean", "error"):
             shown = {name: run[part][place] for name, run in named.items() if len(run[part]) > max(place, 0)}
-            yield Row({"row": f"doors, {what} attempt: {part}"}, {}, {}, kept["machine"]["device"], shown)
+            yield Row({"row": f"doors, {what} attempt: {part}"}, {}, {}, doors["machine"]["device"], shown)
 
 
-SHEETS = [
-    Sheet(
-        "minimal_block", "Ring Attention: minimal block and sequence", "table 2", minimal_blocks,
-        "Thousands of tokens: rate / bandwidth, and 6 of these. 24.5 is printed where the quotient is 25.0.",
-        needs="no run: it is a quotient of two data-sheet figures",
-    ),
-    Sheet(
-        "activations", "Ring Attention: largest activations of a layer", "table 1", activations,
-        "Six blocks of bch elements (q, k, v, k and v to come, output): 12bch bytes in bfloat16, printed as 6bch.",
-        needs="no run: bytes are counted by the plan",
-    ),
-    Sheet(
-        "flops", "Ring Attention: FLOPs of a data set by context", "appendix C, figure 5", flops,
-        "Relative to a context of 4K; the causal column counts half of the scores, as kernels do.",
-        needs="no run: operations are counted",
-        curves=Curves("context", {"ratio": "ratio"}, panel="", curve="model", label="FLOPs over those at 4K"),
-    ),
-    Sheet(
-        "max_context", "Ring Attention: longest context", "table 3", max_context,
-        "1,024 tokens; the longest power of two that fits by the planner's memory model: float32, batch 1, weights "
-        "sharded over all devices, full recomputation, the last two ways in chunks of 2,048 tokens.",
-        needs="8 to 32 A100 of 80 GB, or TPUs",
-        curves=Curves(
-            "model", {name: name for name in (COLUMNS[3], COLUMNS[2])}, panel="hardware", curve="hardware",
-            label="1,024 tokens: Ring above, blockwise below", logarithmic=True,
-        ),
-    ),
-    Sheet(
-        "rl", "Ring Attention: learning from trajectories in the context", "appendix D, table 5", reinforcement,
-        "Published: returns on ExoRL by the number of trajectories in the context. Predicted: float32, weights sharded "
-        "over 8 devices, full recomputation; a sequence on each device or, with Ring Attention, on all. Measured: the "
-        f"mean return, {attempts.BEST} at most, of attempts at 200 unseen tasks of papers.doors, and its standard "
-        "error, by the attempts in the context of a small GPT; no figure of it is comparable to one of ExoRL, but "
-        "their order is.",
-        measure=lambda: reinforcement(measured=True), writes=False,
-    ),
-]  # fmt: skip
-main = partial(rows.main, "ring", "Liu, Zaharia and Abbeel 2023, arXiv:2310.01889", SHEETS, __doc__)
+TABLES: rows.Makers = {
+    "minimal_block": minimal_blocks,
+    "activations": activations,
+    "flops": flops,
+    "max_context": max_context,
+    "rl": reinforcement,
+}
+main = partial(rows.main, "ring", TABLES, __doc__)
 
 if __name__ == "__main__":
     run_command(main)

@@ -1,6 +1,6 @@
 """Tables row by row: published, predicted and measured, as text, JSON, CSV and a picture.
 
-A paper's module has a ``Sheet`` for each of its tables and calls ``main``.
+A paper's module makes the rows of its tables, which tables/sheets.toml describes, and calls ``main``.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -68,11 +69,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Curves:
-    """A picture in the paper's form: figures over a column; a panel, if any, and a curve for each value of others."""
+    """A picture in the paper's form; its fields are those of tables/sheets.toml, which explains them."""
 
     x: str
     figures: Mapping[str, str]
-    """Published figure to the predicted one drawn beside it."""
     panel: str
     curve: str
     label: str
@@ -80,24 +80,36 @@ class Curves:
     logarithmic: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """A table of a paper, ``where`` in it; ``about`` explains its columns."""
+    """A table of a paper, as tables/sheets.toml has and explains it, and what makes its rows."""
 
     name: str
     title: str
     where: str
-    rows: Callable[[], Iterable[Row]]
     about: str
     needs: str = ""
-    """Hardware that a measurement needs and this machine may lack."""
-    measure: Callable[[], Iterable[Row]] | None = None
-    """The rows with what this machine measures."""
+    measures: bool = False
+    """True if ``rows`` takes ``measured``, and this machine measures then."""
+    writes: bool = True
     curves: Curves | None = None
+    rows: Callable[..., Iterable[Row]]
     summary: Callable[[Sequence[Row]], str] | None = None
     """A line below the table."""
-    writes: bool = True
-    """True if its files are written from its rows; otherwise its measurement writes them."""
+
+
+Makers = Mapping[str, Callable[..., Iterable[Row]]]
+"""What makes the rows of each table, by its name."""
+
+
+def sheets_of(paper: str, makers: Makers, **summaries: Callable[[Sequence[Row]], str]) -> tuple[str, dict[str, Sheet]]:
+    """Return the reference of a paper, and its tables by name."""
+    known = tomllib.loads((FOLDER / "tables/sheets.toml").read_text(encoding="utf-8"))[paper]
+    sheets = {}
+    for name, rows in makers.items():
+        curves = Curves(**known[name].pop("curves")) if "curves" in known[name] else None
+        sheets[name] = Sheet(name=name, rows=rows, curves=curves, summary=summaries.get(name), **known[name])
+    return known["source"], sheets
 
 
 def stamp() -> dict[str, str]:
@@ -241,11 +253,15 @@ def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
 
 @one_line_errors
 def main(
-    paper: str, source: str, sheets: Sequence[Sheet], description: str | None, argv: list[str] | None = None
+    paper: str,
+    makers: Makers,
+    description: str | None,
+    argv: list[str] | None = None,
+    **summaries: Callable[[Sequence[Row]], str],
 ) -> None:
-    """Run the command of a paper, whose reference is ``source``; return 1 after an error."""
+    """Run the command of a paper; return 1 after an error."""
     parser = parser_for(f"python -m papers.{paper}", description)
-    tables = {sheet.name: sheet for sheet in sheets}
+    source, tables = sheets_of(paper, makers, **summaries)
     parser.add_argument("--table", choices=list(tables), help="one of %(choices)s (default: all)")
     parser.add_argument("--measure", action="store_true", help="also measure here what this machine can")
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
@@ -258,7 +274,7 @@ def main(
     if args.submit is None and (args.dry_run or args.row):
         parser.error("--dry-run and --row are of --submit CLUSTER; give it too")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    chosen = [tables[args.table]] if args.table else sheets
+    chosen = [tables[args.table]] if args.table else [*tables.values()]
     if args.submit is not None:
         if not args.dry_run:
             check_login_node()  # before rows are predicted
@@ -294,16 +310,16 @@ def _with_runs(row: Row, folder: Path) -> Row:
 
 def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
     """Make a table's rows, measured here if asked and if this machine can; print it, and write its files."""
-    measure = sheet.measure if args.measure else None
-    if args.measure and measure is None:
+    measures = args.measure and sheet.measures
+    if args.measure and not measures:
         print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
     try:
-        rows = list((measure or sheet.rows)())
+        rows = list(sheet.rows(measured=True) if measures else sheet.rows())
     except NetworkError as error:
         print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
         rows = list(sheet.rows())
     rows = [_with_runs(row, args.runs / paper / sheet.name) for row in rows]
-    command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * (measure is not None)}"
+    command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measures}"
     if not args.json:
         print(as_text(sheet, rows, source, command))
     if args.results and sheet.writes:

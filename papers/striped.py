@@ -11,7 +11,7 @@ from papers import rows
 from papers.emulate import clock, emulate
 from papers.jobs import Figures, Job, Runs, shown
 from papers.ring import device, step_of
-from papers.rows import Curves, Row, Sheet
+from papers.rows import Row
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import Cluster
@@ -135,17 +135,10 @@ def speedups(measured: bool = False) -> Iterator[Row]:
         yield Row(of | {"seq_len": tokens}, published, ours, row["hardware"], taken, job=measures)
 
 
-SHEETS = [
-    Sheet(
-        "speedups", "Striped Attention: speed-up over Ring Attention", "tables 3 to 5 and appendix", speedups,
-        "Analytic: the formula's maximum; its speed-up where tiles (2,048 x 4,096 on the A100, 2,048 squared on a TPU) "
-        "are computed whole; the planner's, with exact causal work, recomputation and sending overlapped by rounds. "
-        f"Emulated: one rank after the other on this machine, widths and lengths divided by {SCALE}, sends hidden.",
-        needs="8 A100 or 8 to 16 TPUs", measure=partial(speedups, measured=True),
-        curves=Curves("seq_len", {"speedup": "speedup"}, panel="hardware", curve="mesh", label="speed-up over Ring"),
-    )
-]  # fmt: skip
-main = partial(rows.main, "striped", "Brandon et al. 2023, arXiv:2311.09431", SHEETS, __doc__)
+TABLES: rows.Makers = {
+    "speedups": speedups,
+}
+main = partial(rows.main, "striped", TABLES, __doc__)
 
 if __name__ == "__main__":
     run_command(main)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from papers import links, ring, rows
 from papers.jobs import Figures, Job, Runs
-from papers.rows import Curves, Row, Sheet
+from papers.rows import Row
 from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.step_cost import predict
@@ -205,39 +205,14 @@ def fitting_job(model: str, ktokens: int) -> Job:
     )
 
 
-SHEETS = [
-    Sheet(
-        "volumes", "WallFacer: volume of an attention's forward", "section 3.2.2", volumes,
-        "Per rank, LLaMA 30B, 65,536 tokens on 64 GPUs, C = 4, bfloat16. Our plan sends (P - 1) / P of a "
-        "ring, and partial results in float32 where the paper counts 16 bits, hence more in collectives.",
-        measure=lambda: volumes(measured=True),
-    ),
-    Sheet(
-        "memory", "WallFacer: peak of activations", "equations 6 and 7", memory,
-        "In A = B N H / P, 64 layers: Y + 4 and Y + 3 C + 1.", needs="no run: tensors are counted",
-    ),
-    Sheet(
-        "gains", "WallFacer: gain over Ring Attention", "section 4.1", gains,
-        "Team size and gain in percent, if no sending is hidden by computing, and if all of it that can be is.",
-        needs="32 A100 of 40 GB, or 32 to 64 H100",
-        curves=Curves(
-            "ktokens", {"gain_percent": "gain_percent", "-": "gain_hidden_percent"}, panel="cluster", curve="run",
-            label="gain in %, below with sends hidden",
-        ),
-    ),
-    Sheet(
-        "links", "WallFacer: gain over Ring Attention on emulated links", "section 4.1, on a small scale", links.gains,
-        "Seconds of a step, predicted for bench/link's cluster files or, with --measure, from a calibration that sees "
-        "no step. A team has 2 ranks; Ring is zigzag for the GPT, whose attention is causal.",
-        measure=links.measured_gains,
-    ),
-    Sheet(
-        "supported_length", "WallFacer: supported lengths", "table 4", supported,
-        "bfloat16, ZeRO-2, checkpoints behind the attention. 'One A100' is read as 8.",
-        needs="8 A100 of 80 GB",
-    ),
-]  # fmt: skip
-main = partial(rows.main, "wallfacer", "Liu et al. 2024, arXiv:2407.00611", SHEETS, __doc__)
+TABLES: rows.Makers = {
+    "volumes": volumes,
+    "memory": memory,
+    "gains": gains,
+    "links": links.gains,
+    "supported_length": supported,
+}
+main = partial(rows.main, "wallfacer", TABLES, __doc__)
 
 if __name__ == "__main__":
     run_command(main)

@@ -65,7 +65,7 @@ def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
 def test_a_gain_is_measured_on_a_link(model, monkeypatch):
     monkeypatch.setattr(links, "SETTINGS", [("rails", model, 1024)])
     monkeypatch.setattr(links, "TURNS", 1)
-    (row,) = links.measured_gains()
+    (row,) = links.gains(measured=True)
     assert float(row.measured["times_as_fast"] or 0) == pytest.approx(
         float(row.analytic["times_as_fast"] or 0), rel=0.3
     )

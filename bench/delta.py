@@ -10,12 +10,8 @@ longest length, in turn with one of them alone. The slower of the two counts.
 """
 
 import os
-import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from importlib.util import find_spec
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -23,28 +19,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.harness import (
-    add_rounds,
-    add_sizes,
-    check_same,
-    clocked,
-    failures_told,
-    fingerprint,
-    format_targets,
-    measured,
-    sizes_of,
-    target,
-)
-from bench.linear import by_length, lengths_between, overtakes
+from bench import lengths
+from bench.harness import clocked, failures_told, format_targets, forward_backward, target
+from bench.lengths import by_length, overtaking, summary
 from bench.shapes import AttentionShape
 from kernels.delta.rule import delta_rule
 from model.attention import sdpa
 from parallel.context import context_parallel
 from runtime.errors import UserError
-from runtime.machine import OtherLoad, describe, results_file, usable_cores
 from runtime.ranks import run_ranks
-from tools.common.arguments import one_line_errors, parser_for, positive, run_command
-from tools.common.report import Table, write_records
+from tools.common.arguments import one_line_errors, run_command
+from tools.common.report import Table
 
 CONTESTANTS = ("chunked", "transformers", "softmax")
 FASTER, SHARE = 3.0, 0.62
@@ -78,37 +63,11 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return sdpa(q, k, v)
 
 
-def step_of(attend: Callable[..., Tensor], tensors: list[Tensor], dout: Tensor) -> Callable[[], list[Tensor]]:
-    """Return a step, forward and backward: out and the gradients of all tensors."""
-    leaves = [x.requires_grad_() for x in tensors]
-
-    def step() -> list[Tensor]:
-        out = attend(*leaves)
-        return [out.detach(), *(x for x in torch.autograd.grad(out, leaves, dout, allow_unused=True) if x is not None)]
-
-    return step
-
-
-def measure(shape: AttentionShape, lengths: list[int], repeats: int, max_seconds: float) -> list[dict[str, Any]]:
-    """Time the contestants at every length, in rows of seconds.
-
-    Raises MeasureError: the two forms of the rule differ in out or a gradient.
-    """
-    rows = list[dict[str, Any]]()
+def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
+    """Return a step of each contestant: out, and the gradients of what it takes."""
+    tensors, dout = inputs(work)
     ways: dict[str, Callable[..., Tensor]] = {"chunked": ours, "transformers": theirs, "softmax": softmax}
-    for length in lengths:
-        tensors, dout = inputs(replace(shape, seq_length=length))
-        steps = {name: step_of(way, [x.clone() for x in tensors], dout) for name, way in ways.items()}
-        prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
-        check_same("chunked", prints["chunked"], prints["transformers"], "float32", "transformers")
-        seconds = measured({name: clocked(step) for name, step in steps.items()}, repeats, max_seconds)
-        rows += [{"name": name, "length": length, **summary(taken)} for name, taken in seconds.items()]
-    return rows
-
-
-def summary(seconds: list[float]) -> dict[str, Any]:
-    """Return a row's figures."""
-    return {"rounds": len(seconds), "median": median(seconds), "min": min(seconds), "max": max(seconds)}
+    return {name: forward_backward(way, *(x.clone() for x in tensors), dout) for name, way in ways.items()}
 
 
 def shared(rank: int, ranks: int, work: AttentionShape, repeats: int) -> dict[str, list[float]]:
@@ -120,7 +79,8 @@ def shared(rank: int, ranks: int, work: AttentionShape, repeats: int) -> dict[st
     cp = context_parallel("ring", seq_len=work.seq_length, group=dist.group.WORLD, backend="chunked")
     (q, *others), dout = inputs(work)
     parts = [cp.shard(x, dim=1).contiguous() for x in (q * work.head_dim**-0.5, *others)]
-    alone, together = step_of(ours, [q, *others], dout), step_of(cp.attend_delta, parts, cp.shard(dout, dim=1))
+    alone = forward_backward(ours, q, *others, dout)
+    together = forward_backward(cp.attend_delta, *parts, cp.shard(dout, dim=1))
     found: dict[str, list[float]] = {"one process": [], f"{ranks} processes": []}
     for _ in range(1 + repeats):  # the first warms up
         for taken, step in zip(found.values(), (alone, together), strict=True):
@@ -162,9 +122,7 @@ def markdown(result: dict[str, Any]) -> str:
     seconds = {f"{name}, s": f"{{{name}:.3f}}" for name in CONTESTANTS}
     ratios = {f"{name} / chunked": f"{{over_{name}:.2f}}" for name in CONTESTANTS[1:]}
     lines = Table({"tokens": "{length:,}", **seconds, **ratios}, rows).markdown("---:")
-    start = overtakes(result, "softmax")
-    where = "nowhere faster" if start is None else f"faster from {start:,} tokens on"
-    lines += ["", f"chunked is {where} than softmax"]
+    lines += ["", overtaking(result, "softmax")]
     lines += [f"{row['name']}, {row['length']:,} tokens: {row['median']:.3f} s" for row in result["shared"]]
     return "\n".join([*lines, *format_targets(targets(result))])
 
@@ -172,39 +130,14 @@ def markdown(result: dict[str, Any]) -> str:
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    parser = parser_for("python -m bench.delta", __doc__)
-    add = parser.add_argument
-    add_sizes(parser, num_heads=4, head_dim=128, batch=1)
-    add("--min-length", type=positive, default=512, help="shortest sequence (default: %(default)s)")
-    add("--max-length", type=positive, default=8192, help="longest; they double (default: %(default)s)")
-    add_rounds(parser, 5, 60.0)
-    where = "where delta-MACHINE.jsonl goes (default: %(default)s)"
-    add("--results", type=Path, default=Path("bench/results"), metavar="FOLDER", help=where)
-    args = parser.parse_args(argv)
-    if args.max_length < args.min_length:
-        raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
+    args = lengths.parser_of("delta", __doc__, 512, 8192, max_seconds=60.0, num_heads=4, head_dim=128).parse_args(argv)
     if find_spec("transformers") is None:
         raise UserError("this compares with transformers, which is not installed; pip install -r requirements-dev.txt")
-    shape = AttentionShape(seq_length=args.max_length, **sizes_of(args))
-    threads, others, began = torch.get_num_threads(), OtherLoad(usable_cores()), time.process_time()
-    torch.set_num_threads(1)
-    try:
-        lengths = lengths_between(args.min_length, args.max_length)
-        rows = measure(shape, lengths, args.repeats, args.max_seconds)
-    finally:
-        torch.set_num_threads(threads)
-    taken = others.cores_taken(time.process_time() - began)
-    result: dict[str, Any] = {
-        "benchmark": "the gated delta rule, forward + backward, one thread; and over two processes",
-        "machine": describe("cpu"),
-        "load": {"cores_taken_by_others": taken},
-        "shape": {name: value for name, value in asdict(shape).items() if name != "seq_length"},
-        "rows": rows,
-        "shared": split(replace(shape, seq_length=lengths[-1]), args.repeats),
-    }
-    path = results_file(args.results, "delta", result["machine"])
-    write_records(path, result)
-    machine = result["machine"]
+    about = "the gated delta rule, forward + backward, one thread; and over two processes"
+    result = lengths.measure(args, about, steps_of, ("transformers", "transformers"))
+    longest = AttentionShape(**result["shape"], seq_length=result["rows"][-1]["length"])
+    result["shared"] = split(longest, args.repeats)
+    path, machine = lengths.write(args, "delta", result), result["machine"]
     print(f"{machine['device']}, torch {machine['torch']}, one thread\n\n{markdown(result)}\nwritten: {path}")
 
 

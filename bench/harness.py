@@ -93,13 +93,17 @@ def clocked(step: Callable[[], object]) -> Callable[[], float]:
     return seconds
 
 
-def forward_backward(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Callable[[], Any]:
-    """Return a step that attends forward and backward, and returns out, dq, dk and dv."""
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+def forward_backward(attend: Callable[..., Tensor], *given: Tensor) -> Callable[[], list[Tensor]]:
+    """Return a step that attends forward and backward: out, and the gradients of what it takes.
+
+    ``given`` are the tensors that it takes, of which some may not count, and last the gradient of out.
+    """
+    *tensors, dout = given
+    leaves = [x.requires_grad_() for x in tensors]
 
     def step() -> list[Tensor]:
         out = attend(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        return [out.detach(), *(x for x in torch.autograd.grad(out, leaves, dout, allow_unused=True) if x is not None)]
 
     return step
 

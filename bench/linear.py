@@ -17,37 +17,24 @@ the machine does hits all alike, and chunked must equal naive before it is timed
 """
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from bench.harness import (
-    add_rounds,
-    add_sizes,
-    check_same,
-    clocked,
-    fingerprint,
-    forward_backward,
-    measured,
-    sizes_of,
-)
+from bench import lengths
+from bench.harness import forward_backward
+from bench.lengths import by_length, overtaking
 from bench.shapes import AttentionShape
 from kernels import reference
 from kernels.linear_attention import linear_attention
 from kernels.linear_scan import SCAN_CHUNK
 from model.attention import sdpa
 from model.linear.transnormer import alibi_slopes
-from runtime.errors import UserError
-from runtime.machine import OtherLoad, describe, results_file, usable_cores
-from tools.common.arguments import one_line_errors, parser_for, positive, run_command
-from tools.common.report import Table, write_records
+from tools.common.arguments import one_line_errors, run_command
+from tools.common.report import Table
 
 CONTESTANTS = ("chunked", "naive", "softmax")
 KEPT_BYTES = 1 << 30
@@ -55,11 +42,6 @@ KEPT_BYTES = 1 << 30
 SCANS = 4
 """Scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
 MINIMUM_SECONDS = 0.5  # for all contestants at a length; the shortest step takes a millisecond
-
-
-def lengths_between(shortest: int, longest: int) -> list[int]:
-    """Return ``shortest`` times powers of two, up to ``longest``."""
-    return [shortest << n for n in range(int(math.log2(longest / shortest)) + 1)]
 
 
 def fits(work: AttentionShape) -> bool:
@@ -92,73 +74,17 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return linear_attention(q, k, v, log_decay, backend="chunked")[0]
 
 
-def step_of(name: str, work: AttentionShape) -> Callable[[], list[Tensor]]:
-    """Return a function that attends forward and backward, and returns out, dq, dk and dv."""
-    return forward_backward(partial(attend, name), *work.tensors())
+def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
+    """Return what attends forward and backward, and returns out, dq, dk and dv, of each contestant that fits."""
+    names = [name for name in CONTESTANTS if name != "naive" or fits(work)]
+    return {name: forward_backward(partial(attend, name), *work.tensors()) for name in names}
 
 
-def measure(
-    lengths: Sequence[int], shape: AttentionShape, repeats: int = 5, max_seconds: float = 15.0
-) -> dict[str, Any]:
-    """Time all contestants at every length, with the heads of ``shape``.
-
-    Args:
-        repeats: rounds at each length, and more until half a second is over.
-        max_seconds: no further round at a length after this long, once there are three.
-
-    Raises MeasureError: chunked and naive differ in out, dq, dk or dv.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    others, began, rows = OtherLoad(usable_cores()), time.process_time(), list[dict[str, Any]]()
-    try:
-        for length in lengths:
-            work = replace(shape, seq_length=length)
-            steps = {name: step_of(name, work) for name in CONTESTANTS if name != "naive" or fits(work)}
-            prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
-            if "naive" in prints:
-                check_same("chunked", prints["chunked"], prints["naive"], work.dtype, "the naive form")
-            clocks = {name: clocked(step) for name, step in steps.items()}
-            seconds = measured(clocks, repeats, max_seconds, MINIMUM_SECONDS)
-            rows += [row(name, work, taken) for name, taken in seconds.items()]
-    finally:
-        torch.set_num_threads(threads)
-    taken = others.cores_taken(time.process_time() - began)
-    return {
-        "benchmark": "linear against quadratic attention over length, forward + backward, causal, one thread",
-        "machine": describe("cpu"),
-        "load": {"cores_taken_by_others": taken},
-        "shape": {name: value for name, value in asdict(shape).items() if name != "seq_length"},
-        "rows": rows,
-    }
-
-
-def row(name: str, work: AttentionShape, seconds: list[float]) -> dict[str, Any]:
-    """Summarize one contestant at one length."""
-    middle = median(seconds)
-    return {
-        "name": name,
-        "length": work.seq_length,
-        "rounds": len(seconds),
-        "median": middle,
-        "min": min(seconds),
-        "max": max(seconds),
-        "tokens_per_second": work.batch * work.seq_length / middle,
-        "flops": flops(name, work),
-        "gflops_per_second": flops(name, work) / middle / 1e9,
-    }
-
-
-def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
-    """Return the rows of a contestant by length."""
-    return {row["length"]: row for row in result["rows"] if row["name"] == name}
-
-
-def overtakes(result: dict[str, Any], name: str) -> int | None:
-    """Return the length from which chunked is faster than ``name`` at all lengths measured of both; None if never."""
-    ours, theirs = by_length(result, "chunked"), by_length(result, name)
-    slower = [n for n in theirs if ours[n]["median"] >= theirs[n]["median"]]
-    return min((n for n in theirs if n > max(slower, default=0)), default=None)
+def with_rates(row: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """Add what a contestant does in a second at a length."""
+    work = AttentionShape(**shape, seq_length=row["length"])
+    tokens, count = work.batch * work.seq_length / row["median"], flops(row["name"], work)
+    return row | {"tokens_per_second": tokens, "flops": count, "gflops_per_second": count / row["median"] / 1e9}
 
 
 def exponent(result: dict[str, Any], name: str) -> float | None:
@@ -184,10 +110,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         *(f"{n}: time grows as length^{p:.2f} over its last step" for n, p in powers.items() if p is not None),
     ]
-    for name in CONTESTANTS[1:]:
-        start = overtakes(result, name)
-        where = "nowhere faster" if start is None else f"faster from {start:,} tokens on"
-        lines.append(f"chunked is {where} than {name}")
+    lines += [overtaking(result, name) for name in CONTESTANTS[1:]]
     return "\n".join(lines)
 
 
@@ -204,10 +127,10 @@ def picture(result: dict[str, Any], path: Path) -> None:
         rows = by_length(result, name)
         rates = [row["tokens_per_second"] for row in rows.values()]
         axes.plot(list(rows), rates, marker=marker, color=colour, label=labels[name])
-    lengths = list(by_length(result, "chunked"))
+    tokens = list(by_length(result, "chunked"))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_xticks(tokens, [f"{length:,}" for length in tokens])
     shape = result["shape"]
     title = f"forward + backward, {shape['num_heads']} heads of {shape['head_dim']}, {shape['dtype']}, one thread"
     axes.set(xlabel="tokens in the sequence", ylabel="tokens per second", title=title)
@@ -220,23 +143,14 @@ def picture(result: dict[str, Any], path: Path) -> None:
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    parser = parser_for("python -m bench.linear", __doc__)
-    add, folder, plot = parser.add_argument, Path("bench/results"), Path("docs/images/linear_throughput.png")
-    add_sizes(parser, num_heads=4, head_dim=32, batch=1)
-    add("--min-length", type=positive, default=256, help="shortest sequence (default: %(default)s)")
-    add("--max-length", type=positive, default=16384, help="longest; they double (default: %(default)s)")
-    add_rounds(parser, 5, 15.0)
-    where = "where linear-MACHINE.jsonl goes (default: %(default)s)"
-    add("--results", type=Path, default=folder, metavar="FOLDER", help=where)
-    add("--picture", type=Path, default=plot, metavar="FILE", help="where the plot goes (default: %(default)s)")
+    parser = lengths.parser_of("linear", __doc__, 256, 16384, max_seconds=15.0, num_heads=4, head_dim=32)
+    plot, where = Path("docs/images/linear_throughput.png"), "where the plot goes (default: %(default)s)"
+    parser.add_argument("--picture", type=Path, default=plot, metavar="FILE", help=where)
     args = parser.parse_args(argv)
-    if args.max_length < args.min_length:
-        raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
-    shape = AttentionShape(seq_length=args.min_length, **sizes_of(args))
-    result = measure(lengths_between(args.min_length, args.max_length), shape, args.repeats, args.max_seconds)
-    machine = result["machine"]
-    path = results_file(args.results, "linear", machine)
-    write_records(path, result)
+    about = "linear against quadratic attention over length, forward + backward, causal, one thread"
+    result = lengths.measure(args, about, steps_of, ("naive", "the naive form"), MINIMUM_SECONDS)
+    result["rows"] = [with_rates(row, result["shape"]) for row in result["rows"]]
+    path, machine = lengths.write(args, "linear", result), result["machine"]
     picture(result, args.picture)
     print(f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}")
     print(f"written: {path}, {args.picture}")

@@ -11,30 +11,23 @@ and sending all rows, as every method did before masks decided what travels.
 
 import argparse
 import os
-import re
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from bench.harness import add_results, add_sizes, check_same, fingerprint, forward_backward, heading
+from bench.harness import add_sizes, fingerprint, forward_backward, heading
+from bench.link import alone
 from bench.link.__main__ import SHARED
 from bench.link.cases import CASES as CONFIGURATIONS
-from bench.link.network import LINKS, Network, prepare_machine
-from bench.link.ranks import WARM_UP_LIMITED, began, iterate, medians, plan_crossing, report
+from bench.link.network import LINKS, Network
+from bench.link.ranks import began, plan_crossing
 from bench.shapes import AttentionShape
 from parallel.context import ContextParallel, Plan
-from runtime.errors import UserError
-from runtime.machine import results_file
 from runtime.processes import process_group
-from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.cases import case_of
-from tools.common.report import Column, Table, write_tables
+from tools.common.report import Column, Table
 
-WARM_UP, FREE = 1, 1  # steps without the limit: connections are made; counted
 CASES: dict[str, dict[str, Any]] = {
     "lognormal": {"documents": "lognormal"},
     "short": {"documents": "short"},
@@ -52,10 +45,7 @@ SHARE_ON_LINK = 0.7
 """The link's share of the best time of methods that send all rows: with less, it is not the link that is measured."""
 COLUMNS: dict[str, Column] = {
     "method": "{name}",
-    "step, s": "{median:.3f}",
-    "on the link": "{on_link:.0%}",
-    "without a limit, s": "{unlimited:.3f}",
-    "crossed, MiB": lambda row: f"{row['crossed'] / 2**20:.2f}",
+    **alone.COLUMNS,
     "by the plan, MiB": lambda row: f"{row['attention_by_plan'] / 2**20:.2f}",
 }
 
@@ -85,28 +75,12 @@ class Contestant:
 
 
 def attend(pipe: Connection, work: AttentionShape, name: str, plan: Plan, truth: list[float], steps: int) -> None:
-    """Join, check the first of so many forwards and backwards against ``truth``, and report the time of each.
-
-    A step lasts from a barrier until its slowest rank has ended.
-
-    Raises MeasureError: the squares of out, dq, dk and dv do not sum to ``truth``.
-    """
+    """Join, and run so many forwards and backwards, as ``alone.run_steps``."""
     with process_group() as group:
         cp = ContextParallel(plan, group)
         step = forward_backward(cp.attend, *(cp.shard(x, dim=1) for x in work.tensors()))
         valid = (cp.positions < work.seq_length).nonzero()[:, 0]
-        for index in range(steps):
-            dist.barrier(group)
-            start = time.perf_counter()
-            found = step()
-            seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
-            if index == 0:
-                sums = fingerprint([x[:, valid] for x in found])
-                dist.all_reduce(sums, group=group)
-                check_same(name, sums.tolist(), truth, work.dtype)
-            if dist.get_rank(group) == 0:
-                report(pipe, float(seconds))
+        alone.run_steps(pipe, group, steps, lambda: [x[:, valid] for x in step()], name, truth, work.dtype)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -117,22 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
     add("--link", choices=LINKS, default="shared", help="default: %(default)s")
     add_sizes(parser, seq_length=16384, num_heads=8, head_dim=32)
-    add("--rate", default="100mbit", help="of the link or of each rail (default: %(default)s)")
-    add("--repeats", type=positive, default=3, help="steps that count (default: %(default)s)")
-    add_results(parser)
+    alone.add_link(parser)
     return parser
 
 
-def bits_per_second(rate: str) -> float:
-    """Return a rate in bits per second. Raises UserError: it is not a number with kbit, mbit or gbit."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
-    if found is None or float(found[1]) <= 0:
-        raise UserError(f"--rate is {rate!r}; give a number with kbit, mbit or gbit, such as 100mbit")
-    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
-
-
-def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """Measure all cases of a command line at ``rate`` bits per second, with a line for each contestant.
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all cases of a command line, with a line for each contestant.
 
     Raises MeasureError: a rank failed, or computes something else than one process; NetworkError: the machine does not
     allow the namespaces.
@@ -144,8 +108,12 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
         for case, work in works.items():
             truth = fingerprint(forward_backward(work.attend, *work.tensors())()).tolist()
             for contestant in contestants(work, args.methods):
-                row = _one(network, work, contestant, truth, args, rate)
-                rows.append({"case": case, "name": contestant.name, "all_rows": contestant.all_rows, **row})
+                row = {"case": case, "name": contestant.name, "all_rows": contestant.all_rows}
+                plan = contestant.plan(work, network)
+                row |= alone.figures(network, args, attend, work, contestant.name, plan, truth)
+                sizes = {"batch": 1, "heads": work.num_heads, "kv_heads": work.kv_heads, "head_dim": work.head_dim}
+                row["attention_by_plan"] = max(plan_crossing(plan, network.ranks_per_node, **sizes, element_size=4))
+                rows.append(row)
                 print(f"{case} {Table(COLUMNS).line(rows[-1])}", flush=True)
     return {
         **about,
@@ -174,25 +142,6 @@ def contestants(work: AttentionShape, methods: list[str]) -> list[Contestant]:
         found.append(Contestant(name + " all rows" * both, case.method, True, case.team))
         found += [Contestant(name, case.method, False, case.team)] * both
     return found
-
-
-def _one(
-    network: Network,
-    work: AttentionShape,
-    contestant: Contestant,
-    truth: list[float],
-    args: argparse.Namespace,
-    rate: float,
-) -> dict[str, Any]:
-    """Run one contestant; return the medians of its steps, and what of them the link takes."""
-    plan = contestant.plan(work, network)
-    steps = WARM_UP + FREE + WARM_UP_LIMITED + args.repeats
-    given = work, contestant.name, plan, truth, steps
-    found = medians(network, args.rate, lambda before: iterate(network, before, attend, *given), WARM_UP, FREE)
-    sizes = {"batch": 1, "heads": work.num_heads, "kv_heads": work.kv_heads, "head_dim": work.head_dim}
-    by_plan = max(plan_crossing(plan, network.ranks_per_node, **sizes, element_size=4))
-    rails = network.ranks_per_node if network.rails else 1
-    return {**found, "attention_by_plan": by_plan, "on_link": found["crossed"] * 8 / rate / rails / found["median"]}
 
 
 def verdict(case: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -246,15 +195,8 @@ def sentence(said: dict[str, Any]) -> str:
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    args = build_parser().parse_args(argv)
-    rate = bits_per_second(args.rate)
-    prepare_machine()
-    result = measure(args, rate)
-    print("\n" + markdown(result))
-    if args.results:
-        path = results_file(args.results, "link-attention", result["machine"])
-        text = f"# The attention alone over a slow link\n\n{markdown(result)}"
-        print(f"wrote {write_tables(path, result, text)} and its .jsonl")
+    title = "The attention alone over a slow link"
+    alone.run(build_parser().parse_args(argv), "link-attention", title, measure, markdown)
 
 
 if __name__ == "__main__":

@@ -9,29 +9,25 @@ model; value heads are twice the key heads, as in Qwen3.5 9B. Each first step is
 
 import argparse
 import os
-import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bench.delta import inputs, step_of
-from bench.harness import add_results, add_sizes, check_same, fingerprint, format_targets, heading, target
-from bench.link.attention import FREE, WARM_UP, bits_per_second
-from bench.link.network import Network, prepare_machine
-from bench.link.ranks import WARM_UP_LIMITED, Iteration, began, iterate, medians, report
+from bench.delta import inputs
+from bench.harness import add_sizes, fingerprint, format_targets, forward_backward, heading, target
+from bench.link import alone
+from bench.link.network import Network
+from bench.link.ranks import began
 from bench.shapes import AttentionShape
 from kernels.delta.rule import delta_rule
 from parallel.context import ContextParallel, context_parallel
 from parallel.context.transport import Transport
-from runtime.machine import results_file
 from runtime.processes import process_group
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
-from tools.common.report import Column, Table, write_tables
+from tools.common.report import Column, Table
 
 FASTER = 2.0
 """Times as fast as each other contestant that states are to be."""
@@ -45,10 +41,7 @@ CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Method and options: a chain of states, an all-to-all over heads, and all of the sequence on each rank."""
 COLUMNS: dict[str, Column] = {
     "contestant": "{name}",
-    "step, s": "{median:.3f}",
-    "on the link": "{on_link:.0%}",
-    "without a limit, s": "{unlimited:.3f}",
-    "crossed, MiB": lambda row: f"{row['crossed'] / 2**20:.2f}",
+    **alone.COLUMNS,
     "by the formula, MiB": lambda row: f"{row['by_formula'] / 2**20:.2f}",
 }
 
@@ -102,69 +95,47 @@ def by_formula(name: str, tokens: int, heads: int, width: int, ranks: int = 2) -
 
 
 def attend(pipe: Connection, work: AttentionShape, name: str, truth: list[float], steps: int) -> None:
-    """Join, check the first of so many forwards and backwards against ``truth``, and report the time of each.
-
-    A step lasts from a barrier until its slowest rank has ended.
-
-    Raises MeasureError: the squares of out and the gradients do not sum to ``truth``.
-    """
+    """Join, and run so many forwards and backwards, as ``alone.run_steps``."""
     method, options = CONTESTANTS[name]
     with process_group() as group:
         cp = context_parallel(method, seq_len=work.seq_length, group=group, **options)
         tensors, dout = tensors_of(work)
-        parts = [cp.shard(x, dim=1).contiguous() for x in tensors]
-        step = step_of(attention_of(name, cp), parts, cp.shard(dout, dim=1))
+        parts = [cp.shard(x, dim=1).contiguous() for x in (*tensors, dout)]
+        step = forward_backward(attention_of(name, cp), *parts)
         del tensors, dout
-        for index in range(steps):
-            dist.barrier(group)
-            start = time.perf_counter()
-            found = step()
-            seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
-            if index == 0:
-                sums = fingerprint(found)
-                dist.all_reduce(sums, group=group)
-                check_same(name, sums.tolist(), truth, work.dtype, "one process")
-            if dist.get_rank(group) == 0:
-                report(pipe, float(seconds))
+        alone.run_steps(pipe, group, steps, step, name, truth, work.dtype, "one process")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     parser = parser_for("python -m bench.link.delta", __doc__)
-    add = parser.add_argument
-    add("--tokens", type=positive, default=8192, metavar="N", help="of each rank (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=positive, default=8192, metavar="N", help="of each rank (default: %(default)s)"
+    )
     add_sizes(parser, num_heads=4, head_dim=128)
-    add("--rate", default="100mbit", help="of the link (default: %(default)s)")
-    add("--repeats", type=positive, default=3, help="steps that count (default: %(default)s)")
-    add_results(parser)
+    alone.add_link(parser)
     return parser
 
 
-def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """Measure all contestants at ``rate`` bits per second, with a line for each.
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all contestants, with a line for each.
 
     Raises MeasureError: a rank failed, or computes something else than one process; NetworkError: the machine does not
     allow the namespaces.
     """
     about = began(args, "gated delta rule between two emulated nodes, forward + backward")
-    rows, steps = list[dict[str, Any]](), WARM_UP + FREE + WARM_UP_LIMITED + args.repeats
+    rows = list[dict[str, Any]]()
     with Network(rails=False, ranks_per_node=1) as network:
         length, sizes = network.size * args.tokens, {"num_heads": args.num_heads, "head_dim": args.head_dim}
         work = AttentionShape(seq_length=length, kv_heads=args.num_heads, **sizes)
         tensors, dout = tensors_of(work)
-        truth = fingerprint(step_of(lambda *x: delta_rule(*x)[0], tensors, dout)()).tolist()
+        truth = fingerprint(forward_backward(lambda *x: delta_rule(*x)[0], *tensors, dout)()).tolist()
         for name in CONTESTANTS:
-            found = medians(network, args.rate, partial(_steps, network, work, name, truth, steps), WARM_UP, FREE)
+            found = alone.figures(network, args, attend, work, name, truth)
             formula = by_formula(name, args.tokens, args.num_heads, args.head_dim)
-            on_link = found["crossed"] * 8 / rate / found["median"]
-            rows.append({"name": name, **found, "by_formula": formula, "on_link": on_link})
+            rows.append({"name": name, **found, "by_formula": formula})
             print(Table(COLUMNS).line(rows[-1]), flush=True)
     return {**about, "load_average": list(os.getloadavg()), "tokens": args.tokens, "workload": sizes, "rows": rows}
-
-
-def _steps(network: Network, *given: Any) -> list[Iteration]:
-    return iterate(network, given[-1], attend, *given[:-1])
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -195,15 +166,8 @@ def markdown(result: dict[str, Any]) -> str:
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    args = build_parser().parse_args(argv)
-    rate = bits_per_second(args.rate)
-    prepare_machine()
-    result = measure(args, rate)
-    print("\n" + markdown(result))
-    if args.results:
-        path = results_file(args.results, "link-delta", result["machine"])
-        text = f"# The gated delta rule over a slow link\n\n{markdown(result)}"
-        print(f"wrote {write_tables(path, result, text)} and its .jsonl")
+    title = "The gated delta rule over a slow link"
+    alone.run(build_parser().parse_args(argv), "link-delta", title, measure, markdown)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from bench.delta import inputs, ours
-from bench.delta import step_of as delta_step
 from bench.emulate import LoopbackTransport, clock, emulate, step_of
 from bench.harness import MeasureError, forward_backward, target
 from bench.linear import flops
@@ -267,7 +266,7 @@ def delta_rules(device: str, work: AttentionShape, repeats: int) -> dict[str, An
         ways["flash-linear-attention"] = lambda *x: chunk_gated_delta_rule(*x)[0]
     seconds, found = dict[str, float](), dict[str, list[Tensor]]()
     for name, way in ways.items():
-        step = delta_step(way, leaves, dout)
+        step = forward_backward(way, *leaves, dout)
         found[name] = step()
         seconds[name] = median(time_steps(step, device, repeats))
     row: dict[str, Any] = {"length": work.seq_length, "seconds": seconds}

@@ -49,7 +49,7 @@ def test_a_rank_that_computes_something_else_is_told(monkeypatch):
     monkeypatch.setattr(attention, "fingerprint", lambda tensors: 1.01 * sums(tensors))
     args = attention.build_parser().parse_args(["--seq-length", "256", "--cases", "one", "--methods", "ring"])
     with pytest.raises(MeasureError, match="exchange computes something else"):
-        attention.measure(args, 1e8)
+        attention.measure(args)
 
 
 def test_all_rows_are_those_of_one_document_and_less_crosses_where_queries_see_less():

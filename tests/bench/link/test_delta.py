@@ -33,4 +33,4 @@ def test_a_rank_that_computes_something_else_is_told(monkeypatch):
     sums = delta.fingerprint
     monkeypatch.setattr(delta, "fingerprint", lambda tensors: 1.01 * sums(tensors))
     with pytest.raises(MeasureError, match="states computes something else"):
-        delta.measure(delta.build_parser().parse_args(SHAPE), 4e8)
+        delta.measure(delta.build_parser().parse_args(SHAPE))

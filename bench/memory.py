@@ -16,8 +16,10 @@ import os
 import statistics
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,57 +44,9 @@ from train.config.entries import Config
 from train.ema import Ema
 from train.optim import build_optimizer
 
-SHAPE = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --micro-batch-size 1 "
-TEXT = SHAPE + "--vocab-size 1024 --seq-length 1024 --model-type "
-LONG = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --micro-batch-size 1 --vocab-size 8192 "
-MODELS = {
-    "llama": TEXT + "llama",
-    "gpt": TEXT + "gpt --max-position-embeddings 1024",
-    "transnormer": TEXT + "transnormer",
-    "linear_transformer": TEXT + "linear_transformer",
-    "hybrid": TEXT + "transnormer --softmax-every 4",
-    "delta": TEXT + "qwen3_5 --context-parallel-method none",
-    "dit": SHAPE + "--latent-shape 4 64 64 --num-classes 10 --ema-decay 0.99",
-    "long": LONG + "--seq-length 8192",
-}
-CHUNKS = "loss_chunk=256 ffn_chunk=256"
-CASES = f"""
-    llama
-    llama attention_boundary {CHUNKS}
-    llama full {CHUNKS}
-    gpt
-    transnormer
-    linear_transformer
-    hybrid
-    delta
-    dit
-    llama cp=4 zigzag
-    llama cp=4 wallfacer team=2
-    llama cp=4 exchange full {CHUNKS} --reset-attention-mask --reset-position-ids
-    gpt tp=2 cp=2 striped
-    gpt pp=2 dp=2 batch=8
-    transnormer cp=4 lasp
-    linear_transformer cp=4 lasp2 full
-    hybrid cp=4 lasp --hybrid-softmax-layout zigzag
-    dit cp=4 ring
-    llama cp=8 zigzag zero3
-    llama tp=2 cp=2 dp=2 batch=4 zero1
-    dit cp=4 dp=2 ulysses
-"""
-POLICIES = """
-    long
-    long loss_chunk=1024
-    long loss_chunk=1024 ffn_chunk=1024
-    long selective loss_chunk=1024
-    long attention_boundary loss_chunk=1024
-    long attention_boundary loss_chunk=1024 ffn_chunk=1024
-    long full loss_chunk=1024
-    long full loss_chunk=1024 ffn_chunk=1024
-"""
-OFFLOAD = """
-    long attention_boundary loss_chunk=1024 ffn_chunk=1024 --recompute-offload
-    long full loss_chunk=1024 ffn_chunk=1024 --recompute-offload
-"""
+LISTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MODELS: dict[str, str] = LISTED["models"]
+CASES, POLICIES, OFFLOAD = (LISTED[name] for name in ("cases", "policies", "offload"))
 COLUMNS: dict[str, Column] = {
     "case": "{name}",
     "processes": "{processes}",

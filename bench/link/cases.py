@@ -1,6 +1,7 @@
 """The models and context-parallel configurations to compare, and the command line that trains them."""
 
 import tempfile
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -16,37 +17,14 @@ from tools.common.cases import Case, case_of
 
 VOCAB_SIZE = 512  # small, since the embedding's gradient crosses the link too
 RANKS = 8
-# Small layers and many tokens, so that keys and values outweigh all else that crosses. Eight heads, for Ulysses on
-# 8 ranks.
-_COMMON = ("--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "8")
-MODELS: dict[str, tuple[str, ...]] = {
-    "gpt": ("--config", str(ROOT / "configs/gpt_tiny.toml"), *_COMMON),
-    "llama": (
-        *("--config", str(ROOT / "configs/llama_tiny.toml"), *_COMMON),
-        *("--num-query-groups", "4", "--ffn-hidden-size", "352"),
-    ),
-    "transnormer": ("--config", str(ROOT / "configs/transnormer_tiny.toml"), *_COMMON),
-}
-DIT = ("--config", str(ROOT / "configs/dit_tiny.toml"), *_COMMON)
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES: dict[str, str] = _FILE["softmax"]
+LINEAR_CASES: dict[str, str] = _FILE["linear"]
+_FLAGS = {name: flags.replace("configs/", f"{ROOT}/configs/").split() for name, flags in _FILE["models"].items()}
+MODELS = [name for name in _FLAGS if name != "dit"]
+"""Language models."""
 FRAME = (32, 32)
 """A frame of the videos that the model ``dit`` is trained on: 256 patches of 2 x 2."""
-CASES = {
-    "ring": "cp=8 ring",
-    "striped": "cp=8 striped",
-    "zigzag": "cp=8 zigzag",
-    "allgather": "cp=8 allgather",
-    "allgather_u4": "cp=8 allgather degree=4",
-    "ulysses": "cp=8 ulysses degree=8",
-    "double_ring": "cp=8 double_ring",
-    "wallfacer_c2": "cp=8 wallfacer team=2",
-    "wallfacer_c2_p2p_intra": "cp=8 wallfacer team=2 p2p_intra",
-    "zigzag_u2": "cp=8 zigzag degree=2",
-    "zigzag_u4": "cp=8 zigzag degree=4",
-    "double_ring_u2": "cp=8 double_ring degree=2",
-    "wallfacer_c2_u2": "cp=8 wallfacer team=2 degree=2",
-}
-LINEAR_CASES = {"lasp": "cp=8 lasp", "lasp2": "cp=8 lasp2", "ulysses": "cp=8 ulysses degree=8", "megatron_sp": "tp=8"}
-"""Linear attention: LASP and what its paper compares it with. Megatron-SP is tensor parallelism on all ranks."""
 
 
 def cases_of(model: str) -> dict[str, Case]:
@@ -78,9 +56,9 @@ def command_line(
     no matrix's gradient crosses.
     """
     if model == "dit":
-        own = [*DIT, "--data-path", str(data), "--latent-shape", *map(str, latent_shape(seq_length))]
+        own = [*_FLAGS[model], "--data-path", str(data), "--latent-shape", *map(str, latent_shape(seq_length))]
     else:
-        own = [*MODELS[model], "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
+        own = [*_FLAGS[model], "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
         own += ["--seq-length", str(seq_length)]
         own += ["--max-position-embeddings", str(seq_length)] if model == "gpt" else []
     copies = ["--num-distributed-optimizer-instances", "2"] if case.cp > 1 else []

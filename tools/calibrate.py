@@ -18,7 +18,7 @@ import argparse
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
@@ -41,14 +41,23 @@ from runtime.machine import describe, in_words, time_steps, usable_cores
 from runtime.progress import counted
 from runtime.together import from_first, gather_results, is_first
 from tools.common.arguments import parser_for, positive
-from tools.common.ceilings import ceilings, copy_bandwidth, product_times
+from tools.common.ceilings import (
+    FIRST_BYTES,
+    FIRST_PROBES,
+    PROBES,
+    copy_bandwidth,
+    exchange_seconds,
+    posting,
+    product_times,
+    slowest,
+    told_ceilings,
+)
 from train.run import run_entry
+from train.watching.moments import say
 from train.watching.progress import peak_flops
 
 Figures = dict[str, tuple[Any, str]]
 """Value, and how it was measured, by key of a cluster file."""
-Say = Callable[[str], None]
-Step = Callable[[], object]
 LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
 WIDTHS = {"cpu": {"num_heads": 8, "head_dim": 64}, "cuda": {"num_heads": 32, "head_dim": 128}}
 FFN = 4
@@ -56,18 +65,16 @@ FFN = 4
 REPEATS = 3
 TINY, TILES = 4, 8
 """Positions of a tile whose computing is nothing beside its launch, and tiles of the rank that has most."""
-FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 4, 1 << 28
+GROWTH, MOST_BYTES = 4, 1 << 28
 LONG_ENOUGH = 0.05
 """Seconds of an exchange's bytes after which no larger message is tried: one that waits longer than TCP's least
 timeout, 0.2 s, behind what its sender has posted is sent again for nothing."""
 HOST_BYTES = 1 << 28
-PROBES, FIRST_PROBES = 5, 50
-"""Exchanges that count, after two; of what is short, more."""
 ABOUT_LINKS = [entry.name for entry in fields(Cluster) if entry.name.startswith(("inside_", "between_"))]
 
 
-def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...], say: Say) -> Figures:
-    """Return every figure that can be measured here, with a line to ``say`` for each measurement. Collective.
+def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
+    """Return every figure that can be measured here, with a line for each measurement. Collective.
 
     Args:
         work: heads and batch of the model at hand, and the dtype; its width is that of all heads together.
@@ -78,16 +85,16 @@ def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if len(set(gather_results(lambda: local))) > 1 or dist.get_world_size() % local:
         raise UserError("nodes have unequal numbers of processes (LOCAL_WORLD_SIZE); start as many on each")
-    figures = _rates(device, work, lengths, say)
+    figures = _rates(device, work, lengths)
     alone = dist.get_world_size() == 1
     there = len(usable_cores()) if device.type == "cpu" else torch.cuda.device_count()
     figures["gpus_per_node"] = (there, "those here") if alone else (local, "processes started on each node")
-    figures |= _memory(device, figures["gpus_per_node"][0], say)
-    figures |= _links(device, local, say)
-    return figures if alone else figures | _overlaps(device, replace(work, seq_length=lengths[-1]), local, say)
+    figures |= _memory(device, figures["gpus_per_node"][0])
+    figures |= _links(device, local)
+    return figures if alone else figures | _overlaps(device, replace(work, seq_length=lengths[-1]), local)
 
 
-def _rates(device: torch.device, work: AttentionShape, lengths: tuple[int, ...], say: Say) -> Figures:
+def _rates(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
     """Measure matrix products and attention."""
     dtype, width, rows = DTYPES[work.dtype], work.num_heads * work.head_dim, lengths[-1] * work.batch
     peak = _middle(lambda: peak_flops(device, dtype)) / 1e12
@@ -101,10 +108,10 @@ def _rates(device: torch.device, work: AttentionShape, lengths: tuple[int, ...],
         seconds += taken
     products = sum(2 * a * b * c for a, b, c in shapes) / seconds / 1e12
     tiles = [replace(work, seq_length=length) for length in lengths]
-    whole = [_attention(device, tile, False, say) for tile in tiles][-1]
+    whole = [_attention(device, tile, False) for tile in tiles][-1]
     attention = tiles[-1].flops(lengths[-1] ** 2) / whole / 1e12
     visible = tiles[-1].pairs / lengths[-1] ** 2
-    computed = _attention(device, tiles[-1], True, say) / whole
+    computed = _attention(device, tiles[-1], True) / whole
     masked = min(1.0, max(0.0, (computed - visible) / (1 - visible))) if visible < 1 else 0.0
     launch = max(0.0, _middle(lambda: _launch(device, work, 1e12 * attention)))
     say(f"launch and merge of a tile: {1e6 * launch:.4g} us")
@@ -124,7 +131,9 @@ def _middle(measured: Callable[[], float]) -> float:
     return median(gather_results(measured))
 
 
-def _alone(device: torch.device, work: AttentionShape, size: int = 1, causal: bool = True) -> tuple[Step, int]:
+def _alone(
+    device: torch.device, work: AttentionShape, size: int = 1, causal: bool = True
+) -> tuple[Callable[[], None], int]:
     """Return what the last rank of a ring does forward and backward, without traffic, and its (query, key) pairs.
 
     The ``work`` is of each of ``size`` ranks.
@@ -134,7 +143,7 @@ def _alone(device: torch.device, work: AttentionShape, size: int = 1, causal: bo
     return step_of(plan, executor, *work.tensors(device.type)), sum(step.pairs for step in plan.rounds(rank))
 
 
-def _attention(device: torch.device, work: AttentionShape, causal: bool, say: Say) -> float:
+def _attention(device: torch.device, work: AttentionShape, causal: bool) -> float:
     """Measure what runs take for one tile, in seconds forward and backward together."""
     try:
         step, pairs = _alone(device, work, causal=causal)
@@ -154,16 +163,15 @@ def _launch(device: torch.device, work: AttentionShape, rate: float) -> float:
     return (taken - work.flops(pairs) / rate) / (2 * TILES)
 
 
-def _memory(device: torch.device, sharing: int, say: Say) -> Figures:
+def _memory(device: torch.device, sharing: int) -> Figures:
     """Return a processor's memory and, of a GPU, the host's and the rate of copies to it and back."""
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing / 1e9
     if device.type == "cpu":
         say(f"memory: {host:.4g} GB a process")
         return {"memory_gb": (host, "the machine's, shared by its processes")}
     own = torch.cuda.mem_get_info(device)[1] / 1e9
-    kept, there = (
-        torch.empty(HOST_BYTES, dtype=torch.uint8, **where) for where in ({"pin_memory": True}, {"device": device})
-    )
+    where: list[dict[str, Any]] = [{"pin_memory": True}, {"device": device}]
+    kept, there = (torch.empty(HOST_BYTES, dtype=torch.uint8, **one) for one in where)
 
     def copies() -> float:
         both = ((kept, there), (there, kept))
@@ -178,22 +186,21 @@ def _memory(device: torch.device, sharing: int, say: Say) -> Figures:
     }
 
 
-def _links(device: torch.device, local: int, say: Say) -> Figures:
+def _links(device: torch.device, local: int) -> Figures:
     """Measure the links inside nodes and between them, where there are several ranks and nodes."""
     rank, size = dist.get_rank(), dist.get_world_size()
     first, own = rank - rank % local, rank % local
     found: Figures = {}
     if local > 1:
         ring = [first + (own + step) % local for step in (1, -1)]
-        latency, rate, _ = _link("inside a node", device, ring, say)
+        latency, rate, _ = _link("inside a node", device, ring)
         how = f"{local} ranks of a node at once, each to the next"
         found |= {"inside_gb_per_s": (rate / 1e9, how), "inside_latency_us": (1e6 * latency, how)}
     if size > local:
         across = [(rank + step * local) % size for step in (1, -1)]
-        latency, together, largest = _link("between nodes", device, across, say)
-        less, more = (
-            exchange_seconds(device, across if own == 0 else [], count) for count in (largest // GROWTH, largest)
-        )
+        latency, together, largest = _link("between nodes", device, across)
+        own_peers = across if own == 0 else []
+        less, more = (exchange_seconds(device, own_peers, count) for count in (largest // GROWTH, largest))
         alone = _rate(largest, less, more)
         say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
         # all ranks of a node together get one link's rate, or each its own: halfway in the logarithm decides
@@ -206,7 +213,7 @@ def _links(device: torch.device, local: int, say: Say) -> Figures:
     return found
 
 
-def _overlaps(device: torch.device, work: AttentionShape, local: int, say: Say) -> Figures:
+def _overlaps(device: torch.device, work: AttentionShape, local: int) -> Figures:
     """Measure what goes on at once of computing and of an exchange about as long, posted before it or waited for."""
     rank, size = dist.get_rank(), dist.get_world_size()
     peers = [(rank + step * (local if size > local else 1)) % size for step in (1, -1)]
@@ -244,7 +251,7 @@ def _overlaps(device: torch.device, work: AttentionShape, local: int, say: Say) 
     return found
 
 
-def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[float, float, int]:
+def _link(name: str, device: torch.device, peers: list[int]) -> tuple[float, float, int]:
     """Return a link's latency in seconds, its rate in bytes per second and the largest message, by growing sizes."""
     size, latency, before = FIRST_BYTES, 0.0, 0.0
     while True:
@@ -253,8 +260,7 @@ def _link(name: str, device: torch.device, peers: list[int], say: Say) -> tuple[
         latency = latency or seconds
         if size > FIRST_BYTES and (seconds - latency > LONG_ENOUGH or size * GROWTH > MOST_BYTES):
             return latency, _rate(size, before, seconds), size
-        before = seconds
-        size *= GROWTH
+        size, before = size * GROWTH, seconds
 
 
 def _rate(size: int, less: float, more: float) -> float:
@@ -263,48 +269,6 @@ def _rate(size: int, less: float, more: float) -> float:
     Most of the time of so large a message is its bytes': where less than half is left, the smaller one was disturbed.
     """
     return (size - size // GROWTH) / max(more - less, more / 2, 1e-9)
-
-
-def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float:
-    """Time the slowest rank that sends ``size`` bytes to the first of ``peers`` and receives as many from the last."""
-    post = posting(device, peers[:1], peers[-1:], size)
-    probes, middle = (PROBES, median) if size > FIRST_BYTES else (FIRST_PROBES, mean)
-    return slowest(lambda: post()() if peers else None, device.type, probes, middle)
-
-
-def posting(device: torch.device, to: Sequence[int], of: Sequence[int], size: int) -> Callable[[], Step]:
-    """Return what posts ``size`` bytes to each of some ranks and as many of each of others, and returns what waits."""
-    sent, *received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(1 + len(of)))
-
-    def post() -> Step:
-        operations = [dist.P2POp(dist.irecv, into, peer) for into, peer in zip(received, of, strict=True)]
-        under_way = dist.batch_isend_irecv([*operations, *(dist.P2POp(dist.isend, sent, peer) for peer in to)])
-        return lambda: [one.wait() for one in under_way]
-
-    return post
-
-
-def slowest(step: Step | None, device: str, repeats: int, middle: Callable[[list[float]], float] = median) -> float:
-    """Time a step that ranks make at once, or not at all, by the middle of each; return the slowest's. Collective."""
-    dist.barrier()
-    mine = middle(time_steps(step, device, repeats)) if step else 0.0
-    return max(gather_results(lambda: mine))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
-    parser = parser_for("python -m tools.calibrate", __doc__)
-    add = parser.add_argument
-    add("--out", type=Path, default=Path("cluster.toml"), metavar="FILE", help="to write (default: %(default)s)")
-    add("--force", action="store_true", help="replace FILE")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one")
-    add("--name", help="a few words for the planner's output (default: processes and device)")
-    add("--links", type=Path, metavar="FILE", help="cluster file with the links that cannot be measured here")
-    add_sizes(parser, num_heads=None, head_dim=None, batch=1)
-    add("--ceilings", action="store_true", help="measure what one device can do at most, and write no cluster file")
-    add_json(parser)
-    add("--lengths", type=positive, nargs="+", metavar="N", help="tokens of a process, at which to measure attention")
-    return parser
 
 
 def checked(args: argparse.Namespace) -> Cluster | None:
@@ -338,41 +302,39 @@ def text_of(name: str, device: str, figures: Figures, links: Cluster | None, abo
 
 def calibrate(argv: list[str]) -> None:
     """Measure and write. Raises UserError: bad flags, or what cannot be measured."""
-    args = build_parser().parse_args(argv)
+    parser = parser_for("python -m tools.calibrate", __doc__)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("cluster.toml"), metavar="FILE", help="to write (default: %(default)s)")
+    add("--force", action="store_true", help="replace FILE")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one")
+    add("--name", help="a few words for the planner's output (default: processes and device)")
+    add("--links", type=Path, metavar="FILE", help="cluster file with the links that cannot be measured here")
+    add_sizes(parser, num_heads=None, head_dim=None, batch=1)
+    add("--ceilings", action="store_true", help="measure what one device can do at most, and write no cluster file")
+    add_json(parser)
+    add("--lengths", type=positive, nargs="+", metavar="N", help="tokens of a process, at which to measure attention")
+    args = parser.parse_args(argv)
     if args.ceilings:
-        device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        torch.set_num_threads(len(usable_cores()))
-        found = {"machine": describe(device), "ceilings": ceilings(device, ("bfloat16", "float32"))}
-        print(f"{found['machine']['device']}\n  copy {found['ceilings']['copy_gb_per_s']:22.1f} GB/s")
-        for name, rate in found["ceilings"]["matmul_tflops"].items():
-            print(f"  matmul {name:12}{rate:8.3f} TFLOP/s")
-        write_json(args, found)
+        write_json(args, told_ceilings(args.device))
         return
     torch.set_num_threads(1)
     with distributed_mesh(MeshConfig(device=args.device)) as mesh:
         device, world_size = mesh.device, mesh.dp.size()
         links = from_first(lambda: checked(args))
-        sizes: dict[str, Any] = {**WIDTHS[device.type], **{k: v for k, v in sizes_of(args).items() if v}}
-        work = AttentionShape(
-            **{**sizes, "kv_heads": sizes["num_heads"]}, dtype="float32" if device.type == "cpu" else "bfloat16"
-        )
-
-        def say(line: str) -> None:
-            if is_first():
-                print(line, flush=True)
-
+        heads = WIDTHS[device.type] | {name: size for name, size in sizes_of(args).items() if size}
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+        work = AttentionShape(**{**heads, "kv_heads": heads["num_heads"]}, dtype=dtype)
         lengths = tuple(sorted(args.lengths or LENGTHS[device.type]))
-        figures = measure(device, work, lengths, say)
+        figures = measure(device, work, lengths)
         if not is_first():
             return
         copies = copy_bandwidth(device.type)
         say(f"copies inside the memory: {copies:.4g} GB/s read and written")
         machine = describe(device.type)
-        name = args.name or f"{world_size} x {machine['device']}"
+        name, started = args.name or f"{world_size} x {machine['device']}", counted(world_size, "process")
         about = [
             f"Measured by python -m tools.calibrate on {socket.gethostname()}: {in_words(machine)}.",
-            f"{counted(world_size, 'process')}; copies inside the memory {copies:.4g} GB/s, which the planner does not "
-            "count.",
+            f"{started}; copies inside the memory {copies:.4g} GB/s, which the planner does not count.",
         ]
         text = text_of(name, device.type, figures, links, about)
         write_text(args.out, text)

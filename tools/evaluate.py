@@ -47,6 +47,7 @@ from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes
 from train.objectives.language import NextToken
 from train.run import check_writable, run_entry
+from train.watching.moments import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -186,9 +187,8 @@ def losses(run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bou
         # All ranks take equally many, since they gather the model together.
         mine = [begin + rank + number * ranks for number in range(each)]
         runner.forward([objective.local(_batch(rows[number % len(rows)], number < len(rows))) for number in mine])
-        if is_first():
-            done, seconds = min(begin + each * ranks, len(rows)), time.monotonic() - started
-            print(f"{done} of {len(rows)} documents, {seconds:.1f} s", flush=True)
+        done, seconds = min(begin + each * ranks, len(rows)), time.monotonic() - started
+        say(f"{done} of {len(rows)} documents, {seconds:.1f} s")
     dist.all_reduce(objective.sums)
     return (objective.sums / mesh.tp.size()).tolist()  # tensor-parallel ranks have the same tokens
 

@@ -195,6 +195,6 @@ def _profile(pipe: Connection, candidates: list[list[str]], iterations: int) -> 
 
 def _calibrate(pipe: Connection, work: AttentionShape, lengths: tuple[int, ...]) -> None:
     with distributed_mesh(MeshConfig(device="cpu")) as mesh:
-        figures = calibrate(mesh.device, work, lengths, lambda line: None)
+        figures = calibrate(mesh.device, work, lengths)
     if os.environ["RANK"] == "0":
         send(pipe, figures)

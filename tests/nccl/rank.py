@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel.context.transport import all_gather_single
 from parallel.mesh import MeshConfig, distributed_mesh
 from parity.rank import train
-from tools.calibrate import PROBES, exchange_seconds, slowest
+from tools.common.ceilings import PROBES, exchange_seconds, slowest
 from train.run import run_entry
 
 CASES, LINKS = "cases.json", "links.json"

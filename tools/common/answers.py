@@ -17,6 +17,7 @@ from train.config.derive import beyond_rope
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import check_writable
+from train.watching.moments import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,13 +98,12 @@ def score_run(
             if is_first():
                 check_writable(_folder(args), "save")
         longest = replace(run.config, train=replace(run.config.train, seq_length=lengths[-1]))
-        if is_first() and (note := beyond_rope(longest)):
-            print(note, flush=True)
+        if note := beyond_rope(longest):
+            say(note)
         cells, started = list[Cell](), time.monotonic()
         for place in asked:
             cells.append(answered(writer, place, args.samples, args.batch_size))
-            if is_first():
-                print(f"{place.length} tokens, {said(cells[-1])}, {time.monotonic() - started:.1f} s", flush=True)
+            say(f"{place.length} tokens, {said(cells[-1])}, {time.monotonic() - started:.1f} s")
     return run, cells
 
 

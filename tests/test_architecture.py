@@ -67,7 +67,7 @@ reason in the commit's message."""
 NO_SUBJECT = ("What", "That", "Whether", "Those", "How", "Where", "Of")
 MOST_FILES = 18
 LONGEST_FILE = 440
-MOST_LINES_OF_RESULTS = 1510
+MOST_LINES_OF_RESULTS = 1480
 
 
 def sources(root):

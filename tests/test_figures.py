@@ -49,6 +49,7 @@ ALLOWED = {
         "12.8 18.6": "differences of returns in standard errors, which papers.attempts prints",
         "1,000 23.9 72.1": "steps of the paper's trajectories, and predictions that papers.ring prints",
         "114.33 19.9": "the paper's own",
+        "162.6": "the paper's own, which papers.ring predicts",
         "0.29 5.2e-7": "differences of losses, which papers.convergence prints",
         "13.5": "the largest difference above a floor, which tests/papers/test_lasp.py bounds",
         "2602.21196": "a paper's number",

@@ -29,20 +29,7 @@ from tools.fit import ENTRIES
 from train.run import exit_status
 
 HERE = Path(__file__).resolve().parent
-HINTS = {
-    r"partition": "sinfo -s lists the partitions; give another --partition, or set it in the cluster's file",
-    r"[Nn]ode configuration|node count": "sinfo -N -o '%N %G %c %m' lists what nodes have; change --nodes, --gpus, or "
-    "gpu and gpus_per_node of the cluster's file",
-    r"gres|GRES|generic resource": "sinfo -o %G lists the GPUs' names; set gpu in the cluster's file",
-    r"time limit": "sinfo -o '%P %l' lists the limits; give a shorter --time, the run goes on in the next job",
-    r"account|QOS|Qos": "sacctmgr show associations user=$USER lists yours; give --account and --option=--qos=NAME",
-    r"node name": "sinfo -N lists the names; leave this one out, or ask your site to enter it",
-    r"dependency": "--after takes the number of a job that squeue or sacct knows",
-    r"Unable to contact": "the controller does not answer; sinfo says when it does again",
-}
-"""Advice by a pattern in sbatch's words."""
-
-
+HINTS: dict[str, str] = tomllib.loads((HERE / "hints.toml").read_text(encoding="utf-8"))
 NAME = (r"\w[\w.,-]*", "letters, digits, and any of . , - _ after the first")
 TEXT = (r".*", "printable characters in a line")
 PATH = (r"[^-].*", "printable characters in a line, the first no -")

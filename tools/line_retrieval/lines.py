@@ -7,6 +7,7 @@ LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Contex
 needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,33 +22,14 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 from runtime.progress import counted
 
-ADJECTIVES, NOUNS, VALUES = (
-    line.split() for line in Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()
-)
-FILLERS = ("the grass is green", "the sky is blue", "the sun is yellow", "here we go", "there and back again")
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+ADJECTIVES, NOUNS, VALUES = (WORDS[name].split() for name in ("adjectives", "nouns", "values"))
+FILLERS: list[str] = WORDS["fillers"]
 LARGEST_VALUE = 50_000
 EDGE = 16
 """Lines at each end of a record that most questions of the training samples are about."""
 _PROBE = 32
 """Lines from which a line's tokens are estimated."""
-
-
-WORDINGS = {
-    "full": {
-        "joint": "-",
-        "intro": "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and "
-        "contains a '<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize "
-        "its corresponding <REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding "
-        "<REGISTER_CONTENT> of a certain line index. Now the record start:\n\n",
-        "line": "line {key}: REGISTER_CONTENT is <{value}>\n",
-        "outro": "\nNow the record is over. ",
-        "question": "Tell me what is the <REGISTER_CONTENT> in line {key}?",
-        "answer": "<{value}>",
-    },
-    "small": {"joint": " ", "intro": "", "outro": "", "line": "{key} {value}\n"}
-    | {"question": "{key}?", "answer": "{value}"},
-}
-"""LongEval's, and one of few words, such as "torpid kid lemon", that a tiny model learns in minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +113,7 @@ class Maker:
 
     def _turns(self, sample: int, lines: int, depth: float | None) -> list[Turn]:
         """Make the turns of a conversation of so many lines, of which the first ones stay as there are more."""
-        task, wording = self.task, WORDINGS[self.task.vocabulary]
+        task, wording = self.task, WORDS[self.task.vocabulary]
         draw = self._draw(sample)
         if task.form == "repeat":
             record = ""
@@ -178,7 +160,7 @@ class Maker:
         for kind in (NOUNS, *[ADJECTIVES] * (self._words - 1)):
             number, word = divmod(number, len(kind))
             words.append(kind[word])
-        return WORDINGS[self.task.vocabulary]["joint"].join(reversed(words))
+        return WORDS[self.task.vocabulary]["joint"].join(reversed(words))
 
     def _value(self, draw: str, line: int) -> str:
         if self.task.vocabulary == "small":

@@ -5,6 +5,7 @@ Squares are queries x keys in global positions, as the papers draw them.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,21 +21,7 @@ if TYPE_CHECKING:
 
 NUMBERED_TOKENS = 64  # longer sequences have no room for a rank's number on each token
 PALE = 0.28  # opacity of a rank's colour, where it is pale
-STYLE: Any = {
-    "font.size": 8,
-    "text.color": INK,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 9,
-    "axes.labelcolor": FAINT,
-    "axes.edgecolor": MASKED,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-}
-
+STYLE = Path(__file__).with_suffix(".mplstyle")
 CAPTIONS = {
     "ring": "Ring Attention: contiguous blocks, KV passed around a ring",
     "striped": "Striped Attention: every {ordinal} token, KV passed around a ring",
@@ -149,7 +136,7 @@ def draw(drawings: list[Drawing]) -> "Figure":
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     columns, longest = max(len(shown.rounds) for shown in drawings), max(shown.slowest for shown in drawings)
-    with rc_context(STYLE):
+    with rc_context(fname=STYLE):
         engine = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
         figure = Figure(figsize=(2.45 * columns + 6.5, 4.0 * len(drawings) + 1.25), layout=engine)
         figure.suptitle(_headline(drawings[0].plan), x=0.01, ha="left", size=15, weight="bold")

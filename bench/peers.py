@@ -31,7 +31,6 @@ from bench.harness import add_rounds, clocked, measured
 from bench.shapes import AttentionShape
 from data.loader import batches
 from data.text.prepare import Request, prepare
-from model.config import ModelConfig
 from model.hf import config_to_hf
 from runtime.errors import UserError
 from runtime.machine import describe, results_file, usable_cores
@@ -50,8 +49,8 @@ SETTLE = 2
 
 
 MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "transformers"}
-"""Other packages, whose attention and whose training are measured; docs/evidence/speed.md says why others are not."""
-ATTENTIONS = ("ring-attention-pytorch",)
+"""Packages whose attention and whose training are measured; docs/evidence/speed.md says why others are not."""
+ATTENTION, TRAINING = MODULES
 
 
 def refusal(name: str) -> str | None:
@@ -95,8 +94,14 @@ def steps_of(
 
         sequences = [(batch["tokens"], batch["labels"]) for batch in local]
         length = len(sequences[0][0][0])
-        models = {name: MODELS[name](trainer.run.config.model, length) for name in packages}
-        yield {"longmesh": ours} | {name: _step(model, sequences) for name, model in models.items()}
+        steps = {"longmesh": ours}
+        if TRAINING in packages:
+            from transformers import LlamaConfig, LlamaForCausalLM
+
+            theirs = config_to_hf(trainer.run.config.model, {"max_position_embeddings": length})
+            model = LlamaForCausalLM(LlamaConfig.from_dict(theirs | {"use_cache": False})).train()
+            steps[TRAINING] = _step(model, sequences)
+        yield steps
 
 
 def _step(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
@@ -117,29 +122,19 @@ def _step(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]]) -> Calla
     return step
 
 
-def _transformers(model: ModelConfig, length: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig.from_dict(config_to_hf(model, {"max_position_embeddings": length}) | {"use_cache": False})
-    return LlamaForCausalLM(config).train()
-
-
-MODELS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {"transformers": _transformers}
-
-
 def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
     """Time our methods and the packages', forward and backward; a row as ``row``'s.
 
     Raises UserError, MeasureError: as ``bench.attention.measure_cpu``.
     """
-    theirs = [f"ring@{name}" for name in measurable(ATTENTIONS)]
+    theirs = [f"ring@{name}" for name in measurable([ATTENTION])]
     found = measure_cpu(AttentionShape(seq_length=length), (*OURS, *theirs), repeats=repeats, max_seconds=max_seconds)
     return {"length": length, **row({name: one["seconds"] for name, one in found["contestants"].items()}, OURS, theirs)}
 
 
 def training(repeats: int, flags: list[str]) -> dict[str, Any]:
     """Time training steps of ours and of the packages; a row as ``row``'s."""
-    packages = measurable(MODELS)
+    packages = measurable([TRAINING])
     torch.set_num_threads(len(usable_cores()))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "stdlib"

@@ -125,7 +125,11 @@ def _prepare(
         if request == "cpu_seconds":
             return time.process_time()
         if request == "step":
-            return _timed(steps[name], together=rank is not None)
+            if rank is not None:
+                dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps[name]()
+            return Times(time.perf_counter() - wall, time.process_time() - cpu)
         sums = fingerprint([x[:, valid[name]] for x in steps[name]()])
         if rank is not None:
             dist.all_reduce(sums)
@@ -145,11 +149,3 @@ def attention_of(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     # Without this, 0.5.20 takes what its last pass received and sent for dk and dv: the gradients are wrong.
     ring_flash_attention.ring_pass = lambda *given: ring.ring_pass(*given)[0]
     return lambda q, k, v: ring_flash_attention.ring_flash_attn(q, k, v, None, True, BUCKET, True)
-
-
-def _timed(step: Callable[[], Any], together: bool) -> Times:
-    if together:
-        dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
-    step()
-    return Times(time.perf_counter() - wall, time.process_time() - cpu)

@@ -186,17 +186,16 @@ def losses(run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bou
     for begin in range(0, len(rows), each * ranks):
         # All ranks take equally many, since they gather the model together.
         mine = [begin + rank + number * ranks for number in range(each)]
-        runner.forward([objective.local(_batch(rows[number % len(rows)], number < len(rows))) for number in mine])
+        batches = []
+        for number in mine:
+            tokens = torch.from_numpy(rows[number % len(rows)])[None]
+            labels = tokens[:, 1:] if number < len(rows) else torch.full_like(tokens[:, 1:], IGNORE_INDEX)
+            batches.append(objective.local({"tokens": tokens[:, :-1], "labels": labels}))
+        runner.forward(batches)
         done, seconds = min(begin + each * ranks, len(rows)), time.monotonic() - started
         say(f"{done} of {len(rows)} documents, {seconds:.1f} s")
     dist.all_reduce(objective.sums)
     return (objective.sums / mesh.tp.size()).tolist()  # tensor-parallel ranks have the same tokens
-
-
-def _batch(row: np.ndarray, real: bool) -> Batch:
-    tokens = torch.from_numpy(row)[None]
-    labels = tokens[:, 1:] if real else torch.full_like(tokens[:, 1:], IGNORE_INDEX)
-    return {"tokens": tokens[:, :-1], "labels": labels}
 
 
 def _write(

@@ -137,8 +137,13 @@ class Network:
 
     def crossed(self) -> tuple[int, int]:
         """Return the bytes sent from the first node to the second, and back, as the interfaces count them."""
-        to, back = (_sent_through(TRUNK, node) for node in self._nodes)
-        return to, back
+        sent = []
+        for node in self._nodes:
+            with node.inside():
+                lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+            counts = next(line for line in lines if line.strip().startswith(f"{TRUNK}:")).split(":")[1].split()
+            sent.append(int(counts[8]))
+        return sent[0], sent[1]
 
     @staticmethod
     def _limit_class(node: Namespace, number: int, rate: str, match: Sequence[str]) -> None:
@@ -203,10 +208,3 @@ def _connect(one: Namespace, its: str, other: Namespace, others: str) -> None:
     one.run("ip", "link", "add", its, "type", "veth", "peer", "name", others, "netns", other.path)
     one.run("ip", "link", "set", its, "up")
     other.run("ip", "link", "set", others, "up")
-
-
-def _sent_through(interface: str, namespace: Namespace) -> int:
-    with namespace.inside():
-        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
-    fields = next(line for line in lines if line.strip().startswith(f"{interface}:")).split(":")[1].split()
-    return int(fields[8])

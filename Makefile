@@ -142,7 +142,7 @@ packed-bench: $(READY) ## Packed documents on 2 processes, and what documents an
 	$(PY) -m bench.attention --documents lognormal --seq-length 16384 --alone 1024 $(ARGS)
 
 parity: $(READY) ## A tiny LLaMA and GPT on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
-	@OMP_NUM_THREADS=1 exec $(PY) -m parity.run $(ARGS)
+	@OMP_NUM_THREADS=1 exec $(PY) -m tests.parity.run $(ARGS)
 
 link-bench: $(READY) ## Train over a slow link between two emulated nodes, every method, into bench/results/; needs root
 	$(PY) -m bench.link --results bench/results $(ARGS)

@@ -1,1 +1,1 @@
-"""Every mesh equals one process: the proof by training."""
+"""A run on its mesh equals one process: the proof on a small one of its kind."""

@@ -2,14 +2,14 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from parity.modules import GRADIENT, furthest_of_modules
-from parity.rank import train
-from parity.run import LOSS, NORM, Run, furthest, merged
+from parity.modules import GRADIENT, Piece, furthest_of_modules
+from parity.rank import Found, train
 from parity.samples import samples_of
 from parity.shrink import shrunk
 from runtime.ranks import run_ranks
@@ -18,9 +18,24 @@ from train.config.entries import Config
 from train.config.flags import write_toml
 from train.watching.metrics import loss_name
 
+LOSS, NORM = 2e-6, 1e-6
+"""Bounds on the loss, and relative on the gradient norm."""
 MODULES, PARAMETERS = 1e-4, 2e-5
 """Bounds on what modules return and its gradients, and on parameters' gradients; rounding makes some 1e-6."""
 SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, merged from its ranks."""
+
+    records: list[dict[str, Any]]
+    tensors: dict[str, dict[str, torch.Tensor]]
+    memory_mb: float
+    copies_differ: tuple[str, ...]
+    """Tensors of which two ranks hold different copies."""
+    pieces: list[dict[str, list[Piece]]]
+    """Notes of each rank on its modules."""
 
 
 class Difference(NamedTuple):
@@ -38,6 +53,28 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what}, by {self.size:.1e} of {self.largest:.1e}"
+
+
+def merged(ranks: list[Found]) -> Run:
+    """Merge the results of a run's ranks."""
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    digests: dict[tuple[str, str], set[str]] = {}
+    for rank in ranks:
+        for moment, values in rank.tensors.items():
+            tensors.setdefault(moment, {}).update(values)
+        for moment, names in rank.digests.items():
+            for name, digest in names.items():
+                digests.setdefault((moment, name), set()).add(digest)
+    differing = tuple(f"{name} ({moment})" for (moment, name), seen in digests.items() if len(seen) > 1)
+    memory, pieces = max(rank.memory_mb for rank in ranks), [rank.pieces for rank in ranks]
+    return Run(ranks[0].records, tensors, memory, differing, pieces)
+
+
+def furthest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of any element; infinite if a name or shape differs."""
+    if {n: t.shape for n, t in got.items()} != {n: t.shape for n, t in want.items()}:
+        return float("inf")
+    return max((got[name] - want[name]).abs().max().item() for name in want)
 
 
 def compared(

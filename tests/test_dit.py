@@ -10,10 +10,10 @@ import pretrain_dit
 from checkpoint.api import load_model
 from model.dit import DiT
 from model.dit_config import architecture_of
-from parity.cases import DIFFUSION, REFERENCE, chosen_cases
-from parity.run import GRADIENTS, compare, equal, trained
 from runtime.ranks import run_ranks
 from tests.endings import apart, end, refusal
+from tests.parity.cases import DIFFUSION, REFERENCE, chosen_cases
+from tests.parity.run import GRADIENTS, compare, equal, trained
 from tests.pretraining import DIT, pretrain_digits
 from tools.common.cases import Case, case_of
 from train.config.diffusion import load_config

@@ -17,9 +17,9 @@ from model.hf import save_hf
 from model.hf.adapter import peft_name, write_adapter
 from model.lora import is_adapter, merge
 from model.registry import build_model
-from parity.cases import REFERENCE
-from parity.run import compare, equal, trained
 from runtime.errors import UserError
+from tests.parity.cases import REFERENCE
+from tests.parity.run import compare, equal, trained
 from tests.pretraining import differences
 from tools.common.cases import Case
 from tools.convert_hf import export_model, import_model, main

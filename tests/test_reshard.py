@@ -2,8 +2,8 @@
 
 import pytest
 
-from parity.run import equal, trained
 from tests.parity.bugs import samples_skipped
+from tests.parity.run import equal, trained
 from tools.common.cases import Case
 
 BOUND = 1e-6

@@ -27,12 +27,13 @@ import torch
 from data.text.prepare import prepare
 from data.text.record import Request
 from parallel.context import LINEAR_METHODS, METHODS
-from parity.cases import LINEAR, reference_of
-from parity.cases import flags_of as parity_flags
-from parity.run import Run, compare, merged
+from parity.own import Run, merged
 from runtime.errors import UserError
 from tests.chaos.victim import PLAN, marked
 from tests.nccl.rank import CASES, LINKS, result
+from tests.parity.cases import LINEAR, reference_of
+from tests.parity.cases import flags_of as parity_flags
+from tests.parity.run import compare
 from tests.steps import Step, asked, check, launched
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.cases import Case

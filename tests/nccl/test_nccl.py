@@ -10,11 +10,11 @@ import pretrain_gpt
 import tests.nccl.__main__ as nccl
 from kernels.attention import select_backend
 from parallel.context import LINEAR_METHODS, METHODS
-from parity.cases import reference_of
+from parity.own import merged
 from parity.rank import Found
-from parity.run import merged
 from runtime.errors import UserError
 from tests.nccl.rank import result
+from tests.parity.cases import reference_of
 from tools.common.cases import Case
 from tools.common.report import read_records
 

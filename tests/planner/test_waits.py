@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 import pretrain_dit
 import pretrain_gpt
 from parallel.context.methods.registry import LINEAR_METHODS, METHODS
-from parity.cases import LINEAR as LINEAR_KINDS
 from planner import rehearsal
 from planner.recorder import Recorder
 from planner.rehearsal import rehearse
+from tests.parity.cases import LINEAR as LINEAR_KINDS
 from tools.common.training import Records, trainer_of
 from train.config import diffusion, language
 

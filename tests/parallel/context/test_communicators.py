@@ -16,7 +16,6 @@ from kernels.attention import AttentionBackend, select_backend
 from parallel.context import METHODS, executor, make_plan
 from parallel.data import shard_model
 from parallel.mesh import distributed_mesh
-from parity.cases import DIFFUSION, chosen_cases, flags_of
 from planner.rehearsal import fake_process_group
 from tests.kernels.cuda_calls import BACKWARD, FORWARD, CudaCalls
 from tests.parallel.context.communicators import (
@@ -31,6 +30,7 @@ from tests.parallel.context.communicators import (
     states,
     timelines,
 )
+from tests.parity.cases import DIFFUSION, chosen_cases, flags_of
 from tools.common.cases import Case
 from train import assemble
 from train.config import diffusion, language

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from parity.cases import KINDS, chosen_cases, flags_of
 from runtime.errors import UserError
+from tests.parity.cases import KINDS, chosen_cases, flags_of
 from tools.common.cases import WORDS, Case, case_of, cases_of, command_of
 from tools.fit import parsed
 

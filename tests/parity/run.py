@@ -11,46 +11,32 @@ weights are reported, not bounded. A key's bias in a gpt or dit is left out of t
 for rounding: it adds the same to all scores of a query. The initial weights must be one process's, to the bit. "MB"
 is what the largest process grew by, "s" seconds per step on these cores, however many processes share them.
 
-    python -m parity.run                                  # LLaMA and GPT, into runs/parity.md
-    python -m parity.run --only "pp 2" --kind gpt         # the meshes whose title has it
+    python -m tests.parity.run                                  # LLaMA and GPT, into runs/parity.md
+    python -m tests.parity.run --only "pp 2" --kind gpt         # the meshes whose title has it
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from data.text.prepare import Request, prepare
-from parity.cases import DIFFUSION, KINDS, chosen_cases, flags_of, reference_of
-from parity.modules import Piece
-from parity.rank import Found, train
+from parity.own import LOSS, NORM, Run, furthest, merged
+from parity.rank import train
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import describe, in_words
 from runtime.ranks import run_ranks
+from tests.parity.cases import DIFFUSION, KINDS, chosen_cases, flags_of, reference_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.cases import Case
 from train.watching.metrics import loss_name
 
-LOSS, GRADIENTS, NORM = 2e-6, 1e-7, 1e-6
-"""Bounds on the loss, on each element of a gradient, and on the gradient norm (relative)."""
+GRADIENTS = 1e-7
+"""Bound on each element of a gradient."""
 ZERO_GRADIENT = "attention.wk.bias"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run, merged from its ranks."""
-
-    records: list[dict[str, Any]]
-    tensors: dict[str, dict[str, torch.Tensor]]
-    memory_mb: float
-    copies_differ: tuple[str, ...]
-    """Tensors of which two ranks hold different copies."""
-    pieces: list[dict[str, list[Piece]]]
-    """Notes of each rank on its modules."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +82,6 @@ def trained(
     return merged(ranks)
 
 
-def merged(ranks: list[Found]) -> Run:
-    """Merge the results of a run's ranks."""
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    digests: dict[tuple[str, str], set[str]] = {}
-    for rank in ranks:
-        for moment, values in rank.tensors.items():
-            tensors.setdefault(moment, {}).update(values)
-        for moment, names in rank.digests.items():
-            for name, digest in names.items():
-                digests.setdefault((moment, name), set()).add(digest)
-    differing = tuple(f"{name} ({moment})" for (moment, name), seen in digests.items() if len(seen) > 1)
-    memory, pieces = max(rank.memory_mb for rank in ranks), [rank.pieces for rank in ranks]
-    return Run(ranks[0].records, tensors, memory, differing, pieces)
-
-
 def compare(got: Run, want: Run) -> Row:
     """Return how far a run is from the reference."""
     pairs, loss = list(zip(got.records, want.records, strict=True)), loss_name(want.records[0])
@@ -125,13 +96,6 @@ def compare(got: Run, want: Run) -> Row:
         seconds=sum(record["iteration_time_ms"] for record in got.records[1:]) / 1e3 / (len(got.records) - 1),
         copies_differ=got.copies_differ,
     )
-
-
-def furthest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of any element; infinite if a name or shape differs."""
-    if {n: t.shape for n, t in got.items()} != {n: t.shape for n, t in want.items()}:
-        return float("inf")
-    return max((got[name] - want[name]).abs().max().item() for name in want)
 
 
 def equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
@@ -162,15 +126,15 @@ def report(lines: list[str], failed: int, seconds: float) -> str:
     verdict = f"{failed} of them not as they should be" if failed else "all as they should be"
     return (
         f"{in_words(describe('cpu'))}: {len(lines)} rows in {seconds / 60:.0f} minutes, {verdict}.\n"
-        f"Bounds: loss {LOSS:.0e}, gradients {GRADIENTS:.0e}, norm {NORM:.0e} relative; `parity/run.py` has what the "
-        "columns are.\n\n" + "\n".join([HEADER, *lines]) + "\n"
+        f"Bounds: loss {LOSS:.0e}, gradients {GRADIENTS:.0e}, norm {NORM:.0e} relative; `tests/parity/run.py` has "
+        "what the columns are.\n\n" + "\n".join([HEADER, *lines]) + "\n"
     )
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, 1 if a row is not as it should be."""
-    parser = parser_for("python -m parity.run", __doc__)
+    parser = parser_for("python -m tests.parity.run", __doc__)
     add = parser.add_argument
     add("--kind", nargs="+", choices=[*KINDS], default=["llama", "gpt"], help="kinds of model (default: llama gpt)")
     add("--only", metavar="TEXT", default="", help="meshes whose title has this")

@@ -99,7 +99,7 @@ class Sheet:
 
 
 Makers = Mapping[str, Callable[..., Iterable[Row]]]
-"""What makes the rows of each table, by its name."""
+"""Callables that make the rows of each table, by its name."""
 
 
 def sheets_of(paper: str, makers: Makers, **summaries: Callable[[Sequence[Row]], str]) -> tuple[str, dict[str, Sheet]]:

@@ -47,7 +47,7 @@ ALLOWED = {
     },
     "papers.md": {
         "12.8 18.6": "differences of returns in standard errors, which papers.attempts prints",
-        "1,000 23.9 72.1": "steps of the paper's trajectories, and predictions that papers.ring prints",
+        "1,000 12.6 23.9 72.1": "steps of the paper's trajectories, and predictions that papers.ring prints",
         "114.33 19.9": "the paper's own",
         "162.6": "the paper's own, which papers.ring predicts",
         "0.29 5.2e-7": "differences of losses, which papers.convergence prints",

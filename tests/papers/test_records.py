@@ -1,7 +1,61 @@
-"""UPipe's record: which lengths fit, and what stages of heads save of it."""
+"""Published runs: the rule that splits them, how far off the planner is on the others; and UPipe's longest lengths."""
 
-from papers import records
+from statistics import median
+
+import pytest
+
+from papers import records, rows
 from papers.ring import step_of
+from planner.cluster import CLUSTERS, load_cluster
+
+FOUND = records.runs()
+
+
+def test_every_row_names_its_source_and_what_ran():
+    for row in rows.published("public_runs"):
+        assert row["source"].startswith("github.com/")
+        assert row["half"] in (records.FITTED, records.HELD_OUT, records.APART)
+        assert (row["half"] != records.APART) or row["note"]
+        assert float(row["seconds"]) > 0
+
+
+def test_configurations_of_a_source_take_turns_in_the_two_halves():
+    turns = {}
+    for row in rows.published("public_runs"):
+        if row["half"] == records.APART:
+            continue
+        group = (row["source"].split("/")[1], row["cluster"], row["kernel"], "--compile" in row["flags"])
+        configuration = tuple(row[name] for name in ("model", "gpus", "tokens", "flags"))
+        others = turns.setdefault(group, [])
+        if configuration not in others:
+            others.append(configuration)
+        assert row["half"] == (records.FITTED, records.HELD_OUT)[others.index(configuration) % 2]
+
+
+def test_rows_that_nothing_was_fitted_to_are_within_a_tenth_and_half_of_them_within_a_twentieth():
+    held_out = records.errors(FOUND, records.HELD_OUT)
+    assert len(held_out) >= 25
+    assert max(held_out) < 0.1
+    assert median(held_out) < 0.05
+    assert max(records.errors(FOUND, records.FITTED)) < 0.11
+    assert records.summary(FOUND).startswith(f"held out: {len(held_out)} rows, median ")
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_cluster_says_how_far_off_its_rows_are(path):
+    found = load_cluster(path)
+    said = found.public_error
+    off = records.errors(FOUND, records.HELD_OUT, cluster=path.stem, kernel=found.attention_kernel)
+    assert said == 0 if not off else max(off) <= said < max(off) + 0.01
+
+
+def test_another_kernel_would_be_far_off():
+    row = next(
+        row for row in rows.published("public_runs") if row["kernel"] == "flash_attn" and row["model"] == "qwen3_8b"
+    )
+    as_published, other = records.prediction(row)[0], records.prediction({**row, "kernel": "cudnn"})[0]
+    assert as_published == pytest.approx(606, rel=0.02)
+    assert other < 0.65 * as_published
 
 
 def test_every_length_is_predicted_to_fit():

@@ -18,7 +18,7 @@ from typing import Any
 from bench.harness import add_results, heading
 from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of, command_line, corpus, reference_of
 from bench.link.network import LINKS, Network, prepare_machine
-from bench.link.ranks import attention_crossing, began, medians, train
+from bench.link.ranks import attention_crossing, began, medians, text_of, train
 from runtime.errors import UserError
 from runtime.machine import describe, results_file
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
@@ -137,12 +137,7 @@ def shown(row: Row, reference: Row) -> Row:
 
 def markdown(result: Row) -> str:
     """Format the machine, and a table per setting, fastest first."""
-    lines = [
-        *heading(result),
-        f"Two nodes of {result['ranks_per_node']} ranks, {result['rate']} between them in each direction; medians of "
-        f'{result["repeats"]} training steps. "Crossed" is the interface\'s count in the busier direction, "attention" '
-        "what of it the plans say; the rest is gradients, headers and collectives that do not send each to each.",
-    ]
+    lines = [*heading(result), text_of("training", result)]
     for one in result["settings"]:
         date = f", {one['date'][:10]}" if "date" in one else ""
         tokens = f"{one['batch']} x {one['seq_length']} tokens"

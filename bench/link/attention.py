@@ -20,7 +20,7 @@ from bench.link import alone
 from bench.link.__main__ import SHARED
 from bench.link.cases import CASES as CONFIGURATIONS
 from bench.link.network import LINKS, Network
-from bench.link.ranks import began, plan_crossing
+from bench.link.ranks import began, plan_crossing, text_of
 from bench.shapes import AttentionShape
 from parallel.context import ContextParallel, Plan
 from runtime.processes import process_group
@@ -165,15 +165,7 @@ def verdict(case: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     """Format the machine, what was asked, and a table per case, fastest first."""
-    work = result["workload"]
-    lines = [
-        *heading(result),
-        f"Two nodes of {result['ranks_per_node']} ranks, {result['rate']} between them in each direction, "
-        f"{SHARED[result['link']]}; {work['seq_length']} tokens, {work['num_heads']} heads of {work['head_dim']}, "
-        f'float32, forward and backward, medians of {result["repeats"]} steps. "All rows" is a method that sends all '
-        'keys and values, as each did before masks decided what travels; "on the link" what the bytes that crossed '
-        "take at the link's rate, as a share of the step.",
-    ]
+    lines = [*heading(result), text_of("attention", result, shared=SHARED[result["link"]])]
     for case, said in result["verdicts"].items():
         rows = sorted((row for row in result["attentions"] if row["case"] == case), key=lambda row: row["median"])
         mask, table = result["masks"][case], Table(COLUMNS, rows).markdown()

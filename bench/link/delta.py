@@ -20,7 +20,7 @@ from bench.delta import inputs
 from bench.harness import add_sizes, fingerprint, format_targets, forward_backward, heading, target
 from bench.link import alone
 from bench.link.network import Network
-from bench.link.ranks import began
+from bench.link.ranks import began, text_of
 from bench.shapes import AttentionShape
 from kernels.delta.rule import delta_rule
 from parallel.context import ContextParallel, context_parallel
@@ -146,15 +146,9 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """Format the machine, what was asked, the table, and the targets."""
-    sizes = result["workload"]
     lines = [
         *heading(result),
-        f"Two nodes of one rank, {result['rate']} between them in each direction; {result['tokens']} tokens a rank of "
-        f"one document, {sizes['num_heads'] // SHARED} key and {sizes['num_heads']} value heads of "
-        f"{sizes['head_dim']}, float32, forward and backward, medians of {result['repeats']} steps. States pass in a "
-        'chain; "heads" is an all-to-all of tokens for heads and back; "gather" gathers q, k, v, gates and beta, '
-        'computes up to its own last token, and adds gradients where they belong. "On the link" is what the bytes that '
-        "crossed in the busier direction take at the link's rate, as a share of the step.",
+        text_of("delta", result, key_heads=result["workload"]["num_heads"] // SHARED),
         "",
         *Table(COLUMNS, result["rows"]).markdown(),
         "",

@@ -5,9 +5,11 @@ Ranks are forked from a server that has already imported torch and the entry, th
 
 import argparse
 import os
+import tomllib
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -36,6 +38,12 @@ def began(args: argparse.Namespace, benchmark: str) -> dict[str, Any]:
     """Return the head of a result: the machine at the start, and what was asked for."""
     head = {"benchmark": benchmark, "machine": describe("cpu"), "note": args.note}
     return head | {"rate": args.rate, "repeats": args.repeats}
+
+
+def text_of(name: str, result: dict[str, Any], **more: Any) -> str:
+    """Return the text above a bench's tables, with the result's fields and ``more`` in it."""
+    texts = tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding="utf-8"))
+    return str(texts[name].format(**result, **more))
 
 
 class Iteration(NamedTuple):

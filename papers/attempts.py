@@ -168,7 +168,10 @@ def compared(runs: dict[str, Any]) -> tuple[list[str], list[str]]:
         found[of] = True, gain(longest, LONGEST, short, 4)
     if control:
         found[f"attempt {LATER} above the first, of shuffled tasks (control)"] = False, gain(control, LATER, control)
-    lines = [f"{name:62}{more:+.3f}, {more / error:+.1f} standard errors" for name, (_, (more, error)) in found.items()]
+    lines = [
+        f"{name:62}{more:+.3f}, {more / (error or np.inf):+.1f} standard errors"
+        for name, (_, (more, error)) in found.items()
+    ]
     return lines, [name for name, (wanted, (more, error)) in found.items() if (more > ERRORS * error) != wanted]
 
 

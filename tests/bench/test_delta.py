@@ -3,8 +3,6 @@
 import pytest
 
 from bench import delta
-from bench.harness import MeasureError
-from bench.shapes import AttentionShape
 from tools.common.report import read_records
 
 pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5", reason="needs transformers")
@@ -24,9 +22,8 @@ def test_the_command_writes_figures(tmp_path, capsys):
     assert said.count(">= 3.0") == said.count("<= 0.62") == 1
 
 
-def test_something_else_is_not_timed(monkeypatch):
+def test_something_else_is_not_timed(monkeypatch, tmp_path, capsys):
     ours = delta.ours
     monkeypatch.setattr(delta, "ours", lambda *x: 2 * ours(*x))
-    shape = AttentionShape(num_heads=2, kv_heads=2, head_dim=16)
-    with pytest.raises(MeasureError, match="chunked computes something else than transformers"):
-        delta.measure(shape, [64], 1, 1.0)
+    assert delta.main([*SHAPE, "--results", str(tmp_path)]) == 1
+    assert "chunked computes something else than transformers" in capsys.readouterr().err

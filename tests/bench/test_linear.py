@@ -5,13 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import linear
-from bench.harness import MeasureError
-from bench.linear import CONTESTANTS, exponent, fits, flops, lengths_between, main, markdown, overtakes, row
+from bench.lengths import lengths_between, overtakes, summary
+from bench.linear import CONTESTANTS, exponent, fits, flops, main, markdown, with_rates
 from bench.shapes import AttentionShape
 from kernels import linear_attention, linear_scan
 from tools.common.report import read_records
-
-SHAPE = AttentionShape(seq_length=128, batch=2, num_heads=4, kv_heads=4, head_dim=16)
 
 
 def sized(length):
@@ -36,7 +34,7 @@ def chunked_outside_of_its_operator(work):
 def test_operations_are_those_that_torch_counts(length):
     work = AttentionShape(seq_length=length, batch=2, num_heads=4, kv_heads=4, head_dim=16)
     assert counted(lambda: chunked_outside_of_its_operator(work)) == flops("chunked", work)
-    assert counted(linear.step_of("naive", work)) == flops("naive", work)
+    assert counted(linear.steps_of(work)["naive"]) == flops("naive", work)
 
 
 def test_chunked_is_linear_and_the_others_are_quadratic():
@@ -54,8 +52,10 @@ def test_naive_goes_as_far_as_its_scores_fit():
 
 
 def report(times):
-    rows = [row(name, sized(n), [taken]) for name, found in times.items() for n, taken in found.items()]
-    return {"rows": rows}
+    rows = [
+        {"name": name, "length": n, **summary([taken])} for name, found in times.items() for n, taken in found.items()
+    ]
+    return {"rows": [with_rates(row, {"num_heads": 4, "kv_heads": 4, "head_dim": 32}) for row in rows]}
 
 
 def test_the_report_says_what_the_times_say():
@@ -97,11 +97,12 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     assert markdown(result) in capsys.readouterr().out
 
 
-def test_something_else_is_not_timed(monkeypatch):
+def test_something_else_is_not_timed(monkeypatch, tmp_path, capsys):
     attend = linear.attend
     monkeypatch.setattr(linear, "attend", lambda name, q, k, v: attend(name, q, k, v) * (1 + (name == "chunked")))
-    with pytest.raises(MeasureError, match="chunked computes something else than the naive form"):
-        linear.measure([32], SHAPE, 1)
+    assert main(["--min-length", "32", "--max-length", "32", "--repeats", "1", "--results", str(tmp_path)]) == 1
+    assert "chunked computes something else than the naive form" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_bad_input_is_one_line(capsys):

@@ -4,6 +4,7 @@ A name, a value and the end of a line are a token each. By its chat template a q
 for, so that the answer is what followed that name before: what two layers can learn.
 """
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,7 @@ from tools.line_retrieval.lines import ADJECTIVES, NOUNS, VALUES
 
 HEADS = 4
 UNKNOWN, USER, END = "<|unknown|>", "<|user|>", "<|end|>"
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}" + USER + "{{ message['content'] }}"
-    "{% else %}{% generation %}{{ message['content'] }}" + END + "{% endgeneration %}{% endif %}"
-    "{% endfor %}"
-)
-
-
-HYBRID: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "linear_num_key_heads": HEADS,
-    "linear_num_value_heads": HEADS,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-"""Settings of a Qwen3.5: a gated delta rule in the first layer, softmax attention in the second."""
+OF_FILE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def write_model(
@@ -66,10 +49,10 @@ def write_model(
         eos_token=END,
         additional_special_tokens=[USER],
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = OF_FILE["template"]
     torch.manual_seed(seed)
     kind: Any
-    kind, own = (Qwen3_5TextConfig, HYBRID) if model_type == "qwen3_5" else (LlamaConfig, {})
+    kind, own = (Qwen3_5TextConfig, OF_FILE["hybrid"]) if model_type == "qwen3_5" else (LlamaConfig, {})
     config = kind(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

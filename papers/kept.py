@@ -1,7 +1,9 @@
 """Runs kept in a file of results as each ends, so that the same command goes on where it stopped."""
 
+import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +35,11 @@ def noted(result: Result, path: Path, name: str, measured: Callable[[], dict[str
     found = result["runs"][name] = measured() | {"seconds": time.perf_counter() - start, **stamp()}
     write_records(path, result)
     return found
+
+
+def run_all(main: Callable[[list[str]], int]) -> None:
+    """Run a command that keeps its runs, with its lines on stderr. Raises UserError: it did not end well."""
+    with redirect_stdout(sys.stderr):
+        status = main([])
+    if status:
+        raise UserError("the runs did not end well; the reason stands above")

@@ -5,22 +5,19 @@ python -m papers.lasp --table volumes --measure         # bytes counted on 4 pro
 python -m papers.lasp --table convergence --measure     # trains what is not in papers/results yet (20 minutes)
 """
 
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
 
 from papers import convergence, rows
 from papers.jobs import LONG, SHORT, Figures, Job, Runs, commit_told, lengths, longest_of, shown
-from papers.kept import kept
+from papers.kept import kept, run_all
 from papers.ring import K, step_of
 from papers.rows import Row
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
 from planner.step_memory import Arrangement, StepShape, memory_of
-from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tools.common.arguments import run_command
 
@@ -130,10 +127,7 @@ def ablation() -> Iterator[Row]:
 def trained(measured: bool = False) -> Iterator[Row]:
     """Yield the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
     if measured:
-        with redirect_stdout(sys.stderr):
-            status = convergence.main([])
-        if status:
-            raise UserError("the runs of the convergence table did not end well; the reason stands above")
+        run_all(convergence.main)
     found, where = kept(convergence.RESULTS), ""
     if found["runs"]:
         on = found["machine"]

@@ -1,8 +1,6 @@
 """Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): blocks, memory, lengths, FLOPs, trajectories."""
 
-import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -10,14 +8,13 @@ from pathlib import Path
 from model.config import ModelConfig
 from papers import attempts, rows
 from papers.jobs import LONG, Job, lengths, longest_of
-from papers.kept import kept
+from papers.kept import kept, run_all
 from papers.rows import Row
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.search import predicted, workload_of
 from planner.step_memory import Arrangement, StepShape, memory_of
-from runtime.errors import UserError
 from tools.common.arguments import run_command
 from train.config.language import load_config, parse_args
 
@@ -195,10 +192,7 @@ def agent(column: str) -> tuple[float, float]:
 def reinforcement(measured: bool = False) -> Iterator[Row]:
     """Yield table 5's returns; what its models take by our planner; and returns of papers.attempts, in small."""
     if measured:
-        with redirect_stdout(sys.stderr):
-            status = attempts.main([])
-        if status:
-            raise UserError("the runs of the attempts did not end well; the reason stands above")
+        run_all(attempts.main)
     for row in rows.published("ring_rl"):
         theirs = {name: value if value == "oom" else float(value) for name, value in row.items() if name != "task"}
         yield Row({"row": row["task"]}, theirs, {}, "not stated")

@@ -1,7 +1,5 @@
-"""One process of `make parity`: train as an entry script does, and return the results."""
+"""One process that is compared with others: train as an entry script does, and return the results."""
 
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,30 +47,6 @@ class Found:
         self.tensors[moment] = whole if send else {}
 
 
-class Masked:
-    """Samples without some of their loss, by their index, so that ranks get unequal numbers of valid tokens.
-
-    Of eight texts, one has none, two end early, two start late, and the rest lack a range in the middle; of eight
-    latents three are fillers.
-    """
-
-    def __init__(self, data: Samples) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int | None) -> dict[str, Tensor]:
-        sample = dict(self._data[index])
-        if index is not None and "loss_mask" in sample:
-            mask = sample["loss_mask"] = sample["loss_mask"].clone()
-            kinds = (0, len(mask)), (len(mask) // 4, len(mask)), (0, len(mask) // 2), (40, 47)
-            mask[slice(*kinds[(0, 1, 2, 3, 3, 2, 1, 3)[index % 8]])] = 0
-        elif index is not None and index % 8 in (0, 4, 6):
-            return self._data[None]
-        return sample
-
-
 def train(
     rank: int,
     world_size: int,
@@ -80,15 +54,16 @@ def train(
     sabotage: Callable[[], None] | None = None,
     diffusion: bool = False,
     samples: Path | None = None,
+    wrap: Callable[[Samples], Samples] = lambda data: data,
 ) -> Found:
     """Train on the joined processes; ``sabotage`` breaks something first.
 
-    On ``samples`` (``parity.samples``) in the place of the data, if given, with a note of what modules return.
+    On ``samples`` (``parity.samples``) in the place of the data, if given, with a note of what modules return;
+    otherwise on the data as ``wrap`` returns them.
     """
     pretrain_dit.initial_dit_weight = _alive(initial_dit_weight)
     if samples is not None:  # adapters and biases begin at zero too
         pretrain_gpt.initial_weight = _alive(initial_weight)
-    before = _peak_mb()
     if sabotage is not None:
         sabotage()
     log, notes = Records(), Notes()
@@ -98,7 +73,7 @@ def train(
     with trainer_of(pretrain_dit if diffusion else pretrain_gpt, flags, log) as trainer:
         mesh = trainer.run.mesh
         if samples is None:
-            trainer.train_data = Masked(trainer.train_data)
+            trainer.train_data = wrap(trainer.train_data)
         else:
             notes.watch(trainer.runner.parts, (mesh.tp.get_local_rank(), mesh.tp.size()))
         send = mesh.dp_cp.get_local_rank() == mesh.tp.get_local_rank() == 0
@@ -106,7 +81,6 @@ def train(
         _watch(trainer, found, send, notes)
         trainer.train()
         found.keep("final", weights(trainer), send)
-    found.memory_mb = _peak_mb() - before
     return found
 
 
@@ -152,9 +126,3 @@ def _watch(trainer: Trainer, found: Found, send: bool, notes: Notes) -> None:
         return save(*args, **more)
 
     optim.clip_gradients, saving.save_checkpoint = noting_clip, noting_save
-
-
-def _peak_mb() -> float:
-    """Return this process's largest resident set so far, in MB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1e6 if sys.platform == "darwin" else 1e6 / 1024)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parallel.context.transport import all_gather_single
 from parallel.mesh import MeshConfig, distributed_mesh
-from parity.rank import train
+from tests.parity.run import train_masked
 from tools.common.ceilings import PROBES, exchange_seconds, slowest
 from train.run import run_entry
 
@@ -29,7 +29,7 @@ def train_cases(folder: Path) -> None:
     """Train by the flags of each case, one after the other; a rank's findings are on the disk before the next."""
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     for name, flags in json.loads((folder / CASES).read_text()).items():
-        found, path = train(rank, size, flags), result(folder, name, rank)
+        found, path = train_masked(rank, size, flags), result(folder, name, rank)
         torch.save(found, draft := path.with_suffix(".tmp"))
         draft.rename(path)
         if rank == 0:

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from parallel.context import METHODS
-from parity.rank import Masked
 from tests.parity import bugs
 from tests.parity import cases as parity_cases
 from tests.parity import run as parity
 from tests.parity.cases import chosen_cases, reference_of
-from tests.parity.run import Row, compare, main
+from tests.parity.run import Masked, Row, compare, main
 from tests.starts import ROOT, interruptible, wait_until
 from tools.common.cases import DIMENSIONS, Case
 

@@ -54,13 +54,13 @@ BUDGET = {
     "train": 5908,
     "planner": 3294,
     "runtime": 2472,
-    "slurm": 349,
-    "tools": 5191,
-    "parity": 1085,
-    "papers": 2297,
-    "bench": 3272,
+    "slurm": 336,
+    "tools": 5019,
+    "parity": 713,
+    "papers": 2210,
+    "bench": 3148,
     "docs": 168,
-    "tests": 44527,
+    "tests": 44781,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -28,6 +28,9 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises its errors, for whoever called the command to print one line and exit."""
 
     def error(self, message: str) -> NoReturn:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and message.endswith(f"required: {action.dest}"):
+                message = f"a command is missing; give one of {', '.join(action.choices)}"
         raise UsageError(f"{message}; --help lists the arguments")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

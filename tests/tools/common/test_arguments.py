@@ -77,5 +77,8 @@ def test_a_command_of_a_program_is_asked_for_flags_of_its_own(capsys):
     assert ruler.main(["model", "x", "--sample", "8"]) == 2
     told = "error: unknown argument --hiden-size; did you mean --hidden-size?\n"
     assert capsys.readouterr().err == f"{told}error: unknown argument --sample; --help lists them all\n"
+    assert ruler.main([]) == 2
+    told = "error: a command is missing; give one of score, make, model, repeat; --help lists the arguments\n"
+    assert capsys.readouterr().err == told
     assert ruler.main(["make", "x.jsonl", "--lengths", "1024", "--tokeniser-model", "x"]) == 2
     assert capsys.readouterr().err == "error: unknown argument --tokeniser-model; did you mean --tokenizer-model?\n"

@@ -55,12 +55,12 @@ BUDGET = {
     "planner": 3294,
     "runtime": 2472,
     "slurm": 336,
-    "tools": 5019,
+    "tools": 5022,
     "parity": 713,
     "papers": 2210,
     "bench": 3148,
     "docs": 168,
-    "tests": 44781,
+    "tests": 44784,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

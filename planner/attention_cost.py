@@ -32,6 +32,9 @@ FORWARD, BACKWARD = 4, 10
 SCAN, STATE = 4, 2
 """Operations per token and element of a state: write and read, and write alone. A backward has 3 scans."""
 MICRO, GB = 1e-6, 1e9
+STILL_SENT = 1.75
+"""Buffers of a circulating gradient for each of the held one and the one that arrives, from the third round on: what
+was sent before is let go of while the next arrives. Fitted to rehearsals."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +226,33 @@ def needed_of_all(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: in
     return inside, between
 
 
-def most_rows_held(plan: Plan, moves: Moves) -> int:
-    """Return the most rows that any place holds in all rounds together."""
-    flow = plan.flow(moves)
-    places = range(flow.geometry.shape.size)
-    return max(sum(length_of(flow.held(index, place)) for index in range(flow.rounds)) for place in places)
+def backward_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
+    """Count a backward's buffers: what a block's kernel gives, and what circulates or is gathered, and its gradients.
+
+    Of what circulates one is held and one in transit; of gradients, from the third round on, also what was sent before.
+    Gathered, they are there as sums and as what is sent. In stages of heads they are a stage's, with what it exchanges
+    again: q, dout, out and lse, k and v; and all results, and sums of KV.
+    """
+    stays: Moves = "queries" if moves == "kv" else "kv"
+    whole, geometry = of._replace(stages=1), plan.geometry
+    buffers = (whole.gradient("kv") + whole.gradient("queries")) * of.element_size // of.wide  # dq, dk and dv
+    if of.stages > 1:
+        stage = of.stage
+        exchanged = stage.payload("queries") + stage.payload("kv") + stage.gradient("kv")
+        return backward_buffers(plan, stage, moves) + exchanged + buffers
+    if geometry.ulysses_degree > 1:
+        buffers += of.gradient("queries") * of.element_size // of.wide  # under way
+    if geometry.size == geometry.ulysses_degree:
+        return buffers
+    if geometry.method.needed_only:  # all rows are received at once
+        flow = plan.flow(moves)
+        places = range(flow.geometry.shape.size)
+        rows = max(sum(length_of(flow.held(index, place)) for index in range(flow.rounds)) for place in places)
+        return buffers + rows * (of.gradient(moves) + of.payload(moves)) // of.tokens + of.gradient(stays)
+    held, team, rounds = len(geometry.holders(0)), len(geometry.teammates(0)), len(geometry.rounds_of(0))
+    if rounds > 1:
+        held = 2 * len(geometry.rounds_of(0)[-1].holds) // geometry.ulysses_degree
+    gathered = rounds == 1 and held > 1
+    buffers += int((2 if gathered else STILL_SENT if rounds > 2 else 1) * held * of.gradient(moves))
+    buffers += team * (1 if team == 1 else 2) * of.gradient(stays)
+    return buffers + (held * of.payload(moves) if held > 1 else 0) + (team * of.payload(stays) if team > 1 else 0)

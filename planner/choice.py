@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +24,14 @@ from planner.levers import settings
 from planner.ranking import Candidate, nothing_left
 from planner.search import arrangements, numbers, rank, suits
 from planner.step_cost import delta_cost
-from planner.workload import fastest, layout_costs
+from planner.workload import layout_costs
 from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
 from runtime.progress import counted, duration
 from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
 from train.config.derive import CONFIG, Choices, tokenizer_of, with_vocabulary
-from train.config.entries import ENTRIES, Config
+from train.config.entries import Config
 from train.config.flags import ConfigError, read_toml
 
 C = TypeVar("C", bound=CommonConfig)
@@ -90,7 +91,7 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
             f"hybrid_softmax_layout is auto: no file under configs/clusters is about this device ({error}); "
             "give --hybrid-softmax-layout zigzag or contiguous"
         ) from error
-    layout = fastest(layout_costs(config, cluster)).layout
+    layout = min(layout_costs(config, cluster), key=attrgetter("seconds")).layout
     return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=layout))
 
 
@@ -172,7 +173,7 @@ def recorded(config: CommonConfig) -> int | None:
     file = Path(load or "") / CONFIG
     if load is None or config.checkpoint.finetune or not file.is_file():
         return None
-    return read_toml(type(config), file, ENTRIES).get("full_world_size")
+    return read_toml(type(config), file).get("full_world_size")
 
 
 def _chosen(asked: C, processes: int, validate: Callable[[C, int], None]) -> tuple[int, C, str]:

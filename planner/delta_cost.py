@@ -60,10 +60,33 @@ class DeltaShape(NamedTuple):
         """Return the elements of the states of all heads."""
         return self.heads * self.key_dim * self.value_dim
 
-    def states_bytes(self, batch: int, tokens: int) -> int:
-        """Return the bytes of the states that a forward keeps: before each slab of chunks, and the last."""
+    def results(self, plan: Plan, batch: int, element_size: int) -> list[float]:
+        """Return bytes per token of what the rule's operator returns: states, Q and the output.
+
+        States are those before each slab of chunks, and the last. Q is what a state that comes later adds to the
+        outputs of tokens that do not wait for it.
+        """
         step = CHUNK * max(1, self.slab // (batch * self.heads))
-        return 4 * (1 + -(-tokens // step)) * batch * self.state
+        states = 4 * (1 + -(-plan.local_len // step)) * batch * self.state / (batch * plan.local_len)
+        return [states, 4 * wide_share(plan) * self.heads * self.key_dim, element_size * self.outputs]
+
+    def activations(self, plan: Plan, batch: int, element_size: int, normed: float) -> float:
+        """Return bytes per token that it keeps for a backward with what is around it.
+
+        q, k and v before and after the convolution and the activation, queries and keys normalised, in float32 and in
+        their dtype; the output before and after its norm, which keeps ``normed`` copies, its gate, and both together;
+        gates; states and Q.
+        """
+        states, reads, *_ = self.results(plan, batch, element_size)
+        both = 2 * self.key_heads * self.key_dim
+        gates = 4 * self.heads * (3 + 4 * (self.key_dim if self.per_channel else 1))
+        channels = 3 * self.channels + both + (4 + normed) * self.outputs
+        return states + reads + element_size * channels + 4 * both * (element_size < 4) + gates
+
+    def buffers(self, batch: int, tokens: int, element_size: int) -> float:
+        """Return bytes of a backward: gradients of q, k and v as its kernels give them and in their dtype; room."""
+        gradients = batch * tokens * self.channels * (max(4, element_size) + element_size)
+        return gradients + self.workspace(batch, tokens)
 
     def workspace(self, batch: int, tokens: int) -> int:
         """Return the bytes that kernels take to work in: of a slab's chunks, in float32."""

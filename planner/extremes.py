@@ -6,26 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.cluster import Cluster
-from planner.dry_run import rehearsed
 from planner.levers import STAGES, in_order, in_turn, least_memory, moved, settings, without_needless
 from planner.ranking import described, nothing_left
-from planner.recorder import Rehearsal
-from planner.rehearsal import Build
-from planner.search import (
-    ROOM,
-    arrangements,
-    bytes_needed,
-    candidates_of,
-    fits_in_memory,
-    predicted,
-    rank,
-    suits,
-    validated,
-)
+from planner.search import ROOM, arrangements, candidates_of, predicted, rank, suits, weigh
 from runtime.errors import UserError
 from runtime.progress import Progress, counted
 from train.config.entries import Config
 from train.config.flags import ConfigError, spelled
+from train.config.sizes import validate_sizes
 
 STEP = 1024
 """Tokens."""
@@ -42,7 +30,7 @@ def fits(
     def held(one: Config) -> bool:
         asked = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
         progress(f"searching: {asked}, {described(one)}")
-        return fits_in_memory(one, world_size, cluster, None)
+        return weigh(one, world_size, cluster, None).fits(cluster)
 
     found = candidates_of(arrangements(config, world_size), world_size, cluster, Counter())
     every = [lean for one in found for lean in least_memory(one, cluster)]
@@ -125,13 +113,6 @@ class Change:
     bytes: float
 
 
-def busiest(
-    config: Any, build: Build[Any], world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
-) -> Rehearsal:
-    """Rehearse the processes that may take most, of these documents, and return the one that does."""
-    return max(rehearsed(config, build, world_size, cluster, documents), key=lambda one: one.bytes)
-
-
 def changes(
     config: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None, lengths: tuple[int, ...] = ()
 ) -> tuple[list[Change], float | None]:
@@ -157,7 +138,7 @@ def _pulled(config: Any, world_size: int, cluster: Cluster, documents: tuple[int
     larger = list(_more_context_parallel(config, world_size))
 
     def fits(one: Any) -> bool:
-        return one != config and suits(one, world_size) and fits_in_memory(one, world_size, limited, documents)
+        return one != config and suits(one, world_size) and weigh(one, world_size, limited, documents).fits(limited)
 
     for room in (ROOM, 1.0):
         limited = replace(cluster, memory_gb=room * cluster.memory_gb)
@@ -193,7 +174,8 @@ def _ordered(
             parts[section] = own | {name: getattr(then, name) for name in changed}
         try:
             one = replace(config, **{part: replace(getattr(config, part), **own) for part, own in parts.items()})
-            count = bytes_needed(validated(one, world_size), world_size, cluster, documents) if flags else 0.0
+            validate_sizes(one, world_size)
+            count = weigh(one, world_size, cluster, documents).device if flags else 0.0
         except UserError:  # it changes only together with others
             continue
         if flags:

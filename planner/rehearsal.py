@@ -102,7 +102,7 @@ def rehearse(
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell)
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         device = device or config.mesh.device_type
-        norm, turn = (rms_norm, rotate) if device == "cuda" else (F.rms_norm, layers.rotate)
+        norm, turn = (_FusedNorm.apply, _FusedRotation.apply) if device == "cuda" else (F.rms_norm, layers.rotate)
         with (
             patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]),
             patch.object(scan, "CPU_CHUNKS", scan.GPU_CHUNKS if device == "cuda" else scan.CPU_CHUNKS),
@@ -213,42 +213,32 @@ def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> 
 
 
 class _FusedNorm(torch.autograd.Function):
-    """RMSNorm in the shapes of a GPU's kernel, which keeps its input and a number a token.
+    """torch.nn.functional.rms_norm in the shapes of a GPU's kernel, which keeps its input and a number a token.
 
     On a CPU torch composes it of operators, which keep four times as much.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
         ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         x, weight, _ = ctx.saved_tensors
         dw = None if weight is None else (grad * x).flatten(0, -2).sum(0).to(weight.dtype)
-        return torch.empty_like(x), dw
-
-
-def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return what torch.nn.functional.rms_norm would, empty."""
-    return _FusedNorm.apply(x, weight)
+        return torch.empty_like(x), None, dw, None
 
 
 class _FusedRotation(torch.autograd.Function):
-    """A rotation in the shapes of its one launch; torch's operators make copies in float32."""
+    """``kernels.pointwise.rotate`` in the shapes of its one launch; torch's operators make copies in float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return torch.empty_like(gradient, memory_format=torch.contiguous_format)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return what ``kernels.pointwise.rotate`` would, empty."""
-    return _FusedRotation.apply(x)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return torch.empty_like(gradient, memory_format=torch.contiguous_format), None, None

@@ -22,7 +22,7 @@ from runtime.progress import Progress
 from train.config.common import CommonConfig
 from train.config.derive import with_joined_ranks
 from train.config.entries import Config
-from train.config.sizes import validate_magnitude, validate_mesh, validate_sizes
+from train.config.sizes import validate_sizes
 
 C = TypeVar("C", bound=CommonConfig)
 ROOM = 0.9
@@ -41,11 +41,6 @@ def predicted(
     return predict(with_softmax_layers(work, config, cluster), plan, arranged, cluster)
 
 
-def bytes_needed(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> float:
-    """Return the bytes of the busiest rank's memory alone, which take far less to predict than the time."""
-    return sum(memory_of(*numbers(config, world_size, cluster, documents)).values())
-
-
 class Weighed(NamedTuple):
     """A configuration, and the bytes that its busiest rank takes on the device and on the host."""
 
@@ -60,14 +55,9 @@ class Weighed(NamedTuple):
 
 
 def weigh(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> Weighed:
-    """Count the memory of a configuration."""
+    """Count the memory of a configuration, which takes far less than to predict its time."""
     found = numbers(config, world_size, cluster, documents)
     return Weighed(config, sum(memory_of(*found).values()), pinned(*found))
-
-
-def fits_in_memory(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> bool:
-    """Return whether the memory of a process and of its host is enough."""
-    return weigh(config, world_size, cluster, documents).fits(cluster)
 
 
 def numbers(
@@ -179,24 +169,14 @@ def candidates_of(
         for context in contexts(config, cluster.gpus_per_node):
             candidate = replace(config, context=context)
             try:
-                validated(candidate, world_size)
+                validate_sizes(candidate, world_size)
             except UserError as error:
                 refused[str(error)] += 1
                 continue
             yield candidate
 
 
-def validated(config: AnyConfig, world_size: int) -> AnyConfig:
-    """Return a configuration whose sizes fit each other and the processes; UserError says which do not."""
-    if isinstance(config, Config):
-        validate_sizes(config, world_size)
-    else:
-        validate_magnitude(config, world_size)
-        validate_mesh(config, world_size)
-    return config
-
-
-def suits(config: AnyConfig, world_size: int, check: Callable[[Any, int], object] = validated) -> bool:
+def suits(config: AnyConfig, world_size: int, check: Callable[[Any, int], object] = validate_sizes) -> bool:
     """Return whether a configuration passes the check of its sizes."""
     try:
         check(config, world_size)

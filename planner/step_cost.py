@@ -57,7 +57,8 @@ def predict(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster
     linear = layers * (products * passes + 3 * between) + head * passes
     again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
-    again += layers * (layer * _ffn_share(work) if arranged.ffn_chunk else 0.0)
+    inside = (3 if work.gated else 2) * work.hidden * work.ffn * work.layers / (work.matrix_weights - output)
+    again += layers * (layer * inside if arranged.ffn_chunk else 0.0)  # the share inside the feed-forward
     steps = work.micro_batches + arranged.pp - 1  # fills and drains the pipeline
     seconds = {
         "attention": steps * layers * (forward + backward),
@@ -169,9 +170,3 @@ def _ring_seconds(count: float, ranks: int, stride: int, cluster: Cluster) -> fl
         return count / (cluster.inside_gb_per_s * GB) + (ranks - 1) * cluster.inside_latency_us * MICRO
     rate = min(cluster.inside_gb_per_s, cluster.node_gb_per_s / min(stride, cluster.gpus_per_node))
     return count / (rate * GB) + (ranks - 1) * cluster.between_latency_us * MICRO
-
-
-def _ffn_share(work: StepShape) -> float:
-    """Return the share of a layer's matrix products that is inside its feed-forward."""
-    inside = (3 if work.gated else 2) * work.hidden * work.ffn
-    return inside * work.layers / (work.matrix_weights - work.vocab * work.hidden)

@@ -8,18 +8,13 @@ from typing import NamedTuple
 from kernels.loss import LOSS_CHUNK
 from parallel.context.mask import Window
 from parallel.context.plan import Plan
-from parallel.context.traffic import Moves, Sizes, sizes
+from parallel.context.traffic import Sizes, sizes
 from parallel.data import Strategy
 from parallel.offload import FETCH_AHEAD, SEVERAL, in_slabs
 from parallel.pipeline.stages import PipelineConfig
-from planner.attention_cost import most_rows_held
+from planner.attention_cost import backward_buffers
 from planner.delta_cost import DeltaShape
-from planner.delta_memory import activations_of, buffers_of, results_of
 from train.host_moments import MOMENTS, PIECE
-
-STILL_SENT = 1.75
-"""Buffers of a circulating gradient for each of the held one and the one that arrives, from the third round on: what
-was sent before is let go of while the next arrives. Fitted to rehearsals."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,45 +218,11 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
     else:
         ffn, gone = ffn + whole * split, gone + matrices * wide
     if work.delta is None:
-        buffers: float = _attention_buffers(plan, of, plan.backward_moves(of))
+        buffers: float = backward_buffers(plan, of, plan.backward_moves(of))
     else:
-        buffers = buffers_of(work.delta.split(arranged.tp), work.micro_batch, plan.local_len, work.element_size)
+        buffers = work.delta.split(arranged.tp).buffers(work.micro_batch, plan.local_len, work.element_size)
     attention = buffers + 2 * stream - gone + matrices * matrix
     return tokens * (inside - kept * (not arranged.offload)) + max(attention, ffn)
-
-
-def _attention_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
-    """Count a backward's buffers: what a block's kernel gives, and what circulates or is gathered, and its gradients.
-
-    Of what circulates one is held and one in transit; of gradients, from the third round on, also what was sent before.
-    Gathered, they are there as sums and as what is sent. In stages of heads they are a stage's, with what it exchanges
-    again: q, dout, out and lse, k and v; and all results, and sums of KV.
-    """
-    if of.stages > 1:
-        stage = of.stage
-        exchanged = stage.payload("queries") + stage.payload("kv") + stage.gradient("kv")
-        return _attention_buffers(plan, stage, moves) + exchanged + _given(of._replace(stages=1))
-    stays: Moves = "queries" if moves == "kv" else "kv"
-    buffers, geometry = _given(of), plan.geometry
-    if geometry.ulysses_degree > 1:
-        buffers += of.gradient("queries") * of.element_size // of.wide  # under way
-    if geometry.size == geometry.ulysses_degree:
-        return buffers
-    if geometry.method.needed_only:  # all rows are received at once
-        rows = most_rows_held(plan, moves)
-        return buffers + rows * (of.gradient(moves) + of.payload(moves)) // of.tokens + of.gradient(stays)
-    held, team, rounds = len(geometry.holders(0)), len(geometry.teammates(0)), len(geometry.rounds_of(0))
-    if rounds > 1:
-        held = 2 * len(geometry.rounds_of(0)[-1].holds) // geometry.ulysses_degree
-    gathered = rounds == 1 and held > 1
-    buffers += int((2 if gathered else STILL_SENT if rounds > 2 else 1) * held * of.gradient(moves))
-    buffers += team * (1 if team == 1 else 2) * of.gradient(stays)
-    return buffers + (held * of.payload(moves) if held > 1 else 0) + (team * of.payload(stays) if team > 1 else 0)
-
-
-def _given(of: Sizes) -> int:
-    """Return the bytes of dq, dk and dv in the dtype of q, as a block's kernel gives them."""
-    return (of.gradient("kv") + of.gradient("queries")) * of.element_size // of.wide
 
 
 def _kinds(work: StepShape) -> list[tuple[float, StepShape]]:
@@ -292,8 +253,8 @@ def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tu
         attention = (queries + outputs + 2 * keys + work.gate * queries) * per_channel + lse
         results = outputs * per_channel + lse
     else:
-        delta = work.delta.split(arranged.tp), plan, work.micro_batch, work.element_size
-        attention, results = activations_of(*delta, work.normed), sum(results_of(*delta))
+        delta, of = work.delta.split(arranged.tp), (plan, work.micro_batch, work.element_size)
+        attention, results = delta.activations(*of, work.normed), sum(delta.results(*of))
     everything = ((work.residual + work.modulated) * work.hidden + ffn) * per_channel + attention + gathered
     if arranged.recompute == "full":
         return work.hidden * per_channel, everything
@@ -340,7 +301,7 @@ def _pinned_tensors(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple
     kept = [work.hidden * part] if arranged.offload else []
     if arranged.offload and arranged.recompute == "attention_boundary":
         if work.delta is not None:
-            kept += results_of(work.delta.split(arranged.tp), plan, work.micro_batch, work.element_size)
+            kept += work.delta.split(arranged.tp).results(plan, work.micro_batch, work.element_size)
         else:
             kept += [work.heads * work.head_dim * part] * _outputs(plan) + [4 * work.heads / arranged.tp]
     return tuple(round(tokens * count) for count in kept)

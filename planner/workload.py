@@ -5,6 +5,7 @@ Of a hybrid also what the layouts of its softmax attention layers cost.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from model.traits import TRAITS
 from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
 from parallel.context.mask import Window
-from parallel.context.plan import Plan, make_plan
+from parallel.context.plan import make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import GB, AttentionCost
 from planner.cluster import Cluster
@@ -70,7 +71,7 @@ def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster)
     """Return the work with the seconds of a hybrid's layers of softmax attention, in the faster of its layouts."""
     if not isinstance(config, Config) or not config.model.own_softmax_layout:
         return work
-    seconds = fastest(layout_costs(config, cluster)).seconds
+    seconds = min(layout_costs(config, cluster), key=attrgetter("seconds")).seconds
     return replace(work, softmax_layers=len(softmax_layers(config.model)), softmax_seconds=seconds)
 
 
@@ -165,7 +166,7 @@ class LayoutCost:
 
 
 def layout_costs(config: Config, cluster: Cluster) -> tuple[LayoutCost, ...]:
-    """Return the cost of each layout that the configuration of a hybrid allows.
+    """Return the cost of each layout that the configuration of a hybrid allows, contiguous first.
 
     An exchange moves q, k and v inward and the output outward, and their gradients in the backward: 2 x (2 heads +
     2 kv_heads) x head_dim elements of each token that changes its rank. It is not overlapped.
@@ -176,14 +177,11 @@ def layout_costs(config: Config, cluster: Cluster) -> tuple[LayoutCost, ...]:
     element_size = 2 if config.train.bf16 else 4
     link = cluster.inside_gb_per_s if size * tp <= cluster.gpus_per_node else cluster.between_gb_per_s
 
-    def plan_of(layout: HybridLayout) -> Plan:
-        method = config.hybrid.context(layout).context_parallel_method
-        return make_plan(method, seq_len=seq_len, size=size, multiple=tp, layout=layout)
-
     found = []
     linear = config.context.context_parallel_layout
     for layout in config.hybrid.layouts(linear):
-        plan = plan_of(layout)
+        method = config.hybrid.context(layout).context_parallel_method
+        plan = make_plan(method, seq_len=seq_len, size=size, multiple=tp, layout=layout)
         outside = make_plan("lasp", seq_len=seq_len, size=size, multiple=plan.local_len, layout=linear)
         moved = moved_tokens(outside.geometry, plan.geometry)
         exchanged = 2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * moved
@@ -192,8 +190,3 @@ def layout_costs(config: Config, cluster: Cluster) -> tuple[LayoutCost, ...]:
         seconds = cost.forward() + cost.backward() + exchanged / (link * GB)
         found.append(LayoutCost(layout, int(plan.work().pairs.sum(axis=0).max()), exchanged, seconds))
     return tuple(found)
-
-
-def fastest(costs: tuple[LayoutCost, ...]) -> LayoutCost:
-    """Return the cost of fewer seconds, contiguous on a tie."""
-    return min(costs, key=lambda cost: cost.seconds)

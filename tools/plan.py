@@ -35,12 +35,12 @@ from data.tokenizer import load_tokenizer
 from planner.choice import with_layout
 from planner.cluster import CLUSTERS, Cluster, default_cluster, endless, load_cluster
 from planner.documents import heaviest_documents, typical_documents
-from planner.dry_run import verdict
-from planner.extremes import busiest, changes, fewest, longest, of_length
+from planner.dry_run import rehearsed, verdict
+from planner.extremes import changes, fewest, longest, of_length
 from planner.levers import settings
 from planner.ranking import combine_prediction_and_profile, described, memory_of, mesh_of, method_of, nothing_left
 from planner.recorder import CAUSES
-from planner.search import arrangements, rank, validated
+from planner.search import arrangements, rank
 from runtime.errors import at_least
 from runtime.files import write_text
 from runtime.processes import launched_world_size
@@ -53,6 +53,7 @@ from train.config.derive import with_joined_ranks, with_vocabulary
 from train.config.entries import Config
 from train.config.flags import ConfigError, write_toml
 from train.config.language import validate
+from train.config.sizes import validate_sizes
 from train.run import exit_status
 
 CONFIGS = CLUSTERS.parent
@@ -178,7 +179,8 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     build: Any = pretrain_dit.resolve
     if isinstance(config, Config):
         config, build = with_layout(config, cluster), pretrain_gpt.resolve
-    one = busiest(validated(config, world_size), build, world_size, cluster, documents)
+    validate_sizes(config, world_size)
+    one = max(rehearsed(config, build, world_size, cluster, documents), key=lambda one: one.bytes)
     parts = {name: one.memory[name] for name in CAUSES if one.memory.get(name)}
     fitting, said = verdict([one], cluster)
     needed, seconds = ([], None) if fitting else changes(config, world_size, cluster, documents, lengths)

@@ -11,7 +11,7 @@ from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, _last, changes, fewest, fits, longest, of_length
 from planner.levers import least_memory, settings
 from planner.ranking import nothing_left
-from planner.search import Weighed, arrangements, bytes_needed, candidates_of, fits_in_memory, rank
+from planner.search import Weighed, arrangements, candidates_of, rank, weigh
 from runtime.errors import UserError
 from tests.planner.test_search import A100
 from tests.planner.test_search import config as small
@@ -41,7 +41,7 @@ def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config):
     every = [
         lean for one in candidates_of(arrangements(at, 4), 4, SMALL, Counter()) for lean in least_memory(one, SMALL)
     ]
-    assert not any(fits_in_memory(one, 4, SMALL, None) for one in every)
+    assert not any(weigh(one, 4, SMALL, None).fits(SMALL) for one in every)
     beyond = of_length(config, found + found // PRECISION + STEP)
     for vary in (least_memory, settings):
         best = rank(list(arrangements(at, 4)), 4, SMALL, vary=vary).candidates
@@ -117,8 +117,8 @@ def test_what_the_host_cannot_hold_is_told_as_that(config):
     *_, moved = least_memory(at, SMALL)
     assert moved.recompute.recompute_offload
     small = replace(SMALL, memory_gb=80, host_memory_gb=1)
-    assert fits_in_memory(moved, 4, replace(small, host_memory_gb=SMALL.host_memory_gb), None)
-    assert not fits_in_memory(moved, 4, small, None)
+    assert weigh(moved, 4, small, None).fits(replace(small, host_memory_gb=SMALL.host_memory_gb))
+    assert not weigh(moved, 4, small, None).fits(small)
     found = rank([moved], 4, small)
     assert not found.candidates
     assert not found.over_memory
@@ -171,8 +171,8 @@ def test_the_last_change_fits_with_heads_in_stages():
 @pytest.mark.parametrize("method", ["none", "zigzag"])
 def test_one_process_keeps_its_method(method):
     one = run_of(1, method)
-    whole = bytes_needed(one, 1, A100, None)
-    assert whole == bytes_needed(run_of(1, "striped"), 1, A100, None)
+    whole = weigh(one, 1, A100, None).device
+    assert whole == weigh(run_of(1, "striped"), 1, A100, None).device
     short = replace(A100, memory_gb=0.7 * whole / 1e9)
     found, _ = changes(one, 1, short, None)
     assert found
@@ -200,6 +200,6 @@ def test_levers_are_pulled_in_the_order_of_the_page(size, memory_gb, flags):
     found, seconds = changes(one, 16, replace(cluster, memory_gb=memory_gb), None)
     assert [change.flag for change in found] == flags
     assert seconds
-    counts = [bytes_needed(one, 16, cluster, None), *(change.bytes for change in found)]
+    counts = [weigh(one, 16, cluster, None).device, *(change.bytes for change in found)]
     assert counts[-1] <= 1e9 * memory_gb
     assert min(counts[:-1]) > 0.9e9 * memory_gb

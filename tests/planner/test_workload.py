@@ -5,8 +5,9 @@ import pytest
 from model.config import ModelConfig
 from parallel.context.config import HybridConfig
 from parallel.mesh import MeshConfig
+from planner.choice import with_layout
 from planner.cluster import CLUSTERS, load_cluster
-from planner.workload import fastest, layout_costs
+from planner.workload import layout_costs
 from train.config.entries import Config, TrainConfig
 
 
@@ -40,7 +41,7 @@ def test_auto_takes_the_faster_layout():
         for fast in ("h100_pod", "cpu"):
             cluster = load_cluster(CLUSTERS / f"{fast}.toml")
             costs = layout_costs(run(length, 4), cluster)
-            chosen[length, fast] = fastest(costs).layout
+            chosen[length, fast] = with_layout(run(length, 4), cluster).hybrid.hybrid_softmax_layout
             assert chosen[length, fast] == min(costs, key=lambda cost: cost.seconds).layout
     assert chosen[1024, "h100_pod"] == "contiguous"
     assert {chosen[1 << 20, fast] for fast in ("h100_pod", "cpu")} == {"zigzag"}

@@ -59,9 +59,12 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
             )
 
 
-def validate_sizes(config: Config, world_size: int) -> None:
-    """Raise UserError for sizes of a language model's run that do not fit; name them and the nearest that do."""
+def validate_sizes(config: CommonConfig, world_size: int) -> None:
+    """Raise UserError for sizes of either entry's run that do not fit; name them and the nearest that do."""
     validate_magnitude(config, world_size)
+    if not isinstance(config, Config):
+        validate_mesh(config, world_size)
+        return
     length, table = config.train.seq_length, config.model.position_table
     if table is not None and length > table:
         raise ConfigError(
@@ -231,15 +234,13 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
 def _validate_shares(model: ModelConfig | DiTConfig, tp: int) -> None:
     """Check that a layer's heads and channels divide among ``tp`` ranks."""
     size, heads, groups = f"tensor_model_parallel_size {tp}", model.num_attention_heads, model.query_groups
-    for name, value in (("num_attention_heads", heads), ("ffn_hidden_size", model.ffn_size)):
+    shared = {"num_attention_heads": heads, "ffn_hidden_size": model.ffn_size}
+    if isinstance(model, ModelConfig) and model.traits.delta:
+        shared["linear_num_key_heads"] = model.key_heads
+    for name, value in shared.items():
         if value % tp:
-            sizes = ", ".join(map(str, divisors(math.gcd(heads, model.ffn_size))))
+            sizes = ", ".join(map(str, divisors(math.gcd(*shared.values()))))
             raise ConfigError(f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}")
-    if isinstance(model, ModelConfig) and model.traits.delta and model.key_heads % tp:
-        sizes = ", ".join(map(str, divisors(math.gcd(heads, model.ffn_size, model.key_heads))))
-        raise ConfigError(
-            f"{size} does not divide linear_num_key_heads {model.key_heads}; sizes that fit this model: {sizes}"
-        )
     if isinstance(model, ModelConfig) and model.traits.qk_norm == "joint" and groups % tp:
         raise ConfigError(
             f"num_query_groups is {groups}, not a multiple of {size}, and {with_article(model.model_type)} normalises "

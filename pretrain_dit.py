@@ -8,8 +8,6 @@ if __name__ == "__main__":  # before torch, whose import takes seconds in which 
 
     end_with_launcher()
 
-from collections.abc import Callable
-
 import torch.distributed as dist
 
 from data.latents.dataset import build_latent_datasets
@@ -64,6 +62,7 @@ def build_trainer(
 
     start.load(run.parts, run.optimizer, run.ema)
     flops = dit_flops_per_patch(model)
+    sampler = Sampler(run, diffusion_of(run.config), run.config.sampling, train.seed)
     if is_first():
         print(described(run), *kernel_lines(run.config), sep="\n", flush=True)
     return Trainer(
@@ -73,7 +72,7 @@ def build_trainer(
         valid_data=valid_data if train.eval_iters else None,
         flops_per_token=lambda length: flops,
         log=open_log(config_to_save(config, asked), start.progress),
-        after_validation=pictures(run),
+        after_validation=picture_writer(sampler.draw, run.config),
         peak_flops=peak_flops or 0.0,
     )
 
@@ -95,14 +94,6 @@ def resolve(config: DiTRunConfig, mesh: Mesh) -> Run[DiTRunConfig]:
         weight_of=lambda name, shape, part: initial_dit_weight(model, name, shape, seed, part),
         ema_decay=config.ema.ema_decay,
     )
-
-
-def pictures(run: Run[DiTRunConfig]) -> Callable[[int], None] | None:
-    """Return a function that draws samples after a validation; None if the run has no folder for them."""
-    config, model, sampling = run.config, run.config.model, run.config.sampling
-    joined = config.train.micro_batch_size if config.packed else None
-    sampler = Sampler(run.parts, run.mesh, run.cp, model, diffusion_of(config), sampling, config.train.seed, joined)
-    return picture_writer(sampler, sampling, model.num_classes, config.checkpoint.save, config.train.micro_batch_size)
 
 
 def described(run: Run[DiTRunConfig]) -> str:

@@ -30,7 +30,7 @@ from train.loop import Trainer
 from train.objectives.language import NextToken, corpus_entropy
 from train.resume import find_start
 from train.run import open_log, reserve_run_folder, run_entry
-from train.watching.ruler import curve_of
+from train.watching.ruler import Curve
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
@@ -63,7 +63,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
     data, train = run.config.data, run.config.train
     train_data, valid_data, _ = build_datasets(data, train.seq_length, train.seed, tokenizer)
     with raise_together():
-        curve = curve_of(run, tokenizer)
+        curve = Curve(run, tokenizer) if run.config.ruler.ruler_interval else None
     frequencies = corpus_entropy(data) if is_first() else {}
 
     start.load(run.parts, run.optimizer)

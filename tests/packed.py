@@ -15,14 +15,12 @@ from data.tokenizer import load_tokenizer
 from kernels.loss import cross_entropy_sum
 from model.registry import build_model
 from runtime.ranks import run_ranks
-from runtime.signals import StopRequest
 from runtime.watchdog import Watchdog
 from tests.data.text.corpora import write_documents
 from tests.parallel.whole import gradients_of
 from tools.common.training import Records, trainer_of
 from train.batches import summed
 from train.config.language import parse_args
-from train.watching.stop import StopAgreement
 from train.watching.validation import Validation
 
 VOCABULARY, LENGTH, ROWS = 2048, 61, 4
@@ -112,7 +110,6 @@ def validation_on_rank(rank, world_size, flags):
             batches=trainer.batches,
             data=trainer.valid_data,
             log=None,
-            stop=StopAgreement(StopRequest(), None),
             watchdog=Watchdog(0, 0, None),
         )
         return validation.validate(0)["validation_loss"]

@@ -102,7 +102,7 @@ def load_sampler(
     resolved = resolve(config, mesh)
     section = "ema" if averaged else "model"
     iteration = load_model(folder, resolved.parts[0], architecture_of(config.model), section=section).iteration
-    return Sampler(resolved.parts, mesh, resolved.cp, config.model, diffusion_of(config), sampling, seed), iteration
+    return Sampler(resolved, diffusion_of(config), sampling, seed), iteration
 
 
 def check_finite(latents: Tensor, checkpoint: Path, guidance: float) -> None:

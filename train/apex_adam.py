@@ -58,10 +58,8 @@ class ApexAdamW(torch.optim.AdamW):
         self._kernel, self._no_op = load(), dict[torch.device, Tensor]()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; a closure, which AdamW would call, is refused."""
-        if closure is not None:
-            raise ValueError("ApexAdamW.step takes no closure; compute the gradients before it")
+    def step(self) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; a closure, which AdamW would call, is not taken."""
         for group in self.param_groups:
             launches = defaultdict[int, list[tuple[Tensor, ...]]](list)  # a launch has one count of steps
             for p in group["params"]:

@@ -81,25 +81,16 @@ def _hybrid_context_of(
 def _delta_of(config: Config, cp: ContextParallel) -> DeltaAttend:
     """Return the delta rule and its convolution, in whatever layout the softmax layers have."""
     if config.mesh.context_parallel_size > 1:
-        return Uncompiled(cp.attend_delta, cp.convolve)
+        return _uncompiled(cp.attend_delta, cp.convolve)
     alone = OneDevice(_documents, "reference" if config.context.attention_backend == "reference" else "auto")
-    return Uncompiled(alone, alone.convolve) if config.packed and config.train.compile else alone
+    return _uncompiled(alone, alone.convolve) if config.packed and config.train.compile else alone
 
 
-class Uncompiled:
-    """A delta rule and the convolution before it that are not compiled, as each mask is another."""
-
-    def __init__(self, rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) -> None:
-        self._rule, self._convolve = map(torch.compiler.disable, (rule, convolve))
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
-    ) -> Tensor:
-        return self._rule(q, k, v, g, beta, mask)
-
-    def convolve(self, x: Tensor, weight: Tensor, mask: PlanHandle | None = None) -> Tensor:
-        """Do as ``model.linear.delta.DeltaAttend``."""
-        return self._convolve(x, weight, mask)
+def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) -> DeltaAttend:
+    """Return a delta rule with the convolution before it, neither of them compiled, as each mask is another."""
+    attend: Any = torch.compiler.disable(rule)
+    attend.convolve = torch.compiler.disable(convolve)
+    return attend
 
 
 def _documents(mask: PlanHandle | None) -> tuple[int, ...] | None:

@@ -1,5 +1,6 @@
-"""A rank's batches: its parts of micro-batches, made while the step before runs, and counted with all ranks'."""
+"""A rank's batches, made while the step before runs; with each the ranks agree on its size and on whether to go on."""
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
@@ -9,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint.saving import Saves
 from data.loader import Batch, Batching
 from parallel.mesh import Mesh
 from runtime.errors import UserError
-from runtime.together import raise_together
+from runtime.signals import ASKING, StopRequest
+from runtime.together import is_first, raise_together
 from train.assemble import Run
 from train.config.common import CommonConfig
-from train.watching.moments import DATA, Clock, Watchers
+from train.watching.moments import DATA, Clock, Step, Watcher
 
 T = TypeVar("T")
 
@@ -60,14 +63,51 @@ class Taken(NamedTuple):
     flops: float
 
 
+class StopAgreement(Watcher):
+    """Ends the run before its next batch once a rank is asked to stop, or the run's time is over."""
+
+    def __init__(self, minutes: float | None) -> None:
+        """``minutes`` since the process began are the run's time; None is no limit."""
+        self.request, self._minutes = StopRequest(), minutes
+        self._sums = [0] * (len(ASKING) + 1)
+        self._worked = False
+        """True once a step is done. Before, no time is over: a run too slow to start would go in circles."""
+
+    @property
+    def agreed(self) -> bool:
+        """True once all ranks know that the run ends early."""
+        return any(self._sums)
+
+    def ask(self) -> list[bool]:
+        """Return what asks this rank to stop: each signal of ASKING, and time, by the first rank's clock."""
+        over = self._minutes is not None and time.monotonic() - self.request.started > 60 * self._minutes
+        return [*(self.request.signal is number for number in ASKING), over and self._worked and is_first()]
+
+    def hear(self, counts: list[float]) -> None:
+        """Take how many ranks each asks to stop."""
+        self._sums = [int(count) for count in counts]
+
+    def after(self, step: Step) -> None:
+        """Note that this start has done a step."""
+        self._worked = True
+
+    def why(self) -> str:
+        """Say which signals came to how many processes, and whether the time is over."""
+        *signals, over = self._sums
+        size = dist.get_world_size()
+        came = [f"{number.name} to {of} of {size} processes" for number, of in zip(ASKING, signals, strict=True) if of]
+        return ", ".join(came + [f"exit_duration_in_mins {self._minutes} are over"] * bool(over))
+
+
 class Batches:
     """Takes the batches of steps on this rank, agreeing with the others."""
 
-    def __init__(self, run: Run[CommonConfig], flops_per_token: Callable[[int], float], clock: Clock) -> None:
+    def __init__(
+        self, run: Run[CommonConfig], flops_per_token: Callable[[int], float], clock: Clock, saves: Saves
+    ) -> None:
         """``flops_per_token``: of training on one token of a document of so many."""
-        self.watchers = Watchers()
-        """Asked and heard with each batch."""
-        self._clock = clock
+        self.stop = StopAgreement(run.config.train.exit_duration_in_mins)
+        self._clock, self._saves = clock, saves
         self._run, self._flops = run, cache(flops_per_token)
         self._again = dist.get_world_size() // run.mesh.dp_cp.size()
         """Ranks that count the same tokens."""
@@ -81,7 +121,7 @@ class Batches:
         """Take a step's micro-batches, and agree on them; None at the end, on all ranks alike; collective.
 
         A bad sample on one rank raises the same error on all: its flag travels with the count of tokens, at no cost. So
-        does what ``watchers`` ask, such as to stop: then there is no step to take.
+        do requests to stop, after which there is no step to take, and whether a save in the background can go on.
         """
         objective, error = self._run.objective, None
         micro_batches: list[Batch] = []
@@ -93,11 +133,13 @@ class Batches:
         lengths = [length for local in micro_batches for length in objective.lengths(local)]
         flops = sum(length * self._flops(length) for length in lengths) / self._run.mesh.cp.size()
         valid = sum(int(local["count"]) for local in micro_batches)
-        counted = [valid, flops, error is not None, *self.watchers.ask()]
+        counted = [valid, flops, error is not None, self._saves.ready, *self.stop.ask()]
         counts = torch.tensor(counted, dtype=torch.float64)  # not on the device, whose queue it would wait for
         dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
-        tokens, flops, failed, *asked = counts.tolist()
-        if self.watchers.hear([int(count) for count in asked]):
+        tokens, flops, failed, ready, *asked = counts.tolist()
+        self.stop.hear(asked)
+        self._saves.agree(int(ready))
+        if self.stop.agreed:
             return None
         if failed:
             with raise_together():

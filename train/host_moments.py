@@ -9,7 +9,7 @@ Two streams carry the copies, one back to the device and one out of it. The host
 * the computation waits for out after the last pieces: what comes after the step finds all moments in host memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +44,8 @@ class HostAdamW(torch.optim.AdamW):
     _slabs: Slabs | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; a closure, which AdamW would call, is refused."""
-        if closure is not None:
-            raise ValueError("HostAdamW.step takes no closure; compute the gradients before it")
+    def step(self) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; a closure, which AdamW would call, is not taken."""
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         self._slabs = slabs = self._slabs or Slabs()
         for p in trained:

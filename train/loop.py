@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
@@ -23,12 +23,11 @@ from train.resume import Start
 from train.schedule import schedule_of
 from train.watching.health import Health, Heartbeat
 from train.watching.metrics import RunLog
-from train.watching.moments import UPDATE, Clock, Step, Watcher, Watchers, say
+from train.watching.moments import UPDATE, Clock, Step, Watcher, say
 from train.watching.profile import Profiler
 from train.watching.progress import Report, few_samples, peak_flops
 from train.watching.ruler import Curve, Ruler
-from train.watching.saving import BackgroundSave, Saving
-from train.watching.stop import StopAgreement
+from train.watching.saving import Saving
 from train.watching.stragglers import Stragglers
 from train.watching.validation import Validation
 
@@ -57,14 +56,14 @@ class Trainer:
     def __post_init__(self) -> None:
         self.progress, self.optimizer, self._ema = self.start.progress, self.run.optimizer, self.run.ema
         self.runner: Runner = build_runner(self.run)
-        self._clock = Clock()
-        self.batches = Batches(self.run, self.flops_per_token, self._clock)
-        config = self.run.config
+        config, self._clock = self.run.config, Clock()
+        self._saves = Saves(config=config.checkpoint, say=say)
+        self.batches = Batches(self.run, self.flops_per_token, self._clock, self._saves)
         self._schedule = schedule_of(config.optimizer, config.train.train_iters)
 
     def step(self, ahead: Prefetcher[list[Batch]]) -> Step | None:
         """Take one optimizer step; None where there is no batch to take, or the run is to roll back."""
-        run, progress, watchers, start = self.run, self.progress, self.batches.watchers, time.perf_counter()
+        run, progress, start = self.run, self.progress, time.perf_counter()
         batch = self.batches.take(ahead)
         if batch is None:
             return None
@@ -77,7 +76,7 @@ class Trainer:
         total = summed(share, run.mesh)  # over the ranks with different tokens
         loss, norm = reduce_and_clip(self.runner, run.mesh.dp_cp, run.config.optimizer.clip_grad, total)
 
-        bad = watchers.judge(loss, norm)
+        bad = self._health.judge(loss, norm)
         with self._clock.part(UPDATE):
             if not bad:
                 self.optimizer.step()
@@ -110,38 +109,37 @@ class Trainer:
 
         A signal in ``request`` on any rank, or the end of exit_duration_in_mins, ends all ranks before their next step.
         """
-        config, progress = self.run.config, self.progress
-        request = request or StopRequest()
-        request.works = True
+        config, progress, stop = self.run.config, self.progress, self.batches.stop
+        stop.request = request or stop.request
+        stop.request.works = True
         if not self.peak_flops:
             dtype = torch.bfloat16 if config.train.bf16 else torch.float32
             self.peak_flops = peak_flops(self.run.mesh.device, dtype)
         there = None if self.valid_data is None else len(self.valid_data)
         if note := few_samples(progress.iteration, config.train, there, self.run.validation_samples):
             say(note)
-        saves = Saves(config=config.checkpoint, say=say)
         limits = config.health.watchdog_factor, config.health.watchdog_min_seconds
-        with saves.finished(), Watchdog(*limits, config.checkpoint.save) as watchdog:
-            self.batches.watchers = watchers = Watchers(*self._beside(request, saves, watchdog))
-            watchers.call("begin", progress.iteration)
-            while self._take_steps():
+        with self._saves.finished(), Watchdog(*limits, config.checkpoint.save) as watchdog:
+            watchers = list(self._beside(watchdog))
+            for one in watchers:
+                one.begin(progress.iteration)
+            while self._take_steps(watchers):
                 self._saving.roll_back()
-            watchers.call("end", progress.iteration)
-        if self._stop.agreed:
-            say(f"ended early after iteration {progress.iteration}: {self._stop.why()}; --load goes on")
+            for one in watchers:
+                one.end(progress.iteration)
+        if stop.agreed:
+            say(f"ended early after iteration {progress.iteration}: {stop.why()}; --load goes on")
 
-    def _beside(self, request: StopRequest, saves: Saves, watchdog: Watchdog) -> Iterator[Watcher]:
+    def _beside(self, watchdog: Watchdog) -> Iterator[Watcher]:
         """Yield what stands beside the step, in the order in which each moment calls it."""
         run, config, device = self.run, self.run.config, self.run.mesh.device
         objective, interval, save = run.objective, config.logging.log_interval, config.checkpoint.save
         good = self.log.good_steps(objective.loss_name) if self.log else []
-        self._stop = stop = StopAgreement(request, config.train.exit_duration_in_mins)
         self._health = Health(config.health, save, good, self.progress)
         if config.profiling.profile:
             yield Profiler(config.profiling, save, device)
         yield Heartbeat(watchdog)
-        yield stop
-        yield self._health
+        yield self.batches.stop
         if self.valid_data is not None:
             yield Validation(
                 run=run,
@@ -149,7 +147,6 @@ class Trainer:
                 batches=self.batches,
                 data=self.valid_data,
                 log=self.log,
-                stop=stop,
                 watchdog=watchdog,
                 constants=self.validation_constants,
                 then=self.after_validation,
@@ -159,32 +156,33 @@ class Trainer:
         if dist.get_world_size() > 1:
             yield Stragglers(run.parts, device, interval, self._clock)
         yield Report(self.log, objective, config.train.train_iters, interval, device.type)
-        if config.checkpoint.async_save:
-            yield BackgroundSave(saves)
         self._saving = Saving(
             run=run,
             start=self.start,
-            saves=saves,
+            saves=self._saves,
             log=self.log,
             health=self._health,
-            stop=stop,
+            stop=self.batches.stop,
             watchdog=watchdog,
             loss_of=self._loss_of,
         )
         yield self._saving
 
-    def _take_steps(self) -> bool:
+    def _take_steps(self, watchers: Sequence[Watcher]) -> bool:
         """Take steps until the run ends; return whether it is to roll back instead."""
-        progress, train, watchers = self.progress, self.run.config.train, self.batches.watchers
+        progress, train = self.progress, self.run.config.train
         left = max(0, train.train_iters - progress.iteration)
         steps = islice(batches(self.train_data, self.batches.batching, progress.consumed_samples), left)
         with self.batches.prefetched(steps) as ahead:
-            while progress.iteration < train.train_iters and not self._stop.agreed:
-                watchers.call("before", progress.iteration + 1)
+            while progress.iteration < train.train_iters and not self.batches.stop.agreed:
+                for one in watchers:
+                    one.before(progress.iteration + 1)
                 step = self.step(ahead)
-                if step is not None:
-                    watchers.call("after", step)
-                if step is None or step.last or self._health.rolls_back:
+                if step is None:
+                    break
+                for one in watchers:
+                    one.after(step)
+                if step.last or self._health.rolls_back:
                     break
         return self._health.rolls_back
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.data import finish_gradients, untracked_replicas
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError, at_least, require
-from train.apex_adam import ApexAdamW, Backend, load
+from train.apex_adam import ApexAdamW, Backend
 from train.host_moments import HostAdamW
 
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
@@ -103,12 +103,6 @@ def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.A
         kind = ApexAdamW
     betas = (config.adam_beta1, config.adam_beta2)
     return kind(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
-
-
-def check_installed(config: OptimizerConfig) -> None:
-    """Raise UserError where the kernel of ``optimizer_backend`` is not here."""
-    if config.optimizer_backend == "apex":
-        load()
 
 
 def gradient_norm(

@@ -26,10 +26,9 @@ from runtime.signals import end_with_launcher
 from runtime.slurm import AGAIN, leave_ending
 from runtime.together import first_to_report, from_first, is_first, raise_together
 from runtime.watchdog import report_unresponsive_ranks
+from train import apex_adam
 from train.config.common import CommonConfig
-from train.config.entries import ENTRIES
 from train.config.flags import ConfigError, read_toml, write_toml
-from train.optim import check_installed
 from train.watching.health import FAILURES, Progress, read_failures
 from train.watching.metrics import (
     METRICS,
@@ -130,7 +129,8 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
     """
     with ExitStack() as held:
         with raise_together():
-            check_installed(config.optimizer)
+            if config.optimizer.optimizer_backend == "apex":
+                apex_adam.load()
             if is_first() and config.checkpoint.save is not None:
                 folder = Path(config.checkpoint.save)
                 check_writable(folder, "save")
@@ -142,14 +142,14 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
         if (local := config.checkpoint.non_persistent_local_ckpt_dir) is not None:
             with raise_together():
                 check_writable(Path(local), "non_persistent_local_ckpt_dir")
-        claim_folder(config)
+        from_first(lambda: claim_folder(config))
         if is_first() and (several := launched_world_size()) > 1:  # seconds go by until the next line
             print(f"{several} processes have joined; data and model come next", flush=True)
         yield
 
 
 def claim_folder(config: CommonConfig) -> None:
-    """Refuse to overwrite another run in ``--save``, or to start a run that could not be saved; collective.
+    """Refuse to overwrite another run in ``--save``, or to start a run that could not be saved.
 
     Raises:
         ConfigError: the folder holds a run that ``--load`` does not continue, or checkpoints later than the requested
@@ -157,10 +157,6 @@ def claim_folder(config: CommonConfig) -> None:
             is not installed.
         TrainingError: failures.jsonl there is not one that a run writes.
     """
-    from_first(lambda: _claim_folder(config))
-
-
-def _claim_folder(config: CommonConfig) -> None:
     check_services(config.logging)
     if config.checkpoint.save is None:
         return
@@ -202,7 +198,7 @@ def _begins_again(config: CommonConfig, folder: Path) -> bool:
     """
     if not (file := folder / "config.toml").is_file():
         return False
-    there, here = read_toml(type(config), file, ENTRIES), asdict(config.optimizer) | asdict(config.train)
+    there, here = read_toml(type(config), file), asdict(config.optimizer) | asdict(config.train)
     return all(there.get(name) == (list(value) if isinstance(value, tuple) else value) for name, value in here.items())
 
 

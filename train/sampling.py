@@ -14,17 +14,15 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.diffusion import Diffusion, draw, guided
 from model.dit import patchify, unpatchify
-from model.dit_config import DiTConfig
-from parallel.context import ContextParallel
-from parallel.mesh import Mesh
 from runtime.errors import at_least, require
 from runtime.files import unwritable
 from runtime.tensors import generator_of
 from runtime.together import is_first, raise_together
+from train.assemble import Run
 from train.config.flags import ConfigError
 
 SMALLEST_SIDE = 48
@@ -86,22 +84,12 @@ class SamplingConfig:
 class Sampler:
     """Draw samples with the parts of a model on the ranks of a mesh."""
 
-    def __init__(
-        self,
-        parts: Sequence[nn.Module],
-        mesh: Mesh,
-        cp: ContextParallel,
-        model: DiTConfig,
-        diffusion: Diffusion,
-        sampling: SamplingConfig,
-        seed: int,
-        joined: int | None = None,
-    ) -> None:
-        """Set up for ``cp``, made for the patches of a sample or of so many ``joined`` ones."""
-        self._joined = joined
-        self._parts, self._mesh, self._cp, self._model = list(parts), mesh, cp, model
+    def __init__(self, run: Run[Any], diffusion: Diffusion, sampling: SamplingConfig, seed: int) -> None:
+        """Set up for a run of a diffusion transformer; samples go through the model as joined as in its training."""
+        self._joined = run.config.train.micro_batch_size if run.config.packed else None
+        self._parts, self._mesh, self._cp, self._model = run.parts, run.mesh, run.cp, run.config.model
         self._diffusion, self._sampling, self._seed = diffusion, sampling, seed
-        self._positions = cp.positions.to(mesh.device)  # [T]
+        self._positions = run.cp.positions.to(run.mesh.device)  # [T]
 
     @torch.no_grad()
     def draw(self, labels: Sequence[int], batch_size: int = 64) -> Tensor:
@@ -218,17 +206,16 @@ def by_class(classes: Sequence[int], per_class: int) -> list[int]:
     return [label for label in classes for _ in range(per_class)]
 
 
-def picture_writer(
-    sampler: Sampler, sampling: SamplingConfig, num_classes: int, folder: str | None, micro_batch_size: int
-) -> Callable[[int], None] | None:
+def picture_writer(draw: Callable[[Sequence[int], int], Tensor], config: Any) -> Callable[[int], None] | None:
     """Return a function of the iteration that writes samples/iter_N.png, for all ranks; None if there is none to write.
 
-    No more samples are in the model at once than in training. Collective: raises on all ranks if the first one cannot
-    write there or make a picture.
+    ``draw`` is a ``Sampler``'s, and ``config`` the run's. No more samples are in the model at once than in training.
+    Collective: raises on all ranks if the first one cannot write there or make a picture.
     """
+    sampling, folder, micro_batch_size = config.sampling, config.checkpoint.save, config.train.micro_batch_size
     if not sampling.samples_per_class or folder is None:
         return None
-    labels = by_class(range(min(sampling.sample_classes, num_classes)), sampling.samples_per_class)
+    labels = by_class(range(min(sampling.sample_classes, config.model.num_classes)), sampling.samples_per_class)
     at_once = micro_batch_size if sampling.guidance == 1 else max(1, micro_batch_size // 2)
     pictures = Path(folder) / "samples"
     with raise_together():
@@ -238,7 +225,7 @@ def picture_writer(
                 raise ConfigError(f"pictures go to {pictures}, {why}")
 
     def write(iteration: int) -> None:
-        latents = sampler.draw(labels, at_once)
+        latents = draw(labels, at_once)
         path = pictures / f"iter_{iteration:07d}.png"
         with raise_together():
             if is_first() and (broken := not_finite(latents)):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoint.api import CheckpointConfig
 from data.latents.dataset import LatentDataConfig
 from model.diffusion import Diffusion, DiffusionConfig
 from model.dit_config import DiTConfig
@@ -45,8 +46,7 @@ def drawn_on(rank, world_size, config, sampling):
             resolve(config, mesh),
             weight_of=lambda name, shape, part: 0.2 * torch.randn(shape, generator=generator_of(7, name))[part],
         )
-        joined = config.train.micro_batch_size if config.packed else None
-        sampler = Sampler(run.parts, mesh, run.cp, MODEL, diffusion_of(config), sampling, 11, joined)
+        sampler = Sampler(run, diffusion_of(config), sampling, 11)
         return sampler.draw(LABELS, batch_size=3)
 
 
@@ -106,9 +106,9 @@ def test_grid_of_colours_latents_and_video(tmp_path, shape, mode):
 
 
 def test_nothing_is_drawn_without_a_folder_or_samples():
-    sampling = SamplingConfig()
-    assert picture_writer(None, sampling, 10, None, 4) is None
-    assert picture_writer(None, replace(sampling, samples_per_class=0), 10, "folder", 4) is None
+    none = replace(run_of(), sampling=SamplingConfig(samples_per_class=0), checkpoint=CheckpointConfig(save="folder"))
+    assert picture_writer(None, run_of()) is None
+    assert picture_writer(None, none) is None
     assert by_class([3, 5], 2) == [3, 3, 5, 5]
 
 
@@ -148,14 +148,13 @@ def test_numbers_out_of_range_are_named(settings):
 
 
 def test_a_picture_of_a_run_that_is_not_finite_is_a_note(tmp_path, capsys):
-    class Broken:
-        def draw(self, labels, at_once):
-            latents = torch.zeros(len(labels), 1, 8, 8)
-            latents[1, 0, 3, 3] = torch.nan
-            return latents
+    def broken(labels, at_once):
+        latents = torch.zeros(len(labels), 1, 8, 8)
+        latents[1, 0, 3, 3] = torch.nan
+        return latents
 
-    write = picture_writer(Broken(), SamplingConfig(samples_per_class=2), 3, str(tmp_path), 4)
-    write(7)
+    sampling, checkpoint = SamplingConfig(samples_per_class=2, sample_classes=3), CheckpointConfig(save=str(tmp_path))
+    picture_writer(broken, replace(run_of(), sampling=sampling, checkpoint=checkpoint))(7)
     assert (
         "note: iter_0000007.png is not written: 1 of 6 samples hold values that are not finite"
         in capsys.readouterr().err

@@ -17,7 +17,7 @@ from parallel.mesh import SIZES
 from parallel.pipeline.stages import PipelineConfig
 from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
-from train.config.entries import ENTRIES, Config
+from train.config.entries import Config
 from train.config.flags import ConfigError, config_fields, load
 from train.config.sizes import validate_entries, validate_mesh, validate_method
 from train.float8 import Float8Config
@@ -126,7 +126,7 @@ def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[Cont
     """Return the method of the run that is resumed on the same mesh, or the chosen one, with a line that says why."""
     earlier = Path(config.checkpoint.load or "") / CONFIG
     if config.checkpoint.load is not None and not config.checkpoint.finetune and earlier.exists():
-        before = load(type(config), earlier, ENTRIES)
+        before = load(type(config), earlier)
         alike = (before.mesh.joined(world_size), before.sequence_length) == (config.mesh, config.sequence_length)
         if alike and before.context.context_parallel_method != "auto":
             return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"

@@ -6,7 +6,7 @@ from model.diffusion import Diffusion
 from train.config import flags
 from train.config.common import validate_run
 from train.config.derive import with_joined_ranks
-from train.config.entries import ENTRIES, DiTRunConfig
+from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError
 from train.config.sizes import validate_magnitude, validate_mesh
 
@@ -28,9 +28,9 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
 """
 
 
-parse_args = partial(flags.parse, DiTRunConfig, introduction=INTRODUCTION, entries=ENTRIES)
+parse_args = partial(flags.parse, DiTRunConfig, introduction=INTRODUCTION)
 """Parses a command line as ``flags.parse`` does."""
-load_config = partial(flags.load, DiTRunConfig, entries=ENTRIES)
+load_config = partial(flags.load, DiTRunConfig)
 """Reads a TOML file as ``flags.load`` does."""
 
 

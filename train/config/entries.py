@@ -18,6 +18,7 @@ from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig, HybridConfig
 from runtime.errors import at_least
 from train.config.common import CommonConfig, LoopConfig
+from train.config.flags import ENTRIES
 from train.ema import EmaConfig
 from train.sampling import SamplingConfig
 
@@ -110,5 +111,4 @@ class DiTRunConfig(CommonConfig):
         return {f"data_path {folder}": latents_fingerprint(folder) for folder in folders}
 
 
-ENTRIES: dict[str, type[CommonConfig]] = {"pretrain_gpt.py": Config, "pretrain_dit.py": DiTRunConfig}
-"""Entries by program, to recognise settings that are meant for the other one."""
+ENTRIES |= {"pretrain_gpt.py": Config, "pretrain_dit.py": DiTRunConfig}

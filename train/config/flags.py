@@ -31,7 +31,8 @@ from train.config.megatron_flags import entries as megatron_flags
 Root = TypeVar("Root")
 EXPECTED = {bool: "true or false", int: "an integer of at most 64 bits", float: "a finite number", str: "a string"}
 LONGEST_TOML = 1_000_000
-NO_OTHERS: Mapping[str, type] = types.MappingProxyType({})
+ENTRIES: dict[str, type] = {}
+"""Roots by program, to recognise settings that are meant for another one; entries.py names them."""
 METAVAR = {int: "N", float: "X", str: "TEXT"}
 BINARY = {"k": 1 << 10, "m": 1 << 20}
 
@@ -112,13 +113,7 @@ class Field(NamedTuple):
             raise argparse.ArgumentTypeError(f"{text!r} is not {one.expects}{fix}") from error
 
 
-def _once(fn: Callable[[type], dict[str, Field]]) -> Callable[[type], dict[str, Field]]:
-    """Apply ``cache``, whose own type does not accept classes as hashable."""
-    return cache(fn)
-
-
-@_once
-def config_fields(root: type) -> dict[str, Field]:
+def _config_fields(root: type) -> dict[str, Field]:
     """Return every field of every section of `root`, by name.
 
     Raises TypeError for a duplicate name, and for an annotation or default that cannot be a flag.
@@ -146,6 +141,9 @@ def config_fields(root: type) -> dict[str, Field]:
     return table
 
 
+config_fields: Callable[[type], dict[str, Field]] = cache(_config_fields)
+
+
 def value_of(config: object, name: str) -> Any:
     """Return the value of a field, whatever its section."""
     return getattr(getattr(config, config_fields(type(config))[name].section), name)
@@ -160,14 +158,14 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
     return root(**sections)
 
 
-def load(root: type[Root], path: str | Path, entries: Mapping[str, type] = NO_OTHERS) -> Root:
+def load(root: type[Root], path: str | Path) -> Root:
     """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or field."""
-    return build(root, read_toml(root, path, entries))
+    return build(root, read_toml(root, path))
 
 
-def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, type], section: str = "") -> str:
+def _hint(root: type, name: str, known: Collection[str], section: str = "") -> str:
     """Suggest a fix for a section, key (of ``section``) or flag that `root` does not know; another entry may."""
-    for entry, other in entries.items():
+    for entry, other in ENTRIES.items():
         if other is root:
             continue
         table = config_fields(other)
@@ -180,11 +178,8 @@ def _hint(root: type, name: str, known: Collection[str], entries: Mapping[str, t
     return did_you_mean(name, known) or f"known are {', '.join(here)}"
 
 
-def read_toml(root: type, path: str | Path, entries: Mapping[str, type] = NO_OTHERS) -> dict[str, Any]:
-    """Read a TOML file's values by field name. Raises ConfigError naming the file, the key and the fix.
-
-    ``entries`` as in ``parse``.
-    """
+def read_toml(root: type, path: str | Path) -> dict[str, Any]:
+    """Read a TOML file's values by field name. Raises ConfigError naming the file, the key and the fix."""
     try:
         if kind := not_a_file(Path(path)).replace("a symbolic link", ""):  # a link may lead to a file
             raise ConfigError(f"{path}: it is {kind}; name an existing TOML file")
@@ -208,10 +203,10 @@ def read_toml(root: type, path: str | Path, entries: Mapping[str, type] = NO_OTH
         if section in table:
             raise ConfigError(f"{path}: {section} stands outside of a section; move it to [{table[section].section}]")
         if section not in sections or not isinstance(content, dict):
-            raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections, entries)}")
+            raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections)}")
         for name, value in content.items():
             if name not in table:
-                hint = _hint(root, name, table, entries, section)
+                hint = _hint(root, name, table, section)
                 raise ConfigError(f"{path}: unknown key {name} in [{section}]; {hint}")
             if table[name].section != section:
                 raise ConfigError(f"{path}: {name} stands in [{section}]; move it to [{table[name].section}]")
@@ -281,11 +276,11 @@ def _parser(root: type, introduction: str | None) -> _Parser:
     return parser
 
 
-def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Mapping[str, type] = NO_OTHERS) -> Root:
+def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     """Parse a command line: `--config FILE`, overridden by other flags.
 
     `argv` is without the program's name. Raises UserError; with --help prints `introduction` and the help, and exits
-    with status 0. `entries`: roots by program, to recognise what is meant for another one.
+    with status 0.
     """
     flags = ["--config", "--help", "--version", *(field.flag for field in config_fields(root).values())]
     # Megatron has --override-opt_param-scheduler, fields have underscores.
@@ -294,11 +289,11 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ConfigError(unknown_argument(unknown[0], lambda flag: _hint(root, flag, flags, entries)))
+        raise ConfigError(unknown_argument(unknown[0], lambda flag: _hint(root, flag, flags)))
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    config = build(root, {**(_kept(root, path, values, entries) if path is not None else {}), **values})
+    config = build(root, {**(_kept(root, path, values) if path is not None else {}), **values})
     for entry in (entry for entry in taken if entry.fits):  # which hold for some values of a field only
         field = config_fields(root).get(entry.field)
         value = value_of(config, field.name) if field else None
@@ -308,12 +303,12 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str, entries: Map
     return config
 
 
-def _kept(root: type, path: str, given: Mapping[str, Any], entries: Mapping[str, type]) -> dict[str, Any]:
+def _kept(root: type, path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's values but for those that a flag leaves no place for; say which these are.
 
     By its section's REPLACES it takes the place of some, and a flag that is none leaves out its PARTS.
     """
-    found, table, sections = read_toml(root, path, entries), config_fields(root), get_type_hints(root)
+    found, table, sections = read_toml(root, path), config_fields(root), get_type_hints(root)
     for name, value in given.items():
         if value is False:  # --no-mock-data
             continue

@@ -5,7 +5,7 @@ from functools import partial
 from train.config import flags
 from train.config.common import validate_run
 from train.config.derive import with_joined_ranks
-from train.config.entries import ENTRIES, Config
+from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes
 
@@ -35,9 +35,9 @@ A TOML file under configs/ sets the run and flags override it; "none" unsets a f
 """
 
 
-parse_args = partial(flags.parse, Config, introduction=INTRODUCTION, entries=ENTRIES)
+parse_args = partial(flags.parse, Config, introduction=INTRODUCTION)
 """Parses a command line as ``flags.parse`` does."""
-load_config = partial(flags.load, Config, entries=ENTRIES)
+load_config = partial(flags.load, Config)
 """Reads a TOML file as ``flags.load`` does."""
 
 

@@ -103,7 +103,7 @@ class Heartbeat(Watcher):
         self._watchdog.beat(step.record["iteration_time_ms"] / 1e3)
 
 
-class Health(Watcher):
+class Health:
     """Judges the steps of a run. All methods are collective, and alike on all ranks."""
 
     rolls_back = False

@@ -1,10 +1,9 @@
 """The moments of training: one small interface of what stands beside the step, listed in the order of the calls."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from torch.profiler import record_function
@@ -47,56 +46,11 @@ class Watcher:
     def before(self, iteration: int) -> None:
         """Act before an iteration takes its batch."""
 
-    def ask(self) -> Sequence[bool]:
-        """Return flags of this rank, which travel with the count of a batch's tokens: always equally many."""
-        return ()
-
-    def hear(self, counts: Sequence[int]) -> bool:
-        """Take how many ranks set each flag; return whether the run is to end before this batch."""
-        return False
-
-    def judge(self, loss: float, norm: float) -> str:
-        """Say why a step is bad, before its update, which is then left out; empty if it is good."""
-        return ""
-
     def after(self, step: Step) -> None:
         """Act after an iteration's update."""
 
     def end(self, iteration: int) -> None:
         """Act after the last step of this start, ``iteration``."""
-
-
-class Watchers:
-    """Calls the moments of those that take part in them, in their order."""
-
-    def __init__(self, *watchers: Watcher) -> None:
-        """Watchers that ask must hear, and those that hear must ask."""
-        self._watchers = watchers
-        self._flags: list[int] = []
-        """The number of flags that each had when they were last asked."""
-
-    def call(self, moment: str, *of: Any) -> list[Any]:
-        """Call a moment of all that have one of their own; return their answers."""
-        own = (one for one in self._watchers if getattr(type(one), moment) is not getattr(Watcher, moment))
-        return [getattr(one, moment)(*of) for one in own]
-
-    def judge(self, loss: float, norm: float) -> str:
-        """Return the first reason why a step is bad; empty if it is good."""
-        return next(filter(None, self.call("judge", loss, norm)), "")
-
-    def ask(self) -> list[bool]:
-        """Return the flags of all, one after the other."""
-        asked = self.call("ask")
-        self._flags = [len(flags) for flags in asked]
-        return [flag for flags in asked for flag in flags]
-
-    def hear(self, counts: Sequence[int]) -> bool:
-        """Give those that asked their counts; return whether one of them ends the run."""
-        left, ends = iter(counts), False
-        hearing = (one for one in self._watchers if type(one).hear is not Watcher.hear)
-        for one, flags in zip(hearing, self._flags, strict=True):
-            ends |= one.hear([*islice(left, flags)])
-        return ends
 
 
 class Clock:

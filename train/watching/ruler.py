@@ -28,12 +28,13 @@ SEED = 1
 class Curve:
     """The examples of all lengths, and which of them the model answers."""
 
-    def __init__(self, run: Run[Config], tokenizer: Tokenizer, interval: int) -> None:
+    def __init__(self, run: Run[Config], tokenizer: Tokenizer | MockTokenizer) -> None:
         """Make the examples, the same on all ranks. Raises UserError: a task or its answer does not fit a length."""
+        assert not isinstance(tokenizer, MockTokenizer)  # or validate would have refused it
         asked, length = run.config.ruler, run.config.train.seq_length
         template = load_template(tokenizer.path, None) if run.config.data.sft else None
         prompts = Prompts(tokenizer, template, () if template else (tokenizer.eod,))
-        self.interval = interval
+        self.interval = asked.ruler_interval or 1
         self._run, self.lengths, self._rows = run, asked.lengths(length), list[Batch]()
         for most in self.lengths:
             try:
@@ -66,15 +67,6 @@ class Curve:
         dist.all_reduce(wrong)  # also over ranks that count the same tokens: only 0 is told from more
         right = (wrong == 0).double().view(len(self.lengths), -1).mean(1) * 100
         return {f"ruler_{length}": share for length, share in zip(self.lengths, right.tolist(), strict=True)}
-
-
-def curve_of(run: Run[Config], tokenizer: Tokenizer | MockTokenizer) -> Curve | None:
-    """Return the curve that a run asks for, if it does. Raises UserError as ``Curve``."""
-    interval = run.config.ruler.ruler_interval
-    if interval is None:
-        return None
-    assert not isinstance(tokenizer, MockTokenizer)  # or validate would have refused it
-    return Curve(run, tokenizer, interval)
 
 
 class Ruler(Watcher):

@@ -1,6 +1,6 @@
 """A run's saves, as their intervals come and at its end, and its way back to the newest of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -10,28 +10,12 @@ from checkpoint.saving import Saves
 from parallel.data import reshard
 from runtime.watchdog import Watchdog
 from train.assemble import Run
+from train.batches import StopAgreement
 from train.config.common import CommonConfig
 from train.resume import AVERAGED, Start, checkpoint_extra, find_start
 from train.watching.health import Health
 from train.watching.metrics import RunLog
 from train.watching.moments import SAVING, Step, Watcher, say
-from train.watching.stop import StopAgreement
-
-
-class BackgroundSave(Watcher):
-    """Goes on with the save under way once all ranks can, with --async-save."""
-
-    def __init__(self, saves: Saves) -> None:
-        self._saves = saves
-
-    def ask(self) -> Sequence[bool]:
-        """Tell whether its next step waits for the other ranks alone."""
-        return [self._saves.ready]
-
-    def hear(self, counts: Sequence[int]) -> bool:
-        """Take that step if all are ready. Raises CheckpointError on every rank if it could not be written."""
-        self._saves.agree(counts[0])
-        return False
 
 
 @dataclass(kw_only=True)

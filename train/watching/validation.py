@@ -15,7 +15,6 @@ from train.batches import Batches, summed
 from train.config.common import CommonConfig
 from train.watching.metrics import RunLog, lacks_validation
 from train.watching.moments import Step, Watcher, say
-from train.watching.stop import StopAgreement
 
 
 @dataclass(kw_only=True)
@@ -27,7 +26,6 @@ class Validation(Watcher):
     batches: Batches
     data: Samples
     log: RunLog | None
-    stop: StopAgreement
     watchdog: Watchdog
     constants: Mapping[str, float] = field(default_factory=dict)
     """Figures recorded with each loss, such as the corpus's unigram entropy."""
@@ -60,7 +58,7 @@ class Validation(Watcher):
         """
         with nullcontext() if self.run.ema is None else self.run.ema.in_place():
             loss = self._loss()
-            if self.stop.agreed:
+            if self.batches.stop.agreed:
                 return {}
             if self.then is not None:
                 with self.watchdog.paused():

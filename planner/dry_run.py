@@ -84,24 +84,18 @@ def dry_run(
 def rehearsed(
     config: Any, build: Build[Any], world_size: int, cluster: Cluster, documents: Sequence[int] | None = None
 ) -> Iterator[Rehearsal]:
-    """Rehearse each rank that has work of its own, and tell on stderr how far it is: each takes seconds."""
-    ranks = ranks_to_run(config, world_size)
-    with Progress() as progress:
-        for number, rank in enumerate(ranks, 1):
-            progress.of = f"running rank {rank} of {world_size} without memory ({number} of {len(ranks)}): "
-            yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device, progress)
+    """Rehearse each rank that has work of its own, and tell on stderr how far it is: each takes seconds.
 
-
-def ranks_to_run(config: Any, world_size: int) -> list[int]:
-    """Return the first rank of each stage and, where context-parallel ranks have unequal work, the first stage's last.
-
-    All others have what one of them has.
+    They are the first rank of each stage and, where context-parallel ranks have unequal work, the first stage's last.
     """
     pp, cp, tp = config.mesh.sizes
     ranks = [stage * (world_size // pp) for stage in range(pp)]
     if cp > 1 and (config.packed or config.context.context_parallel_method not in ALIKE):
         ranks.insert(1, (cp - 1) * tp)
-    return ranks
+    with Progress() as progress:
+        for number, rank in enumerate(ranks, 1):
+            progress.of = f"running rank {rank} of {world_size} without memory ({number} of {len(ranks)}): "
+            yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device, progress)
 
 
 def with_files(config: Any) -> tuple[Any, list[str], list[str]]:

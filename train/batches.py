@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from checkpoint.saving import Saves
 from data.loader import Batch, Batching
@@ -18,7 +20,7 @@ from runtime.signals import ASKING, StopRequest
 from runtime.together import is_first, raise_together
 from train.assemble import Run
 from train.config.common import CommonConfig
-from train.watching.moments import DATA, Clock, Step, Watcher
+from train.watching.moments import DATA, UPDATE, Step, Watcher
 
 T = TypeVar("T")
 
@@ -63,6 +65,25 @@ class Taken(NamedTuple):
     flops: float
 
 
+class Clock:
+    """The time that this rank spends in parts of steps."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys((DATA, UPDATE), 0.0)
+        """Since the ranks compared them."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Mark a block as ``DATA``, ``UPDATE`` or ``SAVING`` for torch's profiler, and add its time to ``seconds``."""
+        start = time.perf_counter()
+        try:
+            with record_function(name):
+                yield
+        finally:
+            if name in self.seconds:
+                self.seconds[name] += time.perf_counter() - start
+
+
 class StopAgreement(Watcher):
     """Ends the run before its next batch once a rank is asked to stop, or the run's time is over."""
 
@@ -103,9 +124,9 @@ class Batches:
     """Takes the batches of steps on this rank, agreeing with the others."""
 
     def __init__(
-        self, run: Run[CommonConfig], flops_per_token: Callable[[int], float], clock: Clock, saves: Saves
+        self, run: Run[CommonConfig], flops_per_token: Callable[[int], float], clock: Clock, saves: Saves | None
     ) -> None:
-        """``flops_per_token``: of training on one token of a document of so many."""
+        """``flops_per_token``: of training on one token of a document of so many; ``saves``: in the background."""
         self.stop = StopAgreement(run.config.train.exit_duration_in_mins)
         self._clock, self._saves = clock, saves
         self._run, self._flops = run, cache(flops_per_token)
@@ -133,12 +154,13 @@ class Batches:
         lengths = [length for local in micro_batches for length in objective.lengths(local)]
         flops = sum(length * self._flops(length) for length in lengths) / self._run.mesh.cp.size()
         valid = sum(int(local["count"]) for local in micro_batches)
-        counted = [valid, flops, error is not None, self._saves.ready, *self.stop.ask()]
+        counted = [valid, flops, error is not None, self._saves is not None and self._saves.ready, *self.stop.ask()]
         counts = torch.tensor(counted, dtype=torch.float64)  # not on the device, whose queue it would wait for
         dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
         tokens, flops, failed, ready, *asked = counts.tolist()
         self.stop.hear(asked)
-        self._saves.agree(int(ready))
+        if self._saves is not None:
+            self._saves.agree(int(ready))
         if self.stop.agreed:
             return None
         if failed:

@@ -16,14 +16,14 @@ from parallel.pipeline.runner import Runner
 from runtime.signals import StopRequest
 from runtime.watchdog import Watchdog
 from train.assemble import Run, build_runner
-from train.batches import Batches, Prefetcher, summed
+from train.batches import Batches, Clock, Prefetcher, summed
 from train.config.common import CommonConfig
 from train.optim import reduce_and_clip
 from train.resume import Start
 from train.schedule import schedule_of
 from train.watching.health import Health, Heartbeat
 from train.watching.metrics import RunLog
-from train.watching.moments import UPDATE, Clock, Step, Watcher, say
+from train.watching.moments import UPDATE, Step, Watcher, say
 from train.watching.profile import Profiler
 from train.watching.progress import Report, few_samples, peak_flops
 from train.watching.ruler import Curve, Ruler
@@ -58,7 +58,8 @@ class Trainer:
         self.runner: Runner = build_runner(self.run)
         config, self._clock = self.run.config, Clock()
         self._saves = Saves(config=config.checkpoint, say=say)
-        self.batches = Batches(self.run, self.flops_per_token, self._clock, self._saves)
+        background = self._saves if config.checkpoint.async_save else None
+        self.batches = Batches(self.run, self.flops_per_token, self._clock, background)
         self._schedule = schedule_of(config.optimizer, config.train.train_iters)
 
     def step(self, ahead: Prefetcher[list[Batch]]) -> Step | None:
@@ -154,7 +155,7 @@ class Trainer:
         if self.curve is not None:
             yield Ruler(self.curve, self.runner, watchdog)
         if dist.get_world_size() > 1:
-            yield Stragglers(run.parts, device, interval, self._clock)
+            yield Stragglers(run.parts, device, interval, self._clock.seconds)
         yield Report(self.log, objective, config.train.train_iters, interval, device.type)
         self._saving = Saving(
             run=run,

@@ -91,7 +91,12 @@ def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]
     manifest = read_manifest(path)
     _check_adapters(path, manifest.architecture, architecture, begin=False)
     progress = progress_of(path, manifest.extra)
-    check_objective(path, manifest.extra, config)
+    for name, now in config.named(config.OBJECTIVE).items():
+        if (before := manifest.extra.get("trained_for", {}).get(name, now)) != now:
+            raise CheckpointError(
+                f"{path} is trained with {name} {before}, and {name} is {now}; set {name} to {before}, or begin a run "
+                "of its own with another --save and without --load"
+            )
     changed = changes(config, manifest.extra, contents)
     _check_allowed(path, changed, config.checkpoint.allow_changed)
     train = config.train.train_iters
@@ -183,16 +188,6 @@ def progress_of(path: Path, extra: dict[str, Any]) -> Progress:
             f"{path / MANIFEST} does not say where its run stands ({problem}); load another checkpoint"
         )
     return Progress(**progress)
-
-
-def check_objective(path: Path, extra: dict[str, Any], config: CommonConfig) -> None:
-    """Raise CheckpointError if the checkpoint was trained for another objective."""
-    for name, now in config.named(config.OBJECTIVE).items():
-        if (before := extra.get("trained_for", {}).get(name, now)) != now:
-            raise CheckpointError(
-                f"{path} is trained with {name} {before}, and {name} is {now}; set {name} to {before}, or begin a run "
-                "of its own with another --save and without --load"
-            )
 
 
 def _averages(before: float | None, ema: Ema | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Items made ahead: in order, each error where its item is taken, no thread left."""
+"""Items made ahead: in order, each error where its item is taken, no thread left; the clock of a step's parts."""
 
 import threading
 from itertools import islice
@@ -6,7 +6,8 @@ from itertools import islice
 import pytest
 import torch
 
-from train.batches import Prefetcher
+from train.batches import Clock, Prefetcher
+from train.watching.moments import UPDATE
 
 CPU = torch.device("cpu")
 
@@ -53,3 +54,10 @@ def test_no_more_is_made_than_there_is():
     with Prefetcher(islice(items(made), 2), CPU) as ahead:
         assert list(ahead) == [0, 1]
     assert len(made) == 2
+
+
+def test_time_is_kept_of_the_parts_that_ranks_compare():
+    clock = Clock()
+    with clock.part(UPDATE), clock.part("longmesh: saving"):
+        pass
+    assert [name for name, seconds in clock.seconds.items() if seconds] == [UPDATE]

@@ -1,12 +1,8 @@
 """The moments of training: one small interface of what stands beside the step, listed in the order of the calls."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from torch.profiler import record_function
 
 from data.loader import Batch
 from runtime.together import is_first
@@ -51,25 +47,6 @@ class Watcher:
 
     def end(self, iteration: int) -> None:
         """Act after the last step of this start, ``iteration``."""
-
-
-class Clock:
-    """The time that this rank spends in parts of steps."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys((DATA, UPDATE), 0.0)
-        """Since the ranks compared them."""
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Mark a block as ``DATA``, ``UPDATE`` or ``SAVING`` for torch's profiler, and add its time to ``seconds``."""
-        start = time.perf_counter()
-        try:
-            with record_function(name):
-                yield
-        finally:
-            if name in self.seconds:
-                self.seconds[name] += time.perf_counter() - start
 
 
 def say(line: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from model.layers import MLP, SwiGLU
 from runtime.processes import NODE
-from train.watching.moments import Clock, Step, Watcher, say
+from train.watching.moments import Step, Watcher, say
 
 PHASES = ("data_ms", "update_ms", "mlp_ms")
 """Fields of a record with a list by rank: per step, waiting for a batch and the optimizer's update; per call, the first
@@ -25,12 +25,14 @@ CALLS = 64
 class Stragglers(Watcher):
     """Adds the ranks' times to the record of an interval's last step, and warns of a rank that stays behind."""
 
-    def __init__(self, parts: Sequence[nn.Module], device: torch.device, interval: int, clock: Clock) -> None:
+    def __init__(
+        self, parts: Sequence[nn.Module], device: torch.device, interval: int, seconds: dict[str, float]
+    ) -> None:
         """Compare several ranks every ``interval`` iterations.
 
-        The clock has this rank's time in waiting for batches and in updates; it is set back at an interval's end.
+        ``seconds`` are this rank's in waiting for batches and in updates; they are set back at an interval's end.
         """
-        self._device, self._interval, self._seconds = device, interval, clock.seconds
+        self._device, self._interval, self._seconds = device, interval, seconds
         self._steps: list[float] = []
         self._began: Any = None
         self._calls = deque[tuple[Any, Any]](maxlen=CALLS)

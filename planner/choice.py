@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from planner.levers import settings
 from planner.ranking import Candidate, nothing_left
 from planner.search import arrangements, numbers, rank, suits
 from planner.step_cost import delta_cost
-from planner.workload import layout_costs
+from planner.workload import layout_seconds
 from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
 from runtime.progress import counted, duration
@@ -91,8 +90,8 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
             f"hybrid_softmax_layout is auto: no file under configs/clusters is about this device ({error}); "
             "give --hybrid-softmax-layout zigzag or contiguous"
         ) from error
-    layout = min(layout_costs(config, cluster), key=attrgetter("seconds")).layout
-    return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=layout))
+    costs = layout_seconds(config, cluster)
+    return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=min(costs, key=costs.__getitem__)))
 
 
 def with_schedule(config: Config, cluster: Cluster | None = None) -> Config:

@@ -17,7 +17,7 @@ from parallel.context.linear.halo import halo_traffic
 from parallel.context.linear.parts import parts
 from parallel.context.linear.segments import cut
 from parallel.context.plan import Plan
-from planner.attention_cost import GB, MICRO, Links, Sent, transfer_seconds
+from planner.attention_cost import GB, MICRO, Sent, transfer_seconds
 from planner.cluster import Cluster
 
 BACKWARD = 2.5
@@ -123,15 +123,6 @@ class DeltaCost:
         """Return the seconds of a backward, without recomputing its forward."""
         return self._seconds(reverse=True)
 
-    def links(self) -> Links:
-        """Return the bytes on each kind of link, forward and backward."""
-        inside = between = 0
-        for reverse in (False, True):
-            for rank, peer, size in (one for sent in self.rounds(reverse=reverse) for one in sent):
-                beyond = rank // self._per_node != peer // self._per_node
-                inside, between = inside + size * (not beyond), between + size * beyond
-        return Links(inside, between)
-
     def rounds(self, *, reverse: bool) -> list[list[tuple[int, int, int]]]:
         """Return (rank, peer, bytes) of the halos, then of the states of each round; gradients go back."""
         of, wide = self.of, max(4, self.element_size)
@@ -187,10 +178,6 @@ class DeltaCost:
         ranks, peers, size = np.array(sent).T
         one = Sent(ranks, peers, size.astype(np.float64), 1)
         return float(transfer_seconds([one], self.plan.size, self.cluster, self.tp))
-
-    @property
-    def _per_node(self) -> int:
-        return max(1, self.cluster.gpus_per_node // self.tp)
 
 
 LONGEST_GATHER = 64

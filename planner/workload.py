@@ -3,9 +3,8 @@
 Of a hybrid also what the layouts of its softmax attention layers cost.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -71,7 +70,7 @@ def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster)
     """Return the work with the seconds of a hybrid's layers of softmax attention, in the faster of its layouts."""
     if not isinstance(config, Config) or not config.model.own_softmax_layout:
         return work
-    seconds = min(layout_costs(config, cluster), key=attrgetter("seconds")).seconds
+    seconds = min(layout_seconds(config, cluster).values())
     return replace(work, softmax_layers=len(softmax_layers(config.model)), softmax_seconds=seconds)
 
 
@@ -152,21 +151,8 @@ def _diffusion(config: DiTRunConfig) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class LayoutCost:
-    """Softmax attention of one layer in one layout, forward and backward."""
-
-    layout: HybridLayout
-    pairs: int
-    """(query, key) pairs of the busiest rank."""
-    exchanged: int
-    """Bytes that a rank sends to change the layout and back; 0 without a change."""
-    seconds: float
-    """Predicted time, exchanges included."""
-
-
-def layout_costs(config: Config, cluster: Cluster) -> tuple[LayoutCost, ...]:
-    """Return the cost of each layout that the configuration of a hybrid allows, contiguous first.
+def layout_seconds(config: Config, cluster: Cluster) -> dict[HybridLayout, float]:
+    """Return the seconds of a softmax layer, forward and backward, in each layout that a hybrid may have.
 
     An exchange moves q, k and v inward and the output outward, and their gradients in the backward: 2 x (2 heads +
     2 kv_heads) x head_dim elements of each token that changes its rank. It is not overlapped.
@@ -177,7 +163,7 @@ def layout_costs(config: Config, cluster: Cluster) -> tuple[LayoutCost, ...]:
     element_size = 2 if config.train.bf16 else 4
     link = cluster.inside_gb_per_s if size * tp <= cluster.gpus_per_node else cluster.between_gb_per_s
 
-    found = []
+    found = {}
     linear = config.context.context_parallel_layout
     for layout in config.hybrid.layouts(linear):
         method = config.hybrid.context(layout).context_parallel_method
@@ -187,6 +173,5 @@ def layout_costs(config: Config, cluster: Cluster) -> tuple[LayoutCost, ...]:
         exchanged = 2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * moved
         of = sizes(plan.geometry, batch, heads, kv_heads, model.head_dim, element_size)
         cost = AttentionCost(plan, of, cluster, tp)
-        seconds = cost.forward() + cost.backward() + exchanged / (link * GB)
-        found.append(LayoutCost(layout, int(plan.work().pairs.sum(axis=0).max()), exchanged, seconds))
-    return tuple(found)
+        found[layout] = cost.forward() + cost.backward() + exchanged / (link * GB)
+    return found

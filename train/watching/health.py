@@ -84,8 +84,6 @@ class HealthConfig:
     """Seconds without a step that the watchdog waits in any case."""
 
     def __post_init__(self) -> None:
-        policies = ("skip", "rollback", "stop")
-        require(self, self.bad_step_policy in policies, "bad_step_policy", "it must be skip, rollback or stop")
         require(self, self.spike_factor > 1, "spike_factor", "it must be above 1")
         watches = self.watchdog_factor > 1 or self.watchdog_factor == 0
         require(self, watches, "watchdog_factor", "it must be above 1, or 0 for no watchdog")

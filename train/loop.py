@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from checkpoint.saving import Saves
 from data.loader import Batch, Samples, batches
-from parallel.data import reshard
 from parallel.pipeline.runner import Runner
 from runtime.signals import StopRequest
 from runtime.watchdog import Watchdog
@@ -159,13 +158,13 @@ class Trainer:
         yield Report(self.log, objective, config.train.train_iters, interval, device.type)
         self._saving = Saving(
             run=run,
+            runner=self.runner,
             start=self.start,
             saves=self._saves,
             log=self.log,
             health=self._health,
             stop=self.batches.stop,
             watchdog=watchdog,
-            loss_of=self._loss_of,
         )
         yield self._saving
 
@@ -191,14 +190,6 @@ class Trainer:
         train = self.run.config.train
         exits = train.exit_interval is not None and iteration % train.exit_interval == 0
         return exits or iteration == train.train_iters
-
-    @torch.no_grad()
-    def _loss_of(self, step: Step) -> float:
-        """Return the mean loss of a step's samples with the weights of now; collective."""
-        total = summed(self.runner.forward(step.micro_batches), self.run.mesh)
-        for part in self.run.parts:
-            reshard(part)
-        return total.item() / max(step.valid, 1)
 
 
 def memory_gb(device: torch.device) -> float:

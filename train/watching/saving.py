@@ -1,16 +1,17 @@
 """A run's saves, as their intervals come and at its end, and its way back to the newest of them."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+import torch
 from torch.profiler import record_function
 
 from checkpoint.saving import Saves
 from parallel.data import reshard
+from parallel.pipeline.runner import Runner
 from runtime.watchdog import Watchdog
 from train.assemble import Run
-from train.batches import StopAgreement
+from train.batches import StopAgreement, summed
 from train.config.common import CommonConfig
 from train.resume import AVERAGED, Start, checkpoint_extra, find_start
 from train.watching.health import Health
@@ -23,14 +24,13 @@ class Saving(Watcher):
     """Saves a run, but for weights whose last update went wrong."""
 
     run: Run[CommonConfig]
+    runner: Runner
     start: Start[CommonConfig]
     saves: Saves
     log: RunLog | None
     health: Health
     stop: StopAgreement
     watchdog: Watchdog
-    loss_of: Callable[[Step], float]
-    """Computes the loss of a step's samples again, with the weights of now; collective."""
 
     def __post_init__(self) -> None:
         self._progress = self.start.progress
@@ -50,13 +50,13 @@ class Saving(Watcher):
         tier = self.saves.due(step.iteration, step.last)
         if tier is None or (self._progress.skipped_in_a_row and not step.last):
             return
-        if not self.health.update_went_wrong(step, self.loss_of):
+        if not self.health.update_went_wrong(step, self._loss_of):
             self._save(tier)
 
     def end(self, iteration: int) -> None:
         """Save where the run was told to stop between two saves, and finish the one under way."""
         owed = self.stop.agreed and self.start.config.checkpoint.save and iteration > self._saved
-        if owed and not (self._step and self.health.update_went_wrong(self._step, self.loss_of)):
+        if owed and not (self._step and self.health.update_went_wrong(self._step, self._loss_of)):
             self._save("shared")
         with self.watchdog.paused():
             self.saves.end(iteration)
@@ -79,6 +79,14 @@ class Saving(Watcher):
         if self.log is not None:
             self.log.rewind(progress.iteration)
         self.health.rolls_back = False
+
+    @torch.no_grad()
+    def _loss_of(self, step: Step) -> float:
+        """Return the mean loss of a step's samples with the weights of now; collective."""
+        total = summed(self.runner.forward(step.micro_batches), self.run.mesh)
+        for part in self.run.parts:
+            reshard(part)
+        return total.item() / max(step.valid, 1)
 
     def _save(self, tier: Literal["shared", "local"]) -> None:
         if self.log is not None:

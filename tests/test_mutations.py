@@ -24,7 +24,7 @@ from train.config.language import parse_args
 from train.resume import progress_of
 from train.run import FILES, claim_folder, exit_status
 from train.watching.health import FAILURES, Health, HealthConfig, Progress
-from train.watching.metrics import METRICS, cut_back
+from train.watching.metrics import METRICS, LoggingConfig, RunLog
 
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}
 
@@ -259,7 +259,11 @@ def test_the_records_of_a_run(mutation, reader, run):
     path = run / METRICS
     (ANY_FILE | RECORDS)[mutation](path)
     found, lines = ended(
-        lambda: cut_back(path, 2) if reader == "resume" else read_curves(path, list(LOSSES), "iteration")
+        lambda: (
+            RunLog(path.parent, LoggingConfig(), {}, 2)
+            if reader == "resume"
+            else read_curves(path, list(LOSSES), "iteration")
+        )
     )
     assert found is not None or METRICS in lines[0]
     assert len(lines) <= 1

@@ -54,7 +54,7 @@ class RunLog:
     def __init__(
         self, folder: Path | None, config: LoggingConfig, settings: dict[str, Any], iteration: int, device: str = "cpu"
     ) -> None:
-        """Start after ``iteration``; drop later records of metrics.jsonl, left by a run that was cut off.
+        """Start after ``iteration``; drop later records of metrics.jsonl, and a last line that a crash cut.
 
         ``settings`` is the resolved configuration, for the services to show; ``device`` the name of the GPU.
         """
@@ -67,8 +67,8 @@ class RunLog:
         self._writers = [*_tensorboard(config, iteration), *_wandb(config, folder, settings)]
         if folder is not None:
             with disk_errors(folder):
-                self.records = cut_back(folder / METRICS, iteration)
-                self._file = (folder / METRICS).open("ab", buffering=0)
+                self.records = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
+                self.rewind(iteration)
                 with (folder / STARTS).open("a") as starts:
                     starts.write(json.dumps({"time": time.time(), "iteration": iteration, "device": device}) + "\n")
 
@@ -77,7 +77,7 @@ class RunLog:
         return [(r[loss_name], r["grad_norm"]) for r in self.records if not r.get("skipped_in_a_row")]
 
     def rewind(self, iteration: int) -> None:
-        """Drop the records after an iteration, to which the run is rolled back."""
+        """Drop the records after an iteration, from which the run goes on."""
         self.records = [record for record in self.records if record["iteration"] <= iteration]
         self._write_again()
 
@@ -102,7 +102,7 @@ class RunLog:
     def _write_again(self) -> None:
         if self._folder is not None:
             with disk_errors(self._folder):
-                _rewrite(self._folder / METRICS, self.records)
+                write_text(self._folder / METRICS, "".join(json.dumps(record) + "\n" for record in self.records))
                 self._file = (self._folder / METRICS).open("ab", buffering=0)
 
     def sync(self, draw: bool = True) -> None:
@@ -144,17 +144,6 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         said = reason(error, folder)
         raise ConfigError(f"save is {folder}, which cannot be written to ({said}); make room there") from error
-
-
-def cut_back(path: Path, iteration: int) -> list[dict[str, Any]]:
-    """Drop the records after ``iteration`` from a metrics.jsonl, and a last line that a crash cut; return the rest."""
-    kept = [record for record in read_metrics(path) if record["iteration"] <= iteration] if path.exists() else []
-    _rewrite(path, kept)
-    return kept
-
-
-def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
+from checkpoint.local import STARTS
 from tests import starts
 from train.config.flags import ConfigError
 from train.loop import memory_gb
-from train.watching.metrics import METRICS, LoggingConfig, RunLog, check_services, cut_back, plot_loss, read_metrics
+from train.watching.metrics import METRICS, LoggingConfig, RunLog, check_services, plot_loss, read_metrics
 
 
 def record(iteration, **more):
@@ -47,7 +48,7 @@ def test_a_corrupt_line_before_the_last_is_named(line, tmp_path):
     path.write_text(f"{json.dumps(record(1))}\n{line}\n{json.dumps(record(3))}\n")
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 is no record .*; remove the line or the file"):
-        cut_back(path, 10)
+        going_on(tmp_path, 10)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -59,16 +60,21 @@ def test_bytes_that_are_no_text_are_named_too(tmp_path):
         read_metrics(path)
 
 
-def test_cut_back_keeps_what_the_checkpoint_knows(tmp_path):
+def going_on(folder, iteration):
+    """The records that a run goes on with."""
+    return RunLog(folder, LoggingConfig(), {}, iteration).records
+
+
+def test_a_run_keeps_the_records_that_its_checkpoint_knows(tmp_path):
     path = tmp_path / METRICS
     write(path, range(1, 10), '{"iteration": 10')
-    assert cut_back(path, 6) == [record(i) for i in range(1, 7)]
+    assert going_on(tmp_path, 6) == [record(i) for i in range(1, 7)]
     assert read_metrics(path) == [record(i) for i in range(1, 7)]
     assert path.read_text().endswith("\n")
-    assert cut_back(path, 0) == []
+    assert going_on(tmp_path, 0) == []
     assert path.read_text() == ""
-    assert cut_back(tmp_path / "new.jsonl", 3) == []
-    assert {entry.name for entry in tmp_path.iterdir()} == {METRICS, "new.jsonl"}
+    assert going_on(tmp_path / "new", 3) == []
+    assert {entry.name for entry in (tmp_path / "new").iterdir()} == {METRICS, STARTS}
 
 
 def test_numbers_come_back_exactly(tmp_path):

@@ -154,7 +154,8 @@ def test_a_picture_of_a_run_that_is_not_finite_is_a_note(tmp_path, capsys):
         return latents
 
     sampling, checkpoint = SamplingConfig(samples_per_class=2, sample_classes=3), CheckpointConfig(save=str(tmp_path))
-    picture_writer(broken, replace(run_of(), sampling=sampling, checkpoint=checkpoint))(7)
+    config = replace(run_of(), sampling=sampling, checkpoint=checkpoint)
+    picture_writer(broken, config)(7)
     assert (
         "note: iter_0000007.png is not written: 1 of 6 samples hold values that are not finite"
         in capsys.readouterr().err
@@ -162,4 +163,4 @@ def test_a_picture_of_a_run_that_is_not_finite_is_a_note(tmp_path, capsys):
     assert not (tmp_path / "samples").exists()
     (tmp_path / "samples").write_text("")
     with pytest.raises(ConfigError, match=r"pictures go to .*samples is a file; give a folder"):
-        picture_writer(Broken(), SamplingConfig(samples_per_class=2), 3, str(tmp_path), 4)
+        picture_writer(broken, config)

@@ -50,7 +50,7 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
             return fits(of_length(config, steps * STEP), world_size, cluster, progress)
 
         if found(1):
-            return STEP * _last(found, 1, MOST_TOKENS // STEP)
+            return STEP * _last(found, MOST_TOKENS // STEP)
     raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
 
 
@@ -62,7 +62,7 @@ def fewest(config: Config, cluster: Cluster) -> int:
             if fits(config, size, cluster, progress):
                 return size
         nodes = 1 + _last(
-            lambda count: not fits(config, count * node, cluster, progress), 1, MOST_PROCESSES // node, exact=True
+            lambda count: not fits(config, count * node, cluster, progress), MOST_PROCESSES // node, exact=True
         )
     if nodes * node > MOST_PROCESSES:
         raise ConfigError(
@@ -82,9 +82,9 @@ def of_length(config: Config, tokens: int) -> Config:
     return replace(config, train=replace(config.train, seq_length=tokens))
 
 
-def _last(good: Callable[[int], bool], known: int, most: int, exact: bool = False) -> int:
-    """Binary search for the largest n in [known, most] with good(n), which is true up to there and for ``known``."""
-    above = 2 * known
+def _last(good: Callable[[int], bool], most: int, exact: bool = False) -> int:
+    """Binary search for the largest n in [1, most] with good(n), which is true up to there and for 1."""
+    known, above = 1, 2
     while above <= most and good(above):
         known, above = above, 2 * above
     above = min(above, most + 1)

@@ -45,22 +45,22 @@ ENTRIES = {"pretrain_gpt", "pretrain_dit"}
 PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
-    "entry": 260,
+    "entry": 251,
     "model": 5254,
     "kernels": 4617,
     "parallel": 8271,
     "checkpoint": 1561,
     "data": 4667,
-    "train": 5908,
-    "planner": 3294,
+    "train": 5772,
+    "planner": 3179,
     "runtime": 2472,
     "slurm": 336,
-    "tools": 5022,
+    "tools": 5024,
     "parity": 713,
     "papers": 2210,
     "bench": 3148,
     "docs": 168,
-    "tests": 44784,
+    "tests": 44757,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

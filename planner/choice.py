@@ -91,7 +91,8 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
             "give --hybrid-softmax-layout zigzag or contiguous"
         ) from error
     costs = layout_seconds(config, cluster)
-    return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=min(costs, key=costs.__getitem__)))
+    layout = min(costs, key=costs.__getitem__)
+    return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=layout))
 
 
 def with_schedule(config: Config, cluster: Cluster | None = None) -> Config:

@@ -52,7 +52,7 @@ BUDGET = {
     "checkpoint": 1561,
     "data": 4667,
     "train": 5772,
-    "planner": 3179,
+    "planner": 3180,
     "runtime": 2472,
     "slurm": 336,
     "tools": 5024,

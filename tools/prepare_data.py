@@ -181,8 +181,8 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
     """
     import numpy as np
 
-    from data.chat.samples import Conversations
     from data.text.indexed import LOSS_MASK, check_indexed
+    from data.text.packing import Conversations
     from runtime.errors import DataError
 
     indexed = check_indexed(prefix, tokenizer.vocab_size, scan_tokens=np.iinfo(np.int64).max)

@@ -1,4 +1,4 @@
-"""Endless datasets whose sample n is a pure function of n: epochs of one file, and a weighted blend of files.
+"""Endless datasets whose sample n is a pure function of n: epochs of a file, a blend of files, drawn tokens.
 
 Samples may tell where documents begin. A document ends with its end-of-document token. A sample is cut from a stream,
 so its first document may have begun before it and its last may go on after it; here both are documents of their own.
@@ -7,25 +7,13 @@ S tokens of a sample.
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import ClassVar
 
 import numpy as np
+import torch
 
+from data.loader import Samples
 from runtime.errors import DataError
-
-if TYPE_CHECKING:
-    import torch
-
-
-class Epoch(Protocol):
-    """Samples of one epoch, each once, such as Megatron's GPTDataset; item None is a filler."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, index: int | None) -> "dict[str, torch.Tensor]":
-        """Return `tokens`, `labels`, `loss_mask`, and `starts` if the epoch knows where documents start."""
-
 
 # Period of a blend's interleaving: weights are rounded to multiples of 1/65536, at least one.
 _PERIOD = 1 << 16
@@ -38,9 +26,9 @@ class EpochedDataset:
     Megatron builds one index over all epochs of a run, so that its order depends on the run's length.
     """
 
-    first: Epoch
-    """Epoch 0."""
-    build: Callable[[int], Epoch]
+    first: Samples
+    """Epoch 0: each of its samples once, such as Megatron's GPTDataset."""
+    build: Callable[[int], Samples]
     """Returns epoch e, a dataset as long as ``first``."""
     _: KW_ONLY
     name: str
@@ -65,7 +53,7 @@ class EpochedDataset:
         """Return the samples of one epoch."""
         return len(self.first)
 
-    def __getitem__(self, index: int | None) -> dict[str, "torch.Tensor"]:
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         """Return sample `index` >= 0, or for None a filler of the same shape with all loss masked.
 
         It holds `tokens`, `labels`, `loss_mask` and, with `eod`, `starts` (see `document_starts`), each [S]. Raises
@@ -102,7 +90,7 @@ class EpochedDataset:
         starts = {} if self.eod is None else {"starts": document_starts(tokens, self.eod)}
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **starts}
 
-    def _epoch(self, epoch: int) -> Epoch:
+    def _epoch(self, epoch: int) -> Samples:
         if epoch not in self._epochs:
             # Reading goes forward: keep epoch 0 for fillers, and the previous one, in use at the boundary.
             self._epochs = {e: dataset for e, dataset in self._epochs.items() if e in (0, epoch - 1)}
@@ -146,7 +134,7 @@ class BlendedDataset:
             ends.append(periods * _PERIOD + int(np.flatnonzero(self._owners == owner)[rank]))
         return min(ends)
 
-    def __getitem__(self, index: int | None) -> dict[str, "torch.Tensor"]:
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         """Return a sample as `EpochedDataset` does."""
         if index is None:
             return self._datasets[0][None]
@@ -164,14 +152,47 @@ def _shares(weights: np.ndarray, total: int) -> np.ndarray:
     return counts
 
 
-def document_starts(tokens: "torch.Tensor", eod: int) -> "torch.Tensor":
+@dataclass(frozen=True)
+class MockTokenizer:
+    """Stands where a run's tokenizer would, for ``--mock-data``."""
+
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class MockSamples:
+    """Endless samples of ``seq_length`` tokens; small ids are frequent, so that there is something to learn."""
+
+    seq_length: int
+    vocab_size: int
+    seed: int
+    fill: ClassVar[float] = 1.0
+    """As of other datasets: there is no padding."""
+
+    def __len__(self) -> int:
+        """Return the samples of an epoch, which is said in progress lines alone."""
+        return 1 << 20
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        """Return sample ``index``, a function of the seed and the index, or for None a filler without loss.
+
+        ``tokens`` and ``labels`` are int64, ``loss_mask`` is float32, each [S].
+        """
+        # The index first: words of zero at the end do not count, nor would index 0 behind a seed of two words.
+        uniform = np.random.default_rng((index or 0, self.seed)).random(self.seq_length + 1)
+        ids = torch.from_numpy((self.vocab_size * uniform**4).astype(np.int64))
+        loss_mask = torch.full((self.seq_length,), float(index is not None))
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": loss_mask}
+
+
+def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
     """Mark the first token of every document of ``tokens`` [..., S]: bool [..., S]."""
     starts = tokens.roll(1, -1) == eod
     starts[..., 0] = True
     return starts
 
 
-def positions_in_documents(starts: "torch.Tensor") -> "torch.Tensor":
+def positions_in_documents(starts: torch.Tensor) -> torch.Tensor:
     """Count each token's place in its document from 0, given ``starts`` [..., S]: int64 [..., S].
 
     Equal to the position ids of Megatron's ``_get_ltor_masks_and_position_ids`` with reset_position_ids.
@@ -180,6 +201,6 @@ def positions_in_documents(starts: "torch.Tensor") -> "torch.Tensor":
     return places - (places * starts).cummax(-1).values
 
 
-def cumulative_lengths(starts: "torch.Tensor") -> tuple[int, ...]:
+def cumulative_lengths(starts: torch.Tensor) -> tuple[int, ...]:
     """Return the cumulative lengths of the documents of ``starts`` [S], of which the first is set: (0, l1, ..., S)."""
     return *starts.nonzero().flatten().tolist(), len(starts)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data.fingerprint import digest
 from runtime.errors import DataError, StoppedError
 from runtime.files import reason, replacing
 
@@ -66,10 +65,6 @@ class Indexed:
                 f"tokenizer {path} is damaged or another than the one that wrote {self.prefix}.bin (SHA-256 "
                 f"{sha256[:12]}, noted {str(noted)[:12]}); give --tokenizer-model that one, or {_REWRITE}"
             )
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the `.idx`, which sample indices and their cache depend on."""
-        return digest(Path(f"{self.prefix}.idx"))
 
 
 def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:

@@ -5,21 +5,18 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from data.chat.samples import conversation_splits
-from data.fingerprint import check_digests, write_digests
-from data.text.blend import BlendedDataset, Epoch, EpochedDataset
+from data.fingerprint import check_digests, digest, write_digests
+from data.text.blend import BlendedDataset, EpochedDataset, MockSamples, MockTokenizer
 from data.text.config import DataConfig, blend, length_shares, split_shares
 from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
-from data.text.mock import MockSamples, MockTokenizer
-from data.text.packing import PackedEpoch, PackedSamples, packed_documents, read_packing, write_packing
+from data.text.packing import Conversations, PackedEpoch, PackedSamples, packed_documents, read_packing, write_packing
 from runtime.errors import DataError
 from runtime.files import InUseError, owned, replacing, sha256
 
@@ -87,14 +84,36 @@ def _splits(
 ) -> list[list[EpochedDataset]]:
     """Return endless datasets per split of a prefix, none where the share is 0."""
     if config.sft:
-        found = conversation_splits(prefix, tokenizer, split_shares(config.split), seq_length, seed, check)
-        return [[] if dataset is None else [dataset] for dataset in found]
+        return _conversation_splits(config, prefix, seq_length, seed, tokenizer, check)
     if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
         raise DataError(
             f"{prefix} holds conversations, of which not all is learned ({prefix}{LOSS_MASK}.idx); give --sft "
             "--reset-attention-mask --reset-position-ids"
         )
     return _Source(config, prefix, seq_length, seed, tokenizer, check).splits()
+
+
+def _conversation_splits(
+    config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
+) -> list[list[EpochedDataset]]:
+    """Do as `_splits` of conversations, whose splits are of samples. Raises DataError: a share leaves none."""
+    samples = Conversations(prefix, tokenizer.vocab_size, seq_length, check)
+    if check:
+        samples.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+    shares, splits = split_shares(config.split), list[list[EpochedDataset]]()
+    bounds = pairwise([0, *(round(end * len(samples)) for end in np.cumsum(shares))])
+    for share, (begin, end) in zip(shares, bounds, strict=True):
+        if share > 0 and begin == end:
+            raise DataError(
+                f"{prefix} holds {len(samples)} samples of conversations, and a share of {share:g} in split leaves "
+                "none; give it a larger share, or 0, with --eval-iters 0"
+            )
+        epoch = partial(PackedEpoch, samples, begin, end, seed, tokenizer.eod)
+        endless = EpochedDataset(
+            epoch(0), epoch, name=f"{prefix}.bin", vocab_size=tokenizer.vocab_size, check=samples.check
+        )
+        splits.append([endless] if share > 0 else [])
+    return splits
 
 
 class Part(NamedTuple):
@@ -187,16 +206,15 @@ class _Source:
         )
 
     def endless(self, part: Part, cache: str) -> EpochedDataset:
-        build: Callable[[int], Epoch]
+        # Each reader builds later epochs' indices in memory, possibly a worker process in mid-run, where no collective
+        # and no write can happen. It takes about a second per 10 million documents.
+        build: Any = partial(self.gpt_dataset, part)
         try:
             if self.config.pack_documents:
                 samples = PackedSamples(self.indexed, *read_packing(Path(cache, part.name)), self.seq_length)
                 build = partial(PackedEpoch, samples, 0, len(samples), self.seed, self.tokenizer.eod)
                 first, fill = build(0), samples.fill
             else:
-                # Each reader builds later epochs' indices in memory, possibly a worker process in mid-run, where no
-                # collective and no write can happen. It takes about a second per 10 million documents.
-                build = partial(self.gpt_dataset, part)
                 first, fill = self.gpt_dataset(part, 0, cache), 1.0
         except (OSError, EOFError, ValueError) as error:
             raise DataError(
@@ -237,14 +255,16 @@ class _Source:
         indices, and a cache half-written by a killed run would pass for whole. Hence one folder per content, put in
         place by one rename.
         """
+        import megatron.core
+
         key = {
-            "idx": self.indexed.digest(),
+            "idx": digest(Path(f"{self.prefix}.idx")),
             "prefix": self.prefix,
             "tokenizer": self.tokenizer.unique_identifiers,
             "seq_length": self.seq_length,
             "seed": self.seed,
             "split": self.config.split,
-            "megatron": megatron_core().version,
+            "megatron": megatron.core.__version__,
             "digests": 1,
         }
         if self.config.blend_by_length:
@@ -294,21 +314,11 @@ class _Source:
 
 @cache
 def megatron_core() -> Any:
-    """Import the parts of megatron.core used here, without its warnings; late, since it takes seconds."""
+    """Import megatron.core's GPTDataset late, since it takes seconds, and without its warnings; return its module."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
-        from megatron.core import __version__
-        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-        from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-        from megatron.core.datasets.utils import Split
+        from megatron.core.datasets import gpt_dataset
 
     # It warns that each later epoch's indices are not saved, which is intended.
-    logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
-    return SimpleNamespace(
-        version=__version__,
-        GPTDataset=GPTDataset,
-        GPTDatasetConfig=GPTDatasetConfig,
-        IndexedDataset=IndexedDataset,
-        IndexedDatasetBuilder=IndexedDatasetBuilder,
-        Split=Split,
-    )
+    logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)
+    return gpt_dataset

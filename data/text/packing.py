@@ -4,6 +4,7 @@ Text is packed by its `.idx` alone, and the pair stays as it is. Only a document
 fragments of S and a rest; a fragment is a document of its own, whose last label is still the document's next token.
 """
 
+import os
 from bisect import bisect_left, insort
 from collections import defaultdict
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.text.indexed import Indexed, TokenReader
+from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
+from runtime.errors import DataError
 
 PADDING_DOCUMENT = 1024
 """Tokens of a document of padding: attention inside of it costs little, however much there is."""
@@ -161,6 +163,40 @@ class PackedSamples:
             end += length
         starts[end::PADDING_DOCUMENT] = True
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "starts": starts}
+
+
+class Conversations(PackedSamples):
+    """The packed conversations at a prefix, for ``--sft``; with ``check`` both pairs are read as by `check_indexed`.
+
+    A sequence of the pair is a conversation, and a document is a sample. A second pair, PREFIX_loss_mask, has ones and
+    zeros in the same places, which say what is learned. Padding is not in the files.
+
+    Raises DataError: a broken pair, two that do not go together, or a sample longer than S.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int, seq_length: int, check: bool) -> None:
+        mask = prefix + LOSS_MASK
+        if not os.path.exists(f"{mask}.idx"):
+            raise DataError(
+                f"{mask}.idx does not exist; --sft reads conversations that tools/prepare_data.py --chat wrote"
+            )
+        self.indexed = check_indexed(prefix, vocab_size) if check else open_indexed(prefix)
+        masked = check_indexed(mask, 2) if check else open_indexed(mask)
+        if check and not (
+            np.array_equal(masked.lengths, self.indexed.lengths) and np.array_equal(masked.bounds, self.indexed.bounds)
+        ):
+            raise DataError(f"{mask}.idx and {prefix}.idx are of different conversations; write them again")
+        begins = np.concatenate(([0], np.cumsum(self.indexed.lengths, dtype=np.int64)))
+        self.longest = int(np.diff(begins[self.indexed.bounds]).max())
+        """Tokens of the longest sample."""
+        if self.longest > seq_length:
+            raise DataError(
+                f"{prefix} holds samples of {self.longest} tokens and seq_length is {seq_length}; give --seq-length "
+                f"{self.longest}, or prepare the conversations with --seq-length {seq_length}"
+            )
+        whole = np.zeros(len(self.indexed.lengths), FRAGMENT)
+        whole["begin"], whole["length"] = begins[:-1], self.indexed.lengths
+        super().__init__(self.indexed, whole, self.indexed.bounds, seq_length, masked)
 
 
 class PackedEpoch:

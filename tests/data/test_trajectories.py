@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.chat.samples import Conversations
 from data.text.indexed import LOSS_MASK, open_indexed
+from data.text.packing import Conversations
 from data.trajectories import Chains, Codec, Column, Episode, read_episodes, write_chains
 from runtime.errors import DataError
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from data.text.mock import MockTokenizer
+from data.text.blend import MockTokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.config import ModelConfig
 from parallel.context.config import ContextConfig

@@ -28,7 +28,10 @@ class NumberTokenizer(Tokenizer):
 
 def write_documents(prefix, documents, dtype=np.uint16):
     """Writes token ids as they are, with no check, unlike `data.text.prepare`."""
-    builder = megatron_core().IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    megatron_core()  # without its warnings
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in documents:
         builder.add_document(np.array(document, dtype=np.int64), [len(document)])
     builder.finalize(f"{prefix}.idx")

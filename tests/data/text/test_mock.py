@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import pretrain_gpt
+from data.text.blend import MockTokenizer
 from data.text.config import DataConfig
 from data.text.megatron import build_datasets
-from data.text.mock import MockTokenizer
 from runtime.errors import DataError, UserError
 from tests.pretraining import TINY
 from tools.common.runs import open_run

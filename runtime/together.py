@@ -5,7 +5,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,35 +15,6 @@ from runtime.processes import launched_world_size, meet
 T = TypeVar("T")
 RAISED = "(raised on rank {})"
 """Note of an error that all ranks raise."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An exception as sent to the other ranks: its text, and its pickle if its type is kept."""
-
-    message: str
-    pickled: bytes | None
-
-    @classmethod
-    def of(cls, error: Exception) -> "_Failure":
-        """Pickle a ValueError (every UserError is one) or OSError; keep any other exception as its traceback's text."""
-        text = "".join(traceback.format_exception(error))
-        if not isinstance(error, (ValueError, OSError)):
-            return cls(text, None)
-        try:
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)
-        except Exception:
-            # Its class is local, or its constructor needs more than the message.
-            return cls(text, None)
-        return cls(str(error), pickled)
-
-    def as_error(self, rank: int) -> Exception:
-        error: Exception = RuntimeError(f"rank {rank} failed:\n{self.message}")
-        if self.pickled is not None:
-            error = pickle.loads(self.pickled)
-        error.add_note(RAISED.format(rank))
-        return error
 
 
 def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
@@ -63,16 +33,24 @@ def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) 
         mine = fn()
     except Exception as caught:
         error = caught
-        mine = _Failure.of(caught)
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, answer in enumerate(everyone):
-        if isinstance(answer, _Failure):
-            if error is not None and rank == dist.get_rank(group):
-                error.add_note(RAISED.format(rank))
-                raise error
-            raise answer.as_error(rank) from error
-    return everyone
+    dist.all_gather_object(everyone, (mine, error and _portable(error, dist.get_rank(group))), group=group)
+    for rank, (_, failure) in enumerate(everyone):
+        if failure is not None and error is not None and rank == dist.get_rank(group):
+            error.add_note(RAISED.format(rank))
+            raise error
+        if failure is not None:
+            failure.add_note(RAISED.format(rank))
+            raise failure from error
+    return [answer for answer, _ in everyone]
+
+
+def _portable(error: Exception, rank: int) -> Exception:
+    """Return an error as other ranks raise it: itself, or its traceback's text where it is of no type that is kept."""
+    with suppress(Exception):  # its class is local, or its constructor needs more than the message
+        if isinstance(error, (ValueError, OSError)):
+            return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    return RuntimeError(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")
 
 
 def from_first(fn: Callable[[], T]) -> T:

@@ -1,24 +1,21 @@
 """Save and load atomic, verified, reshardable checkpoints."""
 
 import json
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from checkpoint.drafts import check_room, own_files, publish, removed_on_error, start_draft
-from checkpoint.local import bring, remove_others
+from checkpoint.drafts import check_room, removed_on_error, start_draft, steps_of, take
+from checkpoint.local import bring
 from checkpoint.manifest import METADATA, CheckpointError, Manifest, checkpoint_folder, read_manifest
 from runtime.errors import UserError
 from runtime.together import gather_results, raise_together
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
-    from torch.distributed.checkpoint.storage import WriteResult
 
     from checkpoint.background import Background
     from checkpoint.tensors import Model, Read
@@ -35,7 +32,7 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Iterations between checkpoints; one is written at the end in any case."""
     async_save: bool = False
-    """Write checkpoints while training goes on: it waits for a copy in memory alone (Linux)."""
+    """Write checkpoints while training goes on: it waits for a copy in memory alone."""
     keep_last: int | None = None
     """Remove older checkpoints than this many newest whole ones; by default none, with --keep-every all but one."""
     keep_every: int | None = None
@@ -59,8 +56,6 @@ class CheckpointConfig:
         for name in ("save_interval", "keep_last", "keep_every", "non_persistent_save_interval"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be 1 or more, or left out")
-        if self.async_save and sys.platform != "linux":
-            raise UserError("async_save is set, and it needs Linux's memory files; leave it out")
         for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
             if self.load is None and (value := getattr(self, name)) not in (None, False):
                 raise UserError(f"{name} is {value} and load is not set; name a run's folder with --load")
@@ -106,7 +101,7 @@ def save_checkpoint(
         more: further sections of tensors by name, such as averages of the weights.
         read: of weights from elsewhere, without an optimizer: ``model`` has meta tensors by name, and this returns one
             of them when it is written, so that one at a time is in memory.
-        beside: write into memory, and have this write the checkpoint from there while the caller goes on.
+        beside: copy into memory, and have this write the checkpoint from there while the caller goes on.
         local: each node's ranks write into a folder of their own, where this checkpoint, once it is whole, is alone.
 
     Raises CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or the disk refuses;
@@ -125,21 +120,17 @@ def save_checkpoint(
 
     draft, rooms, plans = start_draft(folder, manifest, planned, local=local)
 
-    def written() -> "list[WriteResult]":
+    def agreed() -> None:
         check_room(rooms, shards.agree(plans))
-        return shards.write(draft.path, None if beside is None else beside.memory)
+        if beside is not None:
+            shards.copy(draft.path, beside.memory)
 
     with removed_on_error(draft.made):
-        results = gather_results(written)
-        gather_results(lambda: shards.finish(results))
+        gather_results(agreed)
         if beside is None:
-            own = gather_results(lambda: own_files(draft.path))
-            draft = replace(draft, manifest=replace(manifest, files=dict(chain(*own))))
-            gather_results(lambda: publish(draft) if draft.owner else None)
+            take(steps_of(draft, shards))
     if beside is not None:
-        beside.begin(draft)
-    elif local and draft.owner:
-        remove_others(folder.parent, folder)
+        beside.begin(draft, steps_of(draft, shards, beside.keeper))
     return folder
 
 

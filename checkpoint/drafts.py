@@ -2,21 +2,27 @@
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from checkpoint.local import remove_others
 from checkpoint.manifest import METADATA, CheckpointError, Manifest, describe, disk_errors, write_manifest
-from checkpoint.search import POINTER, to_stderr, what_is_broken
+from checkpoint.search import POINTER, Keeper, to_stderr, what_is_broken
 from runtime.files import fsync, write_text
 from runtime.together import from_first, gather_results, is_first
 
+if TYPE_CHECKING:
+    from checkpoint.tensors import Shards
+
 T = TypeVar("T")
+Steps = Generator[Callable[[], Any], list[Any], None]
+"""Work of this rank, and then what all ranks returned of it."""
 
 
 class Room(NamedTuple):
@@ -128,20 +134,49 @@ def check_room(rooms: Sequence[Room], needed: int) -> None:
             )
 
 
+def steps_of(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> Steps:
+    """Yield what this rank does to make a checkpoint of a draft; each next step is for all ranks together.
+
+    The work has no collectives, so that it may be done beside training; ``keeper`` then prunes where it is done.
+    """
+    written = yield lambda: (shards.write(draft.path), own_files(draft.path))
+
+    def table() -> tuple[int, str]:
+        shards.finish([results for results, _ in written])
+        return describe(draft.path / METADATA)
+
+    files = dict(chain(*(own for _, own in written))) | {METADATA: from_first(table)}
+
+    def published() -> None:
+        publish(draft.path, draft.folder, replace(draft.manifest, files=files), draft.local)
+        if keeper is not None and not draft.local:
+            keeper.prune_after(draft.folder)
+
+    yield lambda: published() if draft.owner else None
+    if draft.local and draft.owner:
+        remove_others(draft.folder.parent, draft.folder)
+
+
+def take(steps: Steps) -> None:
+    """Take all steps at once; collective."""
+    with suppress(StopIteration):
+        work = next(steps)
+        while True:
+            work = steps.send(gather_results(work))
+
+
 def own_files(draft: Path) -> list[tuple[str, tuple[int, str]]]:
     """Return name, size and SHA-256 of this rank's files, which DCP names ``__RANK_*``."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     with disk_errors(draft):
-        paths = sorted(draft.glob(f"__{rank}_*")) + ([draft / METADATA] if rank == 0 else [])
-        return [(path.name, describe(path)) for path in paths]
+        return [(path.name, describe(path)) for path in sorted(draft.glob(f"__{rank}_*"))]
 
 
-def publish(draft: Draft) -> None:
+def publish(path: Path, folder: Path, manifest: Manifest, local: bool) -> None:
     """Turn a draft into a checkpoint with one rename: before it there is none, after it a whole one."""
-    path, folder, manifest = draft.path, draft.folder, draft.manifest
     with disk_errors(path):
         there = {file.name for file in path.iterdir()}
-        odd = there - manifest.files.keys() if draft.local else there ^ manifest.files.keys()
+        odd = there - manifest.files.keys() if local else there ^ manifest.files.keys()
         if odd:
             raise CheckpointError(f"{path} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
         write_manifest(path, manifest)

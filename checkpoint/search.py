@@ -25,7 +25,7 @@ from checkpoint.manifest import (
 )
 from runtime.errors import UserError, printable
 from runtime.files import not_a_file, read_own, sha256
-from runtime.together import from_first, gather_results, is_first
+from runtime.together import from_first, gather_results, is_alone, is_first
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -49,7 +49,7 @@ def what_is_broken(folder: Path, *, read: bool = True, copies: bool = False) -> 
     if len({digest for *_, digest, _ in seen}) > 1:
         return f"{folder} is not the same checkpoint on all nodes"
     manifest = read_manifest(folder)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = 0 if is_alone() else dist.get_rank()
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
     readers: dict[str, list[int]] = {}
     for number, name in enumerate(by_size):
@@ -257,11 +257,10 @@ class Keeper:
             elif self.every is None or iteration % self.every:
                 from_first(lambda folder=folder: self._remove(folder))  # type: ignore[misc]
 
-    def prune_after(self, newest: Path) -> "Keeper":
-        """Prune as one is written, whose bytes were hashed, and return this object, for another process."""
+    def prune_after(self, newest: Path) -> None:
+        """Prune as one is written, whose bytes were hashed."""
         self.verified.add(newest)
         self.prune(newest.parent)
-        return self
 
     def _is_whole(self, folder: Path) -> bool:
         known = from_first(lambda: folder in self.verified)

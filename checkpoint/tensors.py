@@ -2,7 +2,8 @@
 
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import EnumType
 from pathlib import Path
 from typing import IO, Any
@@ -12,9 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -28,6 +28,8 @@ Model = nn.Module | Sequence[nn.Module]
 """A model, or the parts of it that a rank holds, with parameter names as in the whole model."""
 Read = Callable[[str], torch.Tensor]
 """A parameter's name -> its tensor; each call may read a file."""
+Copies = dict[MetadataIndex, torch.Tensor]
+"""What a rank writes, in the host's memory."""
 
 # All classes that DCP puts into `.metadata` for a state of tensors; each only holds data.
 _DATA_CLASSES = {
@@ -111,7 +113,7 @@ def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Shards:
-    """This rank's part of a save: ``plan``, ``agree``, ``write`` and ``finish``, in this order.
+    """This rank's part of a save: ``plan``, ``agree``, perhaps ``copy``, ``write`` and ``finish``, in this order.
 
     ``dcp.save`` has six collectives for it: all plans go to one rank, its answers back, then what was written, and a
     table that no rank needs. Here each rank works out the same answer from all plans, which takes each one the time and
@@ -120,8 +122,7 @@ class Shards:
 
     def __init__(self, read: Read | None) -> None:
         """Begin a save by all ranks; with ``read``, of meta tensors, each read as it is written."""
-        self._planner = dcp.DefaultSavePlanner() if read is None else _Streaming(read)
-        self._one_file = read is None  # a writer holds on to a file's tensors until it is written
+        self._planner = _Planner(read)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._plans: list[SavePlan] = []
         self._metadata: Metadata | None = None
@@ -139,50 +140,67 @@ class Shards:
         written = [data for plan in self._plans for item in plan.items if (data := item.tensor_data) is not None]
         return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in written)
 
-    def write(self, folder: Path, memory: FileSystem | None) -> list[WriteResult]:
-        """Write and fsync this rank's tensors, or with ``memory`` write files of these names there.
+    def copy(self, folder: Path, memory: Copies) -> None:
+        """Let ``write`` take copies of this rank's tensors, in the ``memory`` of the save before where they fit.
 
-        In memory tensors have no CRC-32, which would be half of the time: files are verified by their SHA-256. Raises
-        CheckpointError: the disk refuses, or the folder is not seen here.
+        Raises CheckpointError: memory is short.
         """
+        with _refused(folder, lambda: "it is copied in memory first, which may be short; leave out --async-save"):
+            for item in self._plans[self._rank].items:
+                memory[item.index] = host_copy(self._planner.resolve_data(item).detach(), memory.get(item.index))
+        self._planner.copies = memory
+
+    def write(self, folder: Path) -> list[WriteResult]:
+        """Write and fsync this rank's tensors. Raises CheckpointError: the disk refuses, or the folder is not here."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder}, made by the first rank, is not seen by all; --save needs a shared disk")
-        self._writer = dcp.FileSystemWriter(folder, single_file_per_rank=self._one_file, sync_files=memory is None)
-        self._writer.fs = memory or self._writer.fs
-        plan = self._writer.prepare_global_plan(self._plans)[self._rank]
-        before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(before and memory is None)
-        try:
+        # A writer holds on to a file's tensors until it is written.
+        self._writer = dcp.FileSystemWriter(folder, single_file_per_rank=self._planner.read is None)
+        with _refused(folder, lambda: f"{room(folder)}: free some or write to another folder"):
+            plan = self._writer.prepare_global_plan(self._plans)[self._rank]
             return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
-        except UserError:
-            raise
-        except Exception as error:
-            fix = f"{room(folder)}: free some or write to another folder"
-            if memory is not None:
-                fix = "it is copied in memory first, which may be short; leave out --async-save"
-            found = f"cannot write {folder}: rank {self._rank} found {type(error).__name__}: {error}"
-            raise CheckpointError(f"{found}; {fix}") from error
-        finally:
-            torch.serialization.set_crc32_options(before)
 
     def finish(self, written: list[list[WriteResult]]) -> None:
-        """Write the table of what all ranks have written, on the first one; raises CheckpointError there."""
-        if self._rank == 0:
-            assert self._writer is not None
-            assert self._metadata is not None
-            with disk_errors(Path(self._writer.path)):
-                self._writer.finish(self._metadata, written)
+        """Write the table of what all ranks have written; for the first one. Raises CheckpointError."""
+        assert self._writer is not None
+        assert self._metadata is not None
+        with disk_errors(Path(self._writer.path)):
+            self._writer.finish(self._metadata, written)
 
 
-class _Streaming(dcp.DefaultSavePlanner):
-    """Read each weight as it is written, so that one at a time is in memory."""
+def host_copy(source: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+    """Copy a tensor into the one that is ``held``, or into a new one where that is of another shape or dtype."""
+    if held is None or (held.shape, held.dtype) != (source.shape, source.dtype):
+        held = torch.empty(source.shape, dtype=source.dtype)
+    return held.copy_(source)
 
-    def __init__(self, read: Read) -> None:
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Write copies in place of a state's tensors, or weights that are each read as they are written."""
+
+    def __init__(self, read: Read | None) -> None:
         super().__init__()
         self.read = read
+        self.copies: Copies | None = None
 
-    def lookup_object(self, index: Any) -> torch.Tensor:
-        return self.read(index.fqn.removeprefix("model."))
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self.read is None else self.read(index.fqn.removeprefix("model."))
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return super().resolve_data(write_item) if self.copies is None else self.copies[write_item.index]
+
+
+@contextmanager
+def _refused(folder: Path, fix: Callable[[], str]) -> Iterator[None]:
+    """Turn what this rank finds amid a save into a CheckpointError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        found = f"cannot write {folder}: rank {rank} found {type(error).__name__}: {error}"
+        raise CheckpointError(f"{found}; {fix()}") from error
 
 
 def read_shards(folder: Path, state: State, metadata: Metadata) -> None:

@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -181,21 +181,6 @@ def sha256(of: Path | str | bytes) -> str:
         with of.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     return hashlib.sha256(of.encode() if isinstance(of, str) else of).hexdigest()
-
-
-def copy_files(sources: Mapping[str, str], folder: Path) -> dict[str, tuple[int, str]]:
-    """Copy files into a folder under new names and fsync them; return size and SHA-256, taken on the way, by name."""
-    found = {}
-    for name, source in sources.items():
-        digest = hashlib.sha256()
-        with open(source, "rb") as read, (folder / name).open("xb") as file:
-            while block := read.read(1 << 22):
-                digest.update(block)
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            found[name] = file.tell(), digest.hexdigest()
-    return found
 
 
 def fsync(path: Path) -> None:

@@ -1,26 +1,22 @@
-"""Processes that this one starts: ranks and others, forked from a server that has imported torch; a helper for jobs."""
+"""Processes that this one starts: ranks and others, forked from a server that has imported torch."""
 
 import faulthandler
 import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import forkserver as _forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.errors import UserError
-from runtime.signals import ASKING, end_with_parent, signals_later
+from runtime.signals import signals_later
 
-ROOT = str(Path(__file__).resolve().parents[1])
 _context = multiprocessing.get_context("forkserver")
 _PRELOADED = ["tools.common.preload"]  # what the entries import; the server passes over a module that is not there
 _context.set_forkserver_preload(_PRELOADED)
@@ -174,69 +170,3 @@ def join_here(rank: int, world_size: int, folder: str) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     join(store=dist.FileStore(str(Path(folder) / "store"), world_size), rank=rank, world_size=world_size)
-
-
-class HelperProcess:
-    """Does jobs beside this process, one after another.
-
-    It sees no GPU, and ends with this process. Signals that ask a run to end do not reach it.
-    """
-
-    def __init__(self, what: str) -> None:
-        """Start it; ``what`` it does is told where it ends before its time."""
-        self._what = what
-        self._waits = False
-        self._ours, theirs = multiprocessing.Pipe()
-        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-        code = f"from runtime.ranks import serve; serve({theirs.fileno()}, {os.getpid()})"
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ASKING, signal.SIGINT})  # it begins with them blocked
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
-                env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-
-    def begin(self, job: Callable[[], Any]) -> None:
-        """Send a job, which must pickle; the one before must be over."""
-        self._waits = True
-        with suppress(OSError):  # it is gone, as `result` says
-            self._ours.send(job)
-
-    def done(self, seconds: float = 0.0) -> bool:
-        """Return whether there is no job, or its end is known at once or within so many seconds."""
-        return not self._waits or self._ours.poll(seconds)
-
-    def result(self) -> Any:
-        """Wait for the job; return what it does, or None without one. Raises its error, or UserError if it is gone."""
-        if not self._waits:
-            return None
-        self._waits = False
-        try:
-            answer = self._ours.recv()
-        except (EOFError, OSError):
-            status = self.process.wait()
-            raise UserError(f"the process that {self._what} ended with status {status}; was memory short?") from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-def serve(handle: int, parent: int) -> None:
-    """Do the jobs that come through a pipe until it closes."""
-    end_with_parent(parent)
-    pipe = Connection(handle)
-    with suppress(EOFError):
-        while True:
-            job, answer = pipe.recv(), None
-            try:
-                answer = job()
-            except (UserError, OSError) as error:
-                answer = error
-            except Exception as error:
-                answer = RuntimeError("".join(traceback.format_exception(error)))
-            pipe.send(answer)

@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,17 +16,28 @@ from runtime.processes import launched_world_size, meet
 T = TypeVar("T")
 RAISED = "(raised on rank {})"
 """Note of an error that all ranks raise."""
+_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+def work_alone() -> None:
+    """Let this thread, which works beside its rank's main one, meet no other ranks from now on."""
+    _ALONE.set(True)
+
+
+def is_alone() -> bool:
+    """Return whether there are no other ranks that this thread meets."""
+    return _ALONE.get() or not dist.is_initialized()
 
 
 def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call ``fn`` on every rank of ``group`` and return all results, by rank. One collective.
 
     ``fn`` must do local work only, such as reading files: a collective inside it would wait for a rank that has failed.
-    Its result must be picklable. Without a process group, call ``fn`` here only. Raises the error of the lowest
+    Its result must be picklable. Where this rank ``is_alone``, call ``fn`` here only. Raises the error of the lowest
     rank that failed, on every rank. A ValueError (every UserError is one) or OSError keeps its type and message;
     other ranks see anything else as a RuntimeError with the failing rank's traceback.
     """
-    if not dist.is_initialized():
+    if is_alone():
         return [fn()]
     error: Exception | None = None
     mine: Any = None
@@ -59,8 +71,8 @@ def from_first(fn: Callable[[], T]) -> T:
 
 
 def is_first() -> bool:
-    """Return whether this process is the first rank, or there is no process group."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Return whether this process is the first rank, or ``is_alone``."""
+    return is_alone() or dist.get_rank() == 0
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import signal
+from concurrent.futures import wait
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def _on_node(rank, size, arguments, nodes, at=None):
 
     def unless_killed(saving, step):
         if beside:
-            assert saving.saves._background._beside.done(300)
+            assert saving.saves._background._save is None or wait([saving.saves._background._save[2]], 300).done
         if rank == size - 1 and step.iteration == at:
             os.kill(os.getpid(), signal.SIGKILL)
         save(saving, step)

@@ -1,27 +1,24 @@
 """A rank of pretrain_gpt.py that strikes at processes of its run at a hook, as CHAOS in the environment says."""
 
 import functools
-import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from checkpoint import drafts
+from checkpoint import drafts, tensors
 from runtime import files
-from runtime.ranks import HelperProcess
 
 PLAN, PIDS = "CHAOS", "CHAOS_PIDS"
 HOOKS: dict[str, tuple[Any, str]] = {
     "shard": (torch, "save"),
-    "asynchronous shard": (hashlib, "sha256"),
-    "asynchronous staging": (torch, "save"),
+    "asynchronous shard": (torch, "save"),
+    "asynchronous staging": (tensors, "host_copy"),
     "fsync": (os, "fsync"),
     "manifest": (drafts, "write_manifest"),
     "rename": (Path, "rename"),
@@ -30,8 +27,7 @@ HOOKS: dict[str, tuple[Any, str]] = {
     "lock": (files, "Lock"),
     "random": (torch.optim.AdamW, "step"),
 }
-"""The call there, by a rank or by the process beside it that writes its checkpoints."""
-armed: list[str] = []
+"""The call there, by a rank or by its thread that writes its checkpoints."""
 
 
 def marked(plan: str) -> list[int]:
@@ -76,28 +72,15 @@ def arm(plan: dict[str, Any]) -> None:
     setattr(place, name, struck)
 
 
-def doomed(job: Callable[[], Any]) -> Any:
-    """Do a job in the process beside, with the hook armed from the first one on."""
-    if not armed:
-        armed.append(os.environ[PLAN])
-        arm(json.loads(os.environ[PLAN]))
-    return job()
-
-
 def main() -> None:
     """Train, with the hook armed on the planned rank."""
     import pretrain_gpt
-    from tests.chaos import victim  # this file is __main__, which the process beside does not know
     from train.run import run_entry
 
-    plan, plain = json.loads(os.environ[PLAN]), HelperProcess.begin
+    plan = json.loads(os.environ[PLAN])
     os.environ[PIDS] = f"{os.getpid()} {os.getppid()}"
     if plan["hook"] and plan["rank"] == int(os.environ["RANK"]):
-        if plan["hook"] != "asynchronous shard":
-            arm(plan)
-        if plan["async"] and plan["hook"] not in ("asynchronous staging", "lock", "random"):
-            begin: Any = lambda of, job: plain(of, functools.partial(victim.doomed, job))  # noqa: E731
-            HelperProcess.begin = begin  # type: ignore[method-assign]
+        arm(plan)
     run_entry(pretrain_gpt.main)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from checkpoint.drafts import check_room, removed_on_error, start_draft, steps_of, take
+from checkpoint.drafts import Background, check_room, removed_on_error, start_draft, steps_of, take
 from checkpoint.local import bring
 from checkpoint.manifest import METADATA, CheckpointError, Manifest, checkpoint_folder, read_manifest
 from runtime.errors import UserError
@@ -17,7 +17,6 @@ from runtime.together import gather_results, raise_together
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from checkpoint.background import Background
     from checkpoint.tensors import Model, Read
 
 HUGGING_FACE = "hf:"
@@ -83,7 +82,7 @@ def save_checkpoint(
     extra: dict[str, Any],
     more: Mapping[str, dict[str, torch.Tensor]] | None = None,
     read: "Read | None" = None,
-    beside: "Background | None" = None,
+    beside: Background | None = None,
     local: bool = False,
 ) -> Path:
     """Write ``iter_N`` into a run's folder atomically and return its path.

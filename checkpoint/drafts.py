@@ -1,8 +1,9 @@
-"""From an empty draft to a checkpoint: room for it, its name, and its one rename."""
+"""From an empty draft to a checkpoint, at once or beside training: room for it, its name, and its one rename."""
 
 import shutil
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -15,10 +16,10 @@ from checkpoint.local import remove_others
 from checkpoint.manifest import METADATA, CheckpointError, Manifest, describe, disk_errors, write_manifest
 from checkpoint.search import POINTER, Keeper, to_stderr, what_is_broken
 from runtime.files import fsync, write_text
-from runtime.together import from_first, gather_results, is_first
+from runtime.together import from_first, gather_results, is_first, work_alone
 
 if TYPE_CHECKING:
-    from checkpoint.tensors import Shards
+    from checkpoint.tensors import Copies, Shards
 
 T = TypeVar("T")
 Steps = Generator[Callable[[], Any], list[Any], None]
@@ -163,6 +164,61 @@ def take(steps: Steps) -> None:
         work = next(steps)
         while True:
             work = steps.send(gather_results(work))
+
+
+class Background:
+    """One save at a time, written by a thread of each rank from copies of its tensors, while training goes on.
+
+    DCP's own ``async_save`` does not fit: it meets in a process group of its own, whose collectives wait for a lost
+    rank's timeout, and training learns of an error neither at one step on all ranks nor by the file's name. Here a step
+    is taken when the one before is done on all ranks, which the caller finds out: it adds up ``ready`` in a
+    reduction that it makes anyway. So no collective runs beside training, and errors come up on all ranks together.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.memory: Copies = {}
+        self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=work_alone)
+        self._save: tuple[Draft, Steps, Future[Any]] | None = None
+
+    def begin(self, draft: Draft, steps: Steps) -> None:
+        """Begin to write a draft from ``memory``; none may be under way."""
+        self._save = draft, steps, self._thread.submit(next(steps))
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether a save is not over yet; alike on all ranks."""
+        return self._save is not None
+
+    @property
+    def ready(self) -> bool:
+        """Return whether a save is under way, and this rank is done with its step."""
+        return self._save is not None and self._save[2].done()
+
+    def step(self) -> Path | None:
+        """Take the next step, as all ranks are ``ready``; return the checkpoint after the last one. Collective.
+
+        Raises CheckpointError: it could not be written, on every rank.
+        """
+        assert self._save is not None
+        (draft, steps, work), self._save = self._save, None  # none is under way after an error
+        with removed_on_error(draft.made):
+            done = gather_results(work.result)
+            try:
+                self._save = draft, steps, self._thread.submit(steps.send(done))
+            except StopIteration:
+                return draft.folder
+        return None
+
+    def wait(self) -> Path | None:
+        """Take all steps that are left; return the checkpoint if one is published. Collective, raises as ``step``."""
+        found = None
+        while self._save is not None:
+            # Asked again and again: no collective waits for long, however slow the disk is.
+            wait([self._save[2]], timeout=1.0)
+            if all(gather_results(lambda: self.ready)):
+                found = self.step() or found
+        return found
 
 
 def own_files(draft: Path) -> list[tuple[str, tuple[int, str]]]:

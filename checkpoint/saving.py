@@ -6,18 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from checkpoint.api import CheckpointConfig, save_checkpoint
+from checkpoint.drafts import Background
 from checkpoint.local import local_folder, remove_others
 from checkpoint.manifest import checkpoint_folder
 from checkpoint.search import Keeper, find_checkpoint, to_stderr
 from runtime.together import from_first, gather_results, is_first, on_all_ranks
-
-if TYPE_CHECKING:
-    from checkpoint.background import Background
 
 
 def newest_checkpoint(config: CheckpointConfig, report: Callable[[str], None] = to_stderr) -> Path | None:
@@ -48,14 +46,17 @@ class Saves:
     _owed: set[str] = field(default_factory=set, init=False)
     """The tiers, shared or local, whose interval has come since the last save."""
 
+    def __post_init__(self) -> None:
+        self._keeper = Keeper(last=self.config.keep_last, every=self.config.keep_every)
+        self._background = Background(self._keeper)
+
     def due(self, iteration: int, last: bool) -> Literal["shared", "local"] | None:
         """Return which tier is to have a checkpoint of this iteration: a local one waits while a save is under way."""
         intervals = {"shared": self.config.save_interval, "local": self.config.non_persistent_save_interval}
         self._owed |= {tier for tier, every in intervals.items() if every is not None and iteration % every == 0}
         if self.config.save is not None and (last or "shared" in self._owed):
             return "shared"
-        busy = self._background is not None and self._background.under_way
-        return "local" if "local" in self._owed and not busy else None
+        return "local" if "local" in self._owed and not self._background.under_way else None
 
     def save(self, tier: Literal["shared", "local"], iteration: int, *run: Any, **state: Any) -> None:
         """Write a checkpoint into a tier's folder, as ``save_checkpoint`` does; remove older ones; collective.
@@ -65,8 +66,9 @@ class Saves:
         self.wait()
         folder = self._local if tier == "local" else Path(str(self.config.save))
         assert folder is not None
-        path = save_checkpoint(folder, iteration, *run, **state, beside=self._background, local=tier == "local")
-        if self._background is None:
+        beside = self._background if self.config.async_save else None
+        path = save_checkpoint(folder, iteration, *run, **state, beside=beside, local=tier == "local")
+        if beside is None:
             self._tell(path)
             if tier == "shared":
                 self._keeper.prune_after(path)
@@ -90,7 +92,7 @@ class Saves:
         try:
             yield
         except Exception as error:
-            if on_all_ranks(error) and self._background is not None and self._background.under_way:
+            if on_all_ranks(error) and self._background.under_way:
                 self.say(f"the run ends when the save under way is over: {error}")
                 self.wait()
             raise
@@ -98,21 +100,20 @@ class Saves:
     @property
     def ready(self) -> bool:
         """Return whether a save is under way whose next step awaits the other ranks alone."""
-        return self._background is not None and self._background.ready
+        return self._background.ready
 
     def agree(self, ready: int) -> None:
         """Go on with the save under way if so many ranks, all of them, are ``ready``; collective.
 
         Raises CheckpointError: it could not be written, on every rank.
         """
-        if self._background is not None and ready == dist.get_world_size():
+        if ready == dist.get_world_size():
             self._tell(self._background.step())
 
     def wait(self) -> None:
         """Wait until no save is under way, and none is due; collective. Raises as ``agree`` does."""
         self._owed.clear()
-        if self._background is not None:
-            self._tell(self._background.wait())
+        self._tell(self._background.wait())
 
     def _tell(self, finished: Path | None) -> None:
         if finished is not None:
@@ -121,15 +122,3 @@ class Saves:
     @cached_property
     def _local(self) -> Path | None:
         return local_folder(self.config.non_persistent_local_ckpt_dir, str(self.config.save))
-
-    @cached_property
-    def _background(self) -> "Background | None":
-        if not self.config.async_save:
-            return None
-        from checkpoint.background import Background  # imports DCP, which takes half a second
-
-        return Background(self._keeper)
-
-    @cached_property
-    def _keeper(self) -> Keeper:
-        return Keeper(last=self.config.keep_last, every=self.config.keep_every)

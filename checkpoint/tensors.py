@@ -4,6 +4,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from enum import EnumType
 from pathlib import Path
 from typing import IO, Any
@@ -31,23 +32,13 @@ Read = Callable[[str], torch.Tensor]
 Copies = dict[MetadataIndex, torch.Tensor]
 """What a rank writes, in the host's memory."""
 
-# All classes that DCP puts into `.metadata` for a state of tensors; each only holds data.
+# Beside the dataclasses and enumerations of DCP's metadata, what it puts into `.metadata`; each only holds data.
 _DATA_CLASSES = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "ChunkStorageMetadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
 }
 
 
@@ -312,9 +303,9 @@ class _DataUnpickler(pickle.Unpickler):
     """Unpickle only DCP's own tables; see "Restricting Globals" in the documentation of pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _DATA_CLASSES.get(module, ()) or (
-            module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype)
-        ):
+        kind = vars(dcp.metadata).get(name) if module == dcp.metadata.__name__ else None
+        dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if dtype or (module, name) in _DATA_CLASSES or is_dataclass(kind) or isinstance(kind, EnumType):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from checkpoint.api import CheckpointConfig, load_checkpoint, save_checkpoint, stored_weights
-from checkpoint.background import Background
-from checkpoint.drafts import remove_drafts
+from checkpoint.drafts import Background, remove_drafts
 from checkpoint.manifest import CheckpointError, read_manifest
 from checkpoint.saving import Saves
 from checkpoint.search import Keeper, find_checkpoint, saved_iterations

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
 from runtime import __version__
-from runtime.errors import UserError, printable
-from runtime.unknown import did_you_mean, unknown_argument
+from runtime.errors import UserError, did_you_mean, printable, unknown_argument
 
 P = ParamSpec("P")
 

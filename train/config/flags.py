@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runtime import __version__
-from runtime.errors import UserError
+from runtime.errors import UserError, did_you_mean, unknown_argument
 from runtime.files import not_a_file
-from runtime.unknown import did_you_mean, unknown_argument
 from train.config.megatron_flags import drop_redundant_flags
 from train.config.megatron_flags import entries as megatron_flags
 

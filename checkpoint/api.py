@@ -117,19 +117,14 @@ def save_checkpoint(
         of_run = {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
         return shards.plan(of_run | dict(more or {}))
 
-    draft, rooms, plans = start_draft(folder, manifest, planned, local=local)
-
-    def agreed() -> None:
-        check_room(rooms, shards.agree(plans))
-        if beside is not None:
-            shards.copy(draft.path, beside.memory)
-
+    draft, rooms = start_draft(folder, manifest, local=local)
     with removed_on_error(draft.made):
-        gather_results(agreed)
+        check_room(rooms, shards.agree(gather_results(planned)))
         if beside is None:
             take(steps_of(draft, shards))
-    if beside is not None:
-        beside.begin(draft, steps_of(draft, shards, beside.keeper))
+        else:
+            gather_results(lambda: shards.copy(draft.path, beside.memory))
+            beside.begin(draft, steps_of(draft, shards, beside.keeper))
     return folder
 
 

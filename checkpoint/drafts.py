@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,7 +21,6 @@ from runtime.together import from_first, gather_results, is_first, work_alone
 if TYPE_CHECKING:
     from checkpoint.tensors import Copies, Shards
 
-T = TypeVar("T")
 Steps = Generator[Callable[[], Any], list[Any], None]
 """Work of this rank, and then what all ranks returned of it."""
 
@@ -54,35 +53,31 @@ class Draft:
         return [self.path] if self.owner else []
 
 
-def start_draft(
-    folder: Path, manifest: Manifest, prepare: Callable[[], T], *, local: bool
-) -> tuple[Draft, list[Room], list[T]]:
+def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft, list[Room]]:
     """Create an empty draft of ``folder``; a broken checkpoint of this name is moved aside. Collective.
 
-    Returns it, the room in each of its folders, and what ``prepare`` returns on each rank, local work that is done here
-    to save a collective. Raises CheckpointError: the name is a whole checkpoint's, or the disk refuses; on every rank.
+    Returns it, and the room in each of its folders. Raises CheckpointError: the name is a whole checkpoint's, or the
+    disk refuses; on every rank.
     """
     # A name of its own: ranks of a run that is over, or cut off from its peers, may still be writing into theirs.
     mine = uuid.uuid4().hex[:8]
     path = folder.with_name(f"{folder.name}.{from_first(lambda: mine) if local else mine}.tmp")
     made: list[Path] = []
 
-    def start() -> tuple[Room | None, T]:
+    def start() -> Room | None:
         with disk_errors(path):
             if (local or is_first()) and _make(path, folder, local):
                 made.append(path)
             size = shutil.disk_usage(path) if made else None
-        return Room(path, size.free if size.total else None) if size else None, prepare()
+        return Room(path, size.free if size.total else None) if size else None
 
     with removed_on_error(made):
-        answers = gather_results(start)
-    rooms = [room for room, _ in answers if room is not None]
+        rooms = [room for room in gather_results(start) if room is not None]
     if not rooms:
         _free_name(folder)
-        return start_draft(folder, manifest, prepare, local=local)
+        return start_draft(folder, manifest, local=local)
     path = path if local else rooms[0].path
-    draft = Draft(path=path, folder=folder, manifest=manifest, owner=bool(made), local=local)
-    return draft, rooms, [prepared for _, prepared in answers]
+    return Draft(path=path, folder=folder, manifest=manifest, owner=bool(made), local=local), rooms
 
 
 def _make(draft: Path, folder: Path, local: bool) -> bool:

@@ -61,7 +61,7 @@ def _portable(error: Exception, rank: int) -> Exception:
     """Return an error as other ranks raise it: itself, or its traceback's text where it is of no type that is kept."""
     with suppress(Exception):  # its class is local, or its constructor needs more than the message
         if isinstance(error, (ValueError, OSError)):
-            return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+            return pickle.loads(pickle.dumps(error))
     return RuntimeError(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")
 
 

@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 def below(draw: str, bound: int, name: str, number: int) -> int:
     """Return one of [0, bound), which depends on these names alone; ``bound`` is far less than 2^64."""
-    return int.from_bytes(_digest(draw, name, number)[:8], "big") % bound
+    return int.from_bytes(next(_digests(draw, name, number))[:8], "big") % bound
 
 
 def bits(draw: str, name: str, number: int) -> int:
     """Return one of [0, 2^128)."""
-    return int.from_bytes(_digest(draw, name, number)[:16], "big")
+    return int.from_bytes(next(_digests(draw, name, number))[:16], "big")
 
 
 def distinct(draw: str, size: int, bound: int, name: str) -> list[int]:
@@ -35,10 +35,6 @@ def shuffled(draw: str, items: Sequence[T], name: str) -> list[T]:
     """Return the items in an order that depends on these names and their number alone."""
     digests = list(islice(_digests(draw, name), len(items)))
     return [items[place] for place in sorted(range(len(items)), key=digests.__getitem__)]
-
-
-def _digest(draw: str, name: str, number: int) -> bytes:
-    return next(_digests(draw, name, number))
 
 
 def _digests(draw: str, name: str, first: int = 0) -> Iterator[bytes]:

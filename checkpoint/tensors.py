@@ -30,7 +30,7 @@ Model = nn.Module | Sequence[nn.Module]
 Read = Callable[[str], torch.Tensor]
 """A parameter's name -> its tensor; each call may read a file."""
 Copies = dict[MetadataIndex, torch.Tensor]
-"""What a rank writes, in the host's memory."""
+"""Tensors that a rank writes, in the memory of its host."""
 
 # Beside the dataclasses and enumerations of DCP's metadata, what it puts into `.metadata`; each only holds data.
 _DATA_CLASSES = {

@@ -51,11 +51,11 @@ ALONE = "--context-parallel-size 1"
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (4, "--context-parallel-method ring"),
+        pytest.param(4, "--context-parallel-method ring", marks=pytest.mark.slow),
         pytest.param(4, "--context-parallel-method zigzag", marks=pytest.mark.slow),
         pytest.param(4, "--context-parallel-method allgather", marks=pytest.mark.slow),
         (1, ALONE),
-        (4, "--context-parallel-size 2 --data-parallel-sharding-strategy ddp"),
+        pytest.param(4, "--context-parallel-size 2 --data-parallel-sharding-strategy ddp", marks=pytest.mark.slow),
         (4, f"{ALONE} --tensor-model-parallel-size 2 --data-parallel-sharding-strategy zero1"),
     ],
 )

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from data.text.megatron import build_datasets
-from model.base import LanguageModel, initial_weight
 from model.config import architecture_of
-from model.registry import TITLES, attention_title, build_model, flops_per_token, num_parameters, num_trained
+from model.language import LanguageModel, initial_weight
+from model.registry import attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
 from planner.choice import CHOICES, fitted_to_world
 from planner.dry_run import dry_run
@@ -119,7 +119,7 @@ def described(run: Run[Config], fill: float) -> str:
     """Describe the run in one line: the model, the mesh and the data, of which a share ``fill`` of places is tokens."""
     config, model = run.config, run.config.model
     alone = model.linear_attention and run.mesh.cp.size() == 1
-    title = f"{TITLES[model.model_type]} of {num_parameters(model):,} parameters"
+    title = f"{model.traits.title} of {num_parameters(model):,} parameters"
     if model.lora_rank is not None:
         title += f", of which {num_trained(model):,} in adapters of rank {model.lora_rank} are trained"
     if (attention := attention_title(model)) is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.linear_attention import linear_attention, state_after
 from model.config import ModelConfig, SoftmaxType
-from model.layers import JointRMSNorm, Linear, RMSNorm, Rotary, ZeroCentredRMSNorm
+from model.layers import NORMS, JointRMSNorm, Linear, Rotary, ZeroCentredRMSNorm
 from model.windows import Window
 from runtime.errors import UserError
 
@@ -255,34 +255,28 @@ class Attention(nn.Module):
         return self.sinks
 
 
-def attention_of(config: ModelConfig, layer: int, attend: Attend, bias: bool = False) -> Attention:
+def attention_of(config: ModelConfig, layer: int, attend: Attend) -> Attention:
     """Build the softmax attention of a layer, counted from 0."""
-    heads, groups, kind = config.num_attention_heads, config.query_groups, config.traits.qk_norm
+    traits = config.traits
     norm: Callable[[int], nn.Module] | None = None
-    if kind == "joint":
+    if traits.qk_norm == "joint":
         norm = lambda heads: JointRMSNorm(heads * config.head_dim, eps=config.norm_epsilon)  # noqa: E731
-    elif kind == "head" or config.qk_layernorm:
-        own = norm_of(config)
-        norm = lambda heads: own(config.head_dim, eps=config.norm_epsilon)  # noqa: E731
+    elif traits.qk_norm == "head" or config.qk_layernorm:
+        norm = lambda heads: NORMS[traits.norm](config.head_dim, eps=config.norm_epsilon)  # noqa: E731
     built = Attention(
         config.hidden_size,
-        heads,
-        groups,
+        config.num_attention_heads,
+        config.query_groups,
         config.head_dim,
         attend,
-        bias,
+        traits.biases,
         window=config.window(layer),
         softmax_type=config.softmax_type,
         qkv_bias=config.add_qkv_bias,
         qk_norm=norm,
-        output_gate=config.traits.output_gate,
+        output_gate=traits.output_gate,
         layer=layer,
     )
     if isinstance(built.q_norm, ZeroCentredRMSNorm):  # attend divides by sqrt(D)
         built.q_norm.scale = math.sqrt(config.head_dim / config.query_scalar)
     return built
-
-
-def norm_of(config: ModelConfig) -> type[nn.RMSNorm]:
-    """Return the kind of the model's RMS norms."""
-    return ZeroCentredRMSNorm if config.traits.zero_centred else RMSNorm

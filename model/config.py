@@ -162,7 +162,7 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
         require(self, values % keys == 0, "linear_num_value_heads", must)
         must = f"a gate per channel takes one key head per value head, {values} here and {keys}; leave it out"
         require(self, values == keys or self.linear_gate == "per_head", "linear_gate", must)
-        if not self.traits.rope:
+        if self.traits.positions == "none":
             for name in ("position_embedding_type", "rotary_base"):
                 must = f"model_type {self.model_type} has no positions but the order of its tokens; leave it out"
                 require(self, self._is_default(name), name, must)
@@ -216,12 +216,12 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     @property
     def linear_attention(self) -> bool:
         """Return whether attention is linear, with a state instead of keys and values; in a hybrid, in most layers."""
-        return self.model_type in ("transnormer", "linear_transformer")
+        return self.traits.positions in ("lrpe", "sinusoidal")
 
     @property
     def traits(self) -> Traits:
         """Properties that the kind of model fixes."""
-        return TRAITS.get(self.model_type, Traits())
+        return TRAITS[self.model_type]
 
     @property
     def softmax_period(self) -> int | None:
@@ -267,21 +267,20 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
         return self.adapted(tuple(linears), self.hidden_size)
 
     @property
-    def embedding_scale(self) -> float:
-        """Factor of the embeddings where a model has one (Vaswani et al. 2017, section 3.4)."""
-        return 1.0 if self.no_scale_embedding else math.sqrt(self.hidden_size)
+    def embedding_scale(self) -> float | None:
+        """Factor of the embeddings, in models that have one (Vaswani et al. 2017, section 3.4)."""
+        scaled = self.traits.rounds_scale or (self.linear_attention and not self.no_scale_embedding)
+        return math.sqrt(self.hidden_size) if scaled else None
 
     @property
     def learned_positions(self) -> bool:
         """Return whether positions are learned embeddings, not rotary."""
-        if self.position_embedding_type is None:
-            return self.model_type == "gpt"
-        return self.position_embedding_type == "learned_absolute"
+        return (self.position_embedding_type or self.traits.positions) == "learned_absolute"
 
     @property
     def rotates(self) -> bool:
         """Return whether queries and keys of softmax attention are turned by their positions."""
-        return self.some_softmax and not self.learned_positions and self.traits.rope
+        return self.some_softmax and not self.learned_positions and self.traits.positions != "none"
 
     @cached_property
     def local_rope(self) -> RopeConfig | None:
@@ -340,7 +339,7 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
         """Width inside the feed-forward; 8/3 of hidden_size gives SwiGLU's three matrices the size of a GELU's two."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        wide = self.model_type in ("gpt", "linear_transformer")
+        wide = self.traits.feed_forward == "gelu"
         return 4 * self.hidden_size if wide else 64 * math.ceil(8 * self.hidden_size / 3 / 64)
 
     @property
@@ -369,9 +368,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
     found: Architecture = {
         name: getattr(config, RESOLVED.get(name, name)) for name in (*sizes, "kv_channels", "vocab_size")
     }
-    linear = {"transnormer": "lrpe", "linear_transformer": "sinusoidal"}
-    softmax = "learned_absolute" if config.learned_positions else "rope" if config.traits.rope else "none"
-    found["position_embedding_type"] = linear.get(config.model_type, softmax)
+    found["position_embedding_type"] = config.position_embedding_type or config.traits.positions
     found["max_position_embeddings"] = config.position_table
     found |= {
         name: getattr(config, name) for name in ("rotary_base", "norm_epsilon", "untie_embeddings_and_output_weights")

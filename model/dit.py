@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Attend, Attention, Window, refuse_mask
-from model.base import drop_layers
 from model.dit_config import DiTConfig
-from model.layers import MLP, LayerNorm, Linear
+from model.layers import MLP, LayerNorm, Linear, drop_layers
 from runtime.tensors import Part, initial_weight_slice
 
 FREQUENCIES = 256

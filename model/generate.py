@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cache import States
-from model.base import LanguageModel, RecurrentModel
+from model.language import LanguageModel
 from runtime.errors import UserError, require
 
 
@@ -96,7 +96,7 @@ def generate(
         return read
 
     device = next(model.parameters()).device
-    return write(begin, prompts, max_new_tokens, stop, device, alike=isinstance(model, RecurrentModel))
+    return write(begin, prompts, max_new_tokens, stop, device, alike=model.config.recurrent)
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, table: int | None) -> None:

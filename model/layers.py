@@ -4,6 +4,7 @@ Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residu
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.pointwise import Activation, gated, rotate
 from kernels.products import linear
+from model.config import ModelConfig
 from model.rope import RopeConfig, frequencies
 from model.windows import Window
 
@@ -49,6 +51,13 @@ class JointRMSNorm(nn.RMSNorm):
 
 # With weight and bias; also computes in float32 and rounds once.
 LayerNorm = nn.LayerNorm
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "rms": RMSNorm,
+    "zero_centred": ZeroCentredRMSNorm,
+    "weightless": partial(RMSNorm, elementwise_affine=False),
+    "layer": LayerNorm,
+}
+"""By ``model.traits.Traits.norm``: a width, ``eps`` -> the module."""
 
 
 class Linear(nn.Linear):
@@ -128,6 +137,15 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
+FEED_FORWARDS: dict[str, Callable[[int, int], nn.Module]] = {
+    "swiglu": SwiGLU,
+    "geglu": partial(SwiGLU, activation="gelu"),
+    "sglu": SGLU,
+    "gelu": MLP,
+}
+"""By ``model.traits.Traits.feed_forward``: widths outside and inside -> the module."""
+
+
 class PreNormLayer(nn.Module):
     """A layer [B, T, C] -> [B, T, C] of the modules attention_norm, attention, mlp_norm and mlp.
 
@@ -162,3 +180,26 @@ class BothNormsLayer(PreNormLayer):
     def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), places, mask, states))
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+
+
+LAYERS = {"pre": PreNormLayer, "post": PostNormLayer, "both": BothNormsLayer}
+"""By ``model.traits.Traits.norms``."""
+
+
+class HybridLayer(PreNormLayer):
+    """A layer of softmax attention among those of linear attention, which are told the positions themselves."""
+
+    def __init__(
+        self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module, config: ModelConfig
+    ) -> None:
+        super().__init__(norm, attention, mlp)
+        self.rope, self.head_dim = config, config.head_dim
+
+    def forward(self, x: Tensor, places: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
+        return super().forward(x, Rotary(places, self.head_dim, self.rope, x.dtype), mask, states)
+
+
+def drop_layers(layers: nn.ModuleList, kept: range) -> None:
+    """Drop all layers but ``kept``, which keep their numbers."""
+    for number in set(range(len(layers))) - set(kept):
+        delattr(layers, str(number))  # `del` would renumber the rest

@@ -1,44 +1,22 @@
-"""Build models by model_type, and count their parameters, FLOPs and states."""
+"""Build language models, and count their parameters, FLOPs and states."""
 
 from collections import Counter
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import nn
 
 from model.attention import Attend, HybridAttention, LinearAttend
-from model.base import LanguageModel
 from model.config import ModelConfig
-from model.gpt import GPT
+from model.language import LanguageModel
 from model.linear.delta import Taps
-from model.linear.linear_transformer import LinearTransformer
-from model.linear.transnormer import TransNormer
-from model.llama import DeltaHybrid, Llama
 from model.lora import add_adapters
 from model.windows import Window
 
-MODELS: dict[str, Callable[..., LanguageModel]] = {
-    "llama": Llama,
-    "gpt": GPT,
-    "transnormer": TransNormer,
-    "linear_transformer": LinearTransformer,
-    "gemma3": Llama,
-    "olmo3": Llama,
-    "qwen3_5": DeltaHybrid,
-    "olmo_hybrid": DeltaHybrid,
-}
-TITLES = {"llama": "LLaMA", "gpt": "GPT", "transnormer": "TransNormer", "linear_transformer": "Linear Transformer"}
-TITLES |= {"gemma3": "Gemma 3", "olmo3": "OLMo 3", "qwen3_5": "Qwen3.5", "olmo_hybrid": "OLMo Hybrid"}
-
 
 def build_model(config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> LanguageModel:
-    """Build the model of config.model_type on torch's default device, with uninitialised weights and its adapters.
-
-    attend is its attention core: softmax or linear as the model, both for a hybrid; by default that of one device.
-    """
-    kind = MODELS[config.model_type]
-    model = kind(config) if attend is None else kind(config, attend)
+    """Build a model on torch's default device, with uninitialised weights and its adapters; attend as in the class."""
+    model = LanguageModel(config, attend)
     if config.lora_rank is not None:
         add_adapters(model, config.adapted_linears(), config.lora_rank, config.lora_scale)
     return model
@@ -117,14 +95,13 @@ def attention_title(config: ModelConfig) -> str | None:
 
 def state_elements(config: ModelConfig) -> int:
     """Count the state elements of all layers of linear attention or a delta rule, per sequence."""
+    heads, layers = config.num_attention_heads, config.num_layers - len(softmax_layers(config))
     if config.traits.delta:
-        return (
-            (config.num_layers - len(softmax_layers(config))) * config.value_heads * config.key_dim * config.value_dim
-        )
-    one, layers = config.num_attention_heads * config.head_dim**2, config.num_layers - len(softmax_layers(config))
-    if config.model_type == "transnormer":
+        return layers * config.value_heads * config.key_dim * config.value_dim
+    one = heads * config.head_dim**2
+    if config.traits.positions == "lrpe":
         return one * (layers + (not config.has_softmax(0)))  # LRPE doubles the first layer's keys
-    return (one + config.num_attention_heads * config.head_dim) * layers  # and the normaliser
+    return (one + heads * config.head_dim) * layers  # and the normaliser
 
 
 def _on_meta(config: ModelConfig) -> LanguageModel:

@@ -1,31 +1,34 @@
-"""Properties that each model_type of the LLaMA's kin fixes, beside the settings that it shares with the others."""
+"""Properties that each model_type fixes, beside the settings that it shares with the others."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kernels.pointwise import Activation
 from runtime.errors import at_least, require
 
 
 class Traits(NamedTuple):
     """Properties of all models of a kind; the defaults are a LLaMA's."""
 
-    zero_centred: bool = False
-    """Norms multiply by 1 + weight, but for that of a delta rule's output."""
+    title: str
+    """Its name on the screen."""
+    norm: Literal["rms", "zero_centred", "weightless", "layer"] = "rms"
+    """All norms but that of a delta rule's output; zero_centred ones multiply by 1 + weight."""
     norms: Literal["pre", "post", "both"] = "pre"
     """Layers of softmax attention normalise what they read of the residual stream, what they add to it, or both."""
     qk_norm: Literal["head", "joint"] | None = None
     """RMS norms of queries and keys: of each head, or over all heads at once; None leaves it to qk_layernorm."""
     output_gate: bool = False
     """Softmax attention's output is multiplied by the sigmoid of a projection."""
-    activation: Activation = "silu"
-    """The activation of the feed-forward's gate."""
-    scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of hidden_size."""
+    biases: bool = False
+    """Softmax attention's projections have biases."""
+    feed_forward: Literal["swiglu", "geglu", "sglu", "gelu"] = "swiglu"
+    """The feed-forward: gated by SiLU, GELU or the projection itself, or without a gate."""
+    rounds_scale: bool = False
+    """Embeddings are multiplied by the root of hidden_size, in their own dtype."""
+    positions: Literal["rope", "learned_absolute", "lrpe", "sinusoidal", "none"] = "rope"
+    """The source of tokens' places: lrpe and sinusoidal are those of linear attention."""
     local_rope: bool = False
     """Layers with a window have plain rope, of a base of their own."""
-    rope: bool = True
-    """Queries and keys of softmax attention are turned by their positions."""
     delta: bool = False
     """Layers without softmax attention have a gated delta rule."""
     most_beta: float = 1.0
@@ -37,19 +40,31 @@ class Traits(NamedTuple):
 
 
 TRAITS = {
+    "llama": Traits("LLaMA"),
+    "gpt": Traits("GPT", norm="layer", biases=True, feed_forward="gelu", positions="learned_absolute"),
+    "transnormer": Traits("TransNormer", norm="weightless", feed_forward="sglu", positions="lrpe"),
+    "linear_transformer": Traits("Linear Transformer", norm="layer", feed_forward="gelu", positions="sinusoidal"),
     "gemma3": Traits(
-        zero_centred=True, norms="both", qk_norm="head", activation="gelu", scaled_embedding=True, local_rope=True
+        "Gemma 3",
+        norm="zero_centred",
+        norms="both",
+        qk_norm="head",
+        feed_forward="geglu",
+        rounds_scale=True,
+        local_rope=True,
     ),
-    "olmo3": Traits(norms="post", qk_norm="joint", local_rope=True),
-    "qwen3_5": Traits(zero_centred=True, qk_norm="head", output_gate=True, delta=True, dt_ones=True),
-    "olmo_hybrid": Traits(norms="post", qk_norm="joint", rope=False, delta=True, most_beta=2.0, out_epsilon=1e-5),
+    "olmo3": Traits("OLMo 3", norms="post", qk_norm="joint", local_rope=True),
+    "qwen3_5": Traits("Qwen3.5", norm="zero_centred", qk_norm="head", output_gate=True, delta=True, dt_ones=True),
+    "olmo_hybrid": Traits(
+        "OLMo Hybrid", norms="post", qk_norm="joint", positions="none", delta=True, most_beta=2.0, out_epsilon=1e-5
+    ),
 }
-"""By model_type; others are as a LLaMA."""
-LLAMAS = ("llama", *(kind for kind, traits in TRAITS.items() if not traits.delta))
-"""Kinds whose layers all have a LLaMA's attention and linear layers."""
+"""By model_type."""
 HYBRIDS = tuple(kind for kind, traits in TRAITS.items() if traits.delta)
+LLAMAS = ("llama", "gemma3", "olmo3")
+"""Kinds whose layers all have a LLaMA's attention and linear layers."""
 EVERY = 4
-"""Layers from one with softmax attention to the next, in these by default."""
+"""Layers from one with softmax attention to the next, in hybrids of a delta rule by default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import pretrain_dit
 import pretrain_gpt
 from checkpoint import saving
 from data.loader import Samples
-from model.base import initial_weight
 from model.dit import initial_dit_weight
+from model.language import initial_weight
 from parity.modules import Notes, Piece
 from parity.samples import feed
 from runtime.files import sha256

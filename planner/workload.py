@@ -29,7 +29,7 @@ from planner.step_memory import StepShape
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 
-GATED = ("llama", "transnormer", *TRAITS)
+GATED = tuple(kind for kind, traits in TRAITS.items() if traits.feed_forward != "gelu")
 FUSED_RESIDUAL = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
 FUSED_RESIDUAL |= {"gemma3": 13.0, "olmo3": 5.0, "qwen3_5": 6.0, "olmo_hybrid": 4.0}
 """``StepShape.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's; in a
@@ -100,7 +100,7 @@ def _delta(model: ModelConfig) -> dict[str, Any]:
         *(model.key_heads, model.value_heads, model.key_dim, model.value_dim, model.linear_conv_kernel_dim),
         per_channel=model.linear_gate == "per_channel",
     )
-    norms = (1 + model.query_groups / model.num_attention_heads) * (2 if traits.zero_centred else 1)
+    norms = (1 + model.query_groups / model.num_attention_heads) * (2 if traits.norm == "zero_centred" else 1)
     gate = 2 * traits.output_gate + norms
     return {"delta": heads, "softmax_layers": len(softmax_layers(model)), "gate": gate}
 

@@ -27,7 +27,6 @@ from checkpoint.search import checkpoint_of
 from kernels.cache import States
 from kernels.merge import merged
 from model.attention import Attention, LinearCore
-from model.base import RecurrentModel
 from model.config import architecture_of
 from model.generate import Choose, DivergedError, Draw, Read, at_ends, check_lengths, write
 from model.linear.delta import DeltaAttention
@@ -169,7 +168,7 @@ class Writer:
             # One length for all ranks and tokens: keys in the cache are turned once.
             whole = replace(model, rope_scaling_seq_length=length + max_new_tokens)
             self._part.config = whole
-        alike = isinstance(self._part, RecurrentModel)
+        alike = model.recurrent
         return write(lambda: self.begin(length, draw), prompts, max_new_tokens, stop, device, alike=alike)
 
     def begin(self, length: int, draw: Choose) -> Read:

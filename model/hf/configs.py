@@ -1,7 +1,6 @@
 """Configurations of Hugging Face's models from and to ours, by the tables of their families.
 
-Each family has its file: llama.py (LLaMA and its kin), gemma3.py, olmo3.py, gpt2.py, transnormer.py, qwen3_5.py and
-olmo_hybrid.py.
+The tables are in llama.py (LLaMA and its kin), hybrids.py, gpt2.py and transnormer.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig, architecture_of
-from model.hf import gemma3, gpt2, llama, olmo3, olmo_hybrid, qwen3_5, transnormer
+from model.hf import gpt2, hybrids, llama, transnormer
 from model.hf.family import TIED, TOKEN_IDS, Contents, Family
-from model.hf.folder import CONFIG, shown
+from model.hf.folder import CONFIG, shown, unsupported
 from model.traits import LLAMAS
 from runtime.errors import UserError
 
 NOT_KEPT = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Entries that describe the files, not the model."""
-_ALL = (llama.LLAMA, llama.MISTRAL, llama.MINISTRAL, llama.QWEN2, llama.QWEN3, gpt2.GPT2, transnormer.TRANSNORMER)
-_NEWER: tuple[Family, ...] = (gemma3.GEMMA3, olmo3.OLMO3, qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID)
-FAMILIES = {family.kind: family for family in _ALL + _NEWER}
+_ALL: tuple[Family, ...] = (
+    *(llama.LLAMA, llama.MISTRAL, llama.MINISTRAL, llama.QWEN2, llama.QWEN3, gpt2.GPT2, transnormer.TRANSNORMER),
+    *(llama.GEMMA3, llama.OLMO3, hybrids.QWEN3_5, hybrids.OLMO_HYBRID),
+)
+FAMILIES = {family.kind: family for family in _ALL}
 """By the model_type in config.json; of several that can write a model of ours, the first one does."""
 
 
@@ -66,7 +67,7 @@ def family_in(hf: Contents) -> Family:
     kind = hf.get("model_type", "llama")
     if kind not in list(FAMILIES):  # not in the dict: JSON lists are unhashable
         known = [family.whole or kind for kind, family in FAMILIES.items()]
-        raise UserError(f"{CONFIG}: model_type = {shown(kind)} is not supported; only {_listed(known)} are")
+        raise unsupported("model_type", kind, f"; only {_listed(known)} are")
     return FAMILIES["ministral" if kind == "mistral" and "layer_types" in hf else kind]
 
 
@@ -77,7 +78,7 @@ def own_part(hf: Contents) -> Contents:
         return hf
     inner = hf.get(family.nested)
     if not isinstance(inner, dict):
-        raise UserError(f"{CONFIG}: {family.nested} = {shown(inner)} is not supported; only a table is")
+        raise unsupported(family.nested, inner, "; only a table is")
     outer = {key: hf[key] for key in (*TOKEN_IDS, "quantization_config") if key in hf and key not in inner}
     tied = {TIED: hf[TIED]} if TIED in hf else {}  # transformers looks at the outer one
     return {"model_type": family.kind} | outer | inner | tied
@@ -119,8 +120,7 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
     contents = own_part(contents or {})
     names = [one.kind for one in families(config)]
     if "model_type" in contents and (kind := contents["model_type"]) not in names:
-        only = " or ".join(map(shown, names))
-        raise UserError(f"{CONFIG}: model_type = {shown(kind)} is not supported; only {only} is")
+        raise unsupported("model_type", kind, f"; only {' or '.join(map(shown, names))} is")
     came = family_in(contents) if "model_type" in contents else None
     family = family_of(config, None if came is None else came.kind)
     (came or family).check(contents)

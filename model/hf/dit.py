@@ -15,7 +15,7 @@ from torch import Tensor
 from model.dit import dit_shapes, position_embedding
 from model.dit_config import DiTConfig
 from model.hf.family import Fused, Names
-from model.hf.folder import CONFIG, check_sizes, check_state, entry, read_json, shown
+from model.hf.folder import CONFIG, check_sizes, check_state, entry, read_json, unsupported
 from model.hf.shards import Weights, new_folder, write_model
 from runtime.errors import UserError
 
@@ -70,7 +70,7 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
     contents = read_json(folder / CONFIG)
     kind = contents.pop("model_type", "dit")
     if kind != "dit":
-        raise UserError(f'{folder / CONFIG}: model_type = {shown(kind)} is not supported; only "dit" is')
+        raise unsupported("model_type", kind, '; only "dit" is', folder / CONFIG)
     kinds = {tuple: list, type(None): int}
     defaults = {field.name: field.default for field in dataclasses.fields(DiTConfig)}
     if unknown := sorted(contents.keys() - defaults.keys()):

@@ -1,14 +1,14 @@
 """A family of Hugging Face's models as one table: keys of config.json, names of weights, refusals."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.config import RESOLVED, ModelConfig
-from model.hf.folder import CONFIG, Read, check_value, entry, shown
+from model.hf.folder import CONFIG, Read, check_value, entry, shown, unsupported
 from runtime.errors import UserError, with_article
 
 Contents = Mapping[str, Any]
@@ -73,11 +73,6 @@ class Need(NamedTuple):
     """The values that it has, for the message; may name ``config``."""
 
 
-def unchanged(config: Any, name: str, weight: Tensor) -> Tensor:
-    """Return the weight."""
-    return weight
-
-
 class Fused(NamedTuple):
     """Modules of ours that one of theirs holds, joined along ``dim`` of their weight."""
 
@@ -121,8 +116,17 @@ class Names:
     """Modules of a layer of theirs that hold several of ours."""
     linear: "Names | None" = None
     """Names in layers without softmax attention, where these are others."""
-    ours_of: Change = unchanged
-    theirs_of: Change = unchanged
+    ours_of: Change = lambda config, name, weight: weight
+    theirs_of: Change = ours_of
+
+    def renamed(self, layer: Mapping[str, str], **changes: Any) -> "Names":
+        """Return the table with other names of some of a layer's modules, and other changes."""
+        return replace(self, layer={**self.layer, **layer}, **changes)
+
+    def under(self, root: str) -> "Names":
+        """Return the names in a model that has a vision part too."""
+        top = {**self.top, "embedding": f"{root}.embed_tokens", "norm": f"{root}.norm"}
+        return replace(self, top=top, layers=f"{root}.layers")
 
     def of(self, name: str, config: Any = None) -> str:
         """Return their name of our parameter; ``config`` need be known if layers are of two kinds."""
@@ -243,11 +247,11 @@ class Family:
             if (supported := self.only.get(key, ONLY.get(key))) is not None:
                 check_value(CONFIG, key, value, supported)
             elif key not in self.known:
-                raise UserError(
-                    f"{CONFIG}: {shown(key)[1:-1]} = {shown(value)} is not supported: {with_article(self.kind)} is not "
-                    "known to have it, and it may change what is computed; take it out of the file if the model is the "
-                    "same without it"
+                rest = (
+                    f": {with_article(self.kind)} is not known to have it, and it may change what is computed; take it "
+                    "out of the file if the model is the same without it"
                 )
+                raise unsupported(shown(key)[1:-1], value, rest)
         for key in TOKEN_IDS:
             entry(hf, key, list if key == "eos_token_id" and isinstance(hf.get(key), list) else int, None)
         if (longest := entry(hf, "max_position_embeddings", int, None)) is not None and longest < 1:
@@ -275,10 +279,9 @@ class Family:
     def write(self, config: ModelConfig, kept: Contents) -> dict[str, Any]:
         """Return a config.json for transformers: entries that our fields determine, and ``kept`` ones beside them."""
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.kind}
-        values = {
-            key: (getattr(config, RESOLVED.get(ours, ours)), kind) for key, (ours, kind, _) in self.fields.items()
-        }
-        found |= {key: kind(value) for key, (value, kind) in values.items() if value is not None}
+        for key, (ours, kind, _) in self.fields.items():
+            if (value := getattr(config, RESOLVED.get(ours, ours))) is not None:
+                found[key] = kind(value)
         found[TIED] = not config.untie_embeddings_and_output_weights
         for part in self.parts:
             found |= part.write(config)

@@ -74,11 +74,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def unsupported(key: str, value: Any, rest: str, file: str | Path = CONFIG) -> UserError:
+    """Return the error of an entry of a file; the ``rest`` of the message says which values are supported."""
+    return UserError(f"{file}: {key} = {shown(value)} is not supported{rest}")
+
+
 def check_value(file: str | Path, key: str, value: Any, supported: Sequence[Any], fix: str = "") -> None:
     """Raise UserError for an entry of a file that has another value, or type, than the supported ones."""
     if not any(type(one) is type(value) and one == value for one in supported):
-        only = " or ".join(map(shown, supported))
-        raise UserError(f"{file}: {key} = {shown(value)} is not supported; only {only} is{fix}")
+        raise unsupported(key, value, f"; only {' or '.join(map(shown, supported))} is{fix}", file)
 
 
 def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> None:

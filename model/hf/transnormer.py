@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.hf.family import Contents, Family, Field, Fused, Names, Need, Part
-from model.hf.folder import CONFIG, entry, shown
+from model.hf.folder import CONFIG, entry, unsupported
 from runtime.errors import UserError
 
 EPSILON = 1e-6
@@ -24,9 +24,7 @@ def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{CONFIG}: hidden_dim is {inside}; it must be a multiple of decoder_attention_heads {heads}")
     layers, lrpe = settings["num_layers"], entry(hf, "linear_use_lrpe_list", list)
     if len(lrpe) != layers or [bool(one) for one in lrpe] != [number == 0 for number in range(len(lrpe))]:
-        raise UserError(
-            f"{CONFIG}: linear_use_lrpe_list = {shown(lrpe)} is not supported; only the first layer has LRPE"
-        )
+        raise unsupported("linear_use_lrpe_list", lrpe, "; only the first layer has LRPE")
     width = settings["hidden_size"] if ffn == -1 else ffn
     return {"ffn_hidden_size": width, "kv_channels": inside // heads, "norm_epsilon": EPSILON}
 

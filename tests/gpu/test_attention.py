@@ -16,7 +16,7 @@ from kernels.blocks import CAUSAL, FULL, Keys, Rows
 from kernels.linear_attention import linear_attention
 from model.attention import sdpa
 from model.config import ModelConfig
-from model.llama import Llama
+from model.language import LanguageModel
 from parallel.context import METHODS, make_plan
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange
@@ -157,7 +157,9 @@ def step_named(name, device, documents, packed):
     """
     length, bounds = documents[-1], tuple(documents) if packed else None
     if name == "two layers":
-        model = Llama(ModelConfig(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(device)
+        model = LanguageModel(ModelConfig(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(
+            device
+        )
         return partial(layers, model, torch.zeros(1, 512, dtype=torch.long, device=device))
     work = AttentionShape(seq_length=length, num_heads=4, kv_heads=4, dtype="bfloat16")
     q, k, v, dout = work.tensors(device)

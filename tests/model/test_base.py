@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.attention import HybridAttention, linear, sdpa
-from model.base import initial_weight
+from model.language import initial_weight
 from model.registry import build_model
 from runtime.errors import UserError
 from tests.model.models import GEMMA3, GPT, HYBRID, KINDS, LLAMA, OLMO3, built, tied, tokens, used

@@ -6,7 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.attention import HybridAttention
 from model.config import ModelConfig
-from model.registry import MODELS, TITLES, attention_title, build_model, flops_per_token, num_parameters, state_elements
+from model.registry import attention_title, build_model, flops_per_token, num_parameters, state_elements
+from model.traits import TRAITS
 from tests.model.models import LLAMA, built, tied, tokens
 
 TIED = tied(LLAMA)
@@ -24,7 +25,7 @@ KINDS = [LLAMA, TIED, ODD, *GPTS, *LINEAR, *HYBRIDS]
 
 
 def test_every_model_type_has_its_module():
-    assert MODELS.keys() == TITLES.keys() == set(get_type_hints(ModelConfig)["model_type"].__args__)
+    assert TRAITS.keys() == set(get_type_hints(ModelConfig)["model_type"].__args__)
 
 
 @pytest.mark.parametrize("config", KINDS)

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from checkpoint.api import load_checkpoint
 from kernels.loss import cross_entropy_sum
 from model.attention import sdpa
-from model.base import initial_weight
 from model.config import ModelConfig
+from model.language import initial_weight
 from model.registry import build_model
 from parallel.context import ContextConfig, context_parallel
 from parallel.context.config import HybridConfig

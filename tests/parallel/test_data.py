@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from model.base import initial_weight
+from model.language import initial_weight
 from model.registry import build_model, num_parameters
 from parallel.data import init_parameters, set_gradient_sync, shard_model
 from parallel.mesh import distributed_mesh

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from model.config import ModelConfig
-from model.linear.transnormer import LRPE
+from model.linear.attention import LRPE
 from parallel.data import Strategy, finish_gradients, set_gradient_sync
 from runtime.ranks import run_ranks
 from tests.parallel.unequal import difference, loss_sum, sharded

@@ -8,7 +8,7 @@ import torch
 
 from model.attention import sdpa
 from model.config import ModelConfig
-from model.llama import Llama
+from model.language import LanguageModel
 from parallel import offload
 from parallel.offload import ON_DEVICE, Offload
 from parallel.recompute import RecomputeConfig, recompute_layers
@@ -21,7 +21,7 @@ TOKENS = torch.randint(37, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 def model_of(granularity, moved):
-    model = Llama(MODEL, sdpa)
+    model = LanguageModel(MODEL, sdpa)
     model.init_weights(3)
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity, recompute_offload=moved))
     return model

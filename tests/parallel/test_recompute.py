@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.chunks
 from model.attention import sdpa
-from model.base import initial_weight
 from model.config import ModelConfig
+from model.language import LanguageModel, initial_weight
 from model.layers import Rotary
-from model.llama import Llama
 from parallel import offload
 from parallel.context import context_parallel
 from parallel.data import init_parameters, shard_model
@@ -57,7 +56,7 @@ def config(granularity, **settings):
 def step(chosen, method="striped", attend=None):
     """Loss and gradients of one process, float64."""
     cp = context_parallel(method, seq_len=LENGTH)
-    model = Llama(MODEL, attend or cp.attend)
+    model = LanguageModel(MODEL, attend or cp.attend)
     model.init_weights(SEED)
     recompute_layers(model.double().layers, chosen)
     objective = NextToken(cp, torch.device("cpu"), chosen.loss_chunk_size)
@@ -105,7 +104,7 @@ def test_a_dropped_chunk_would_be_noticed(size, monkeypatch):
 def layer_output(chosen):
     """One layer's output, and the tensors that autograd's own store holds between forward and backward."""
     cp = context_parallel("striped", seq_len=LENGTH)
-    model = Llama(MODEL, cp.attend)
+    model = LanguageModel(MODEL, cp.attend)
     model.init_weights(SEED)
     recompute_layers(model.layers, chosen)
     weights = {p.data_ptr() for p in model.parameters()}
@@ -175,7 +174,7 @@ def sharded_step(chosen, world_size, bf16):
     """As `step`, over context-parallel ranks that share the weights too; and the attention forwards of this rank."""
     cp = context_parallel("zigzag", seq_len=LENGTH, group=dist.group.WORLD)
     with torch.device("meta"):
-        model = Llama(MODEL, cp.attend)
+        model = LanguageModel(MODEL, cp.attend)
     recompute_layers(model.layers, chosen)
     shard_model(model, model.layers, init_device_mesh("cpu", (world_size,)), bf16=bf16)
     init_parameters(
@@ -204,7 +203,7 @@ def on_two_ranks(rank, world_size, bf16):
 def test_with_context_parallelism_and_sharded_weights(bf16):
     for found in run_ranks(on_two_ranks, 2, bf16):
         want, _ = found["none"]
-        assert len(want) == 1 + len(list(Llama(MODEL).parameters()))
+        assert len(want) == 1 + len(list(LanguageModel(MODEL).parameters()))
         for name, forwards in FORWARDS.items():
             got, count = found[name]
             assert same(got, want), name
@@ -217,7 +216,7 @@ def exchanged(rank, world_size):
     found = {}
     for name in FORWARDS:
         cp = context_parallel("ulysses", seq_len=LENGTH, group=dist.group.WORLD)
-        model = Llama(MODEL, cp.attend)
+        model = LanguageModel(MODEL, cp.attend)
         model.init_weights(SEED)
         recompute_layers(model.layers, config(name))
         objective = NextToken(cp, torch.device("cpu"))
@@ -249,7 +248,7 @@ def test_cuda_offload_frees_the_device(granularity):
     shape = replace(MODEL, num_layers=6, hidden_size=256)
     tokens, found, held = torch.randint(37, (1, 4096), device="cuda"), [], []
     for moved in (False, True):
-        model = Llama(shape)
+        model = LanguageModel(shape)
         model.init_weights(SEED)
         recompute_layers(model.layers, config(granularity, recompute_offload=moved))
         model.to("cuda", torch.bfloat16)

@@ -6,9 +6,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from kernels.loss import cross_entropy_sum
-from model.base import initial_weight
 from model.config import ModelConfig
-from model.llama import Llama
+from model.language import LanguageModel, initial_weight
 from model.registry import build_model
 from parallel.data import DataParallelConfig, init_parameters, shard_model, sharding_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
@@ -20,7 +19,7 @@ VALID = (LENGTH, 2, 5, 0)
 
 
 def whole_model():
-    model = Llama(CONFIG)
+    model = LanguageModel(CONFIG)
     model.init_weights(SEED)
     return model
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-import model.base
+import model.language
 import parallel.data
 from kernels import strips
 from model.layers import Rotary
@@ -51,7 +51,7 @@ def norm_counted_twice():
 
 def positions_not_passed():
     """Each rank counts its own tokens from 0."""
-    model.base.Rotary = lambda positions, *more: Rotary(torch.arange(positions.shape[-1]), *more)
+    model.language.Rotary = lambda positions, *more: Rotary(torch.arange(positions.shape[-1]), *more)
 
 
 def label_lost():

@@ -11,7 +11,7 @@ from data.fingerprint import digest
 from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig, architecture_of
 from model.generate import generate
-from model.llama import Llama
+from model.language import LanguageModel
 from model.registry import build_model
 from tests.starts import ended
 from tools import sample
@@ -66,7 +66,7 @@ def main(argv):
 
 def trained(iteration):
     """Weights large enough that texts tell them apart."""
-    model = Llama(SHAPE)
+    model = LanguageModel(SHAPE)
     model.init_weights(iteration)
     with torch.no_grad():
         model.output.weight.mul_(50)

@@ -18,9 +18,8 @@ from checkpoint.api import CheckpointConfig
 from checkpoint.manifest import read_manifest
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
-from model.base import initial_weight
 from model.config import ModelConfig, architecture_of
-from model.llama import Llama
+from model.language import LanguageModel, initial_weight
 from model.registry import flops_per_token
 from parallel.context import context_parallel
 from parallel.mesh import MeshConfig, distributed_mesh
@@ -83,7 +82,7 @@ def run_with(rank, world_size, config, folder=None, prepare=None, valid_data=Non
             mesh=mesh,
             cp=cp,
             objective=NextToken(cp, mesh.device),
-            build=partial(Llama, MODEL),
+            build=partial(LanguageModel, MODEL),
             split=lambda part: None,
             weight_of=lambda name, shape, part: initial_weight(MODEL, name, shape, 5, part),
         )
@@ -301,7 +300,7 @@ def test_all_ranks_go_by_the_first_ones_clock():
 
 def expected_validation(samples):
     """Mean loss of the initial weights over the tokens of samples 0, 1, ... in one process."""
-    model = Llama(MODEL)
+    model = LanguageModel(MODEL)
     model.init_weights(5)
     items = [Samples()[n] for n in range(samples)]
     tokens, labels, mask = (torch.stack([item[k] for item in items]) for k in ("tokens", "labels", "loss_mask"))

@@ -13,7 +13,7 @@ from data.text.blend import cumulative_lengths, positions_in_documents
 from data.text.config import DataConfig, blend
 from data.text.indexed import entropy, token_counts
 from kernels.products import linear
-from model.base import LanguageModel
+from model.language import LanguageModel
 from parallel.context import ContextParallel
 from parallel.context.plan import PLANS, PlanHandle
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum

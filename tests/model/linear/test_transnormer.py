@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
-from model.linear.transnormer import LRPE, TransNormer, alibi_slopes, log_decay_of
+from model.language import LanguageModel
+from model.linear.attention import LRPE, alibi_slopes, log_decay_of
 from tests.model.models import TRANSNORMER, built, tied, tokens
 
 UNTIED = dataclasses.replace(
@@ -94,7 +95,7 @@ HEADS = {"num_attention_heads": 8, "kv_channels": 4}
 def test_bound_sees_a_wrong_configuration(breakage):
     """Negative control: weights of the same shapes in a model that computes something else."""
     model = built(TIED).double()
-    other = TransNormer(dataclasses.replace(TIED, **breakage)).double()
+    other = LanguageModel(dataclasses.replace(TIED, **breakage)).double()
     other.load_state_dict(model.state_dict())
     want = released(to_hf(model.state_dict(), TIED), TIED, TOKENS)
     assert (other(TOKENS) - want).norm() > 1e-4 * want.norm()
@@ -166,7 +167,7 @@ def test_round_trip_in_the_released_naming(config, tmp_path):
     loaded, state, _ = load_hf(tmp_path / "out")
     assert config_from_hf(config_to_hf(loaded)) == loaded
     assert (loaded.head_dim, loaded.no_scale_embedding) == (config.head_dim, config.no_scale_embedding)
-    again = TransNormer(loaded)
+    again = LanguageModel(loaded)
     again.load_state_dict(state)
     assert torch.equal(again(TOKENS), model(TOKENS))
     stored = load_file(tmp_path / "out" / "model.safetensors")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from model.attention import PrefetchingAttend
 from model.config import ModelConfig
-from model.llama import Llama
+from model.language import LanguageModel
 from parallel.context import ContextError, Traffic, context_parallel
 from parallel.recompute import RecomputeConfig, recompute_layers
 from runtime.ranks import run_ranks
@@ -28,7 +28,7 @@ def late(cp):
 
 
 def llama(attend, granularity="none"):
-    model = Llama(MODEL, attend).double()
+    model = LanguageModel(MODEL, attend).double()
     model.init_weights(3)
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
     return model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoint.api import load_checkpoint
-from model.base import initial_weight
+from model.language import initial_weight
 from model.registry import build_model
 from parallel.context import ContextError
 from parallel.data import DataParallelConfig, finish_gradients

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention import sdpa
-from model.gpt import GPT
+from model.language import LanguageModel
 from model.registry import build_model
 from parallel.data import init_parameters, shard_model
 from parallel.mesh import distributed_mesh
@@ -187,7 +187,7 @@ def test_chunks_of_the_loss_never_have_the_logits_of_all_tokens_or_of_the_whole_
 
 def of_another_kind(rank, world_size):
     with distributed_mesh(mesh_config(tp=2)) as mesh, torch.device("meta"):
-        model = GPT(GPTS[0])
+        model = LanguageModel(GPTS[0])
         model.layers[1].mlp.router = torch.nn.Linear(24, 2)
         with pytest.raises(ValueError, match=r"layers\.1\.mlp\.router\.weight, layers\.1\.mlp\.router\.bias;"):
             split_model(model, mesh.tp, head_dim=6, kv_heads=2)

@@ -1,10 +1,15 @@
-"""Base of the language models: token ids to logits in two steps, and weights determined by seed and name.
+"""Language models of every kind: token ids to logits in two steps, and weights determined by seed and name.
+
+``model.traits`` says what the kinds have: LLaMA (Touvron et al. 2023), with RMSNorm, rotary positions, SwiGLU and no
+biases; Gemma 3 (arXiv:2503.19786), OLMo 3 (arXiv:2512.13961), Qwen3.5 and OLMo Hybrid, which differ in norms, ropes and
+gates; GPT (Radford et al. 2019), with LayerNorm, GELU, biases and learned positions; TransNormerLLM and the Linear
+Transformer (``model.linear.attention``).
 
 Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entries.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,14 +18,39 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from kernels.products import linear
+from model.attention import Attend, HybridAttention, LinearAttend, attention_of
 from model.config import ModelConfig
-from model.layers import Linear, Rotary
-from model.linear.delta import initial_bias, initial_rate
+from model.layers import FEED_FORWARDS, LAYERS, NORMS, HybridLayer, Linear, PreNormLayer, Rotary, drop_layers
+from model.linear.attention import LinearAttention, Sinusoids, TokenMixer
+from model.linear.delta import DeltaAttention, OneDevice, initial_bias, initial_rate
 from model.lora import initial_adapter, is_adapter
 from runtime.tensors import Part, initial_weight_slice
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
+
+
+def layer_of(config: ModelConfig, layer: int, attends: HybridAttention) -> PreNormLayer:
+    """Build a layer, counted from 0: softmax attention, linear attention or a delta rule, and a feed-forward."""
+    traits, width = config.traits, config.hidden_size
+    norm = partial(NORMS[traits.norm], width, eps=config.norm_epsilon)
+    feed_forward = FEED_FORWARDS[traits.feed_forward](width, config.ffn_size)
+    if not config.has_softmax(layer):
+        linear = DeltaAttention if traits.delta else TokenMixer if traits.positions == "lrpe" else LinearAttention
+        return PreNormLayer(norm, linear(config, layer, attends.linear), feed_forward)
+    attention = attention_of(config, layer, attends.softmax)
+    if config.linear_attention:
+        return HybridLayer(norm, attention, feed_forward, config)
+    return LAYERS[traits.norms](norm, attention, feed_forward)
+
+
+def cores_of(config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
+    """Return both cores of attention, of which a model that is no hybrid needs one."""
+    if attend is None:
+        return HybridAttention(OneDevice()) if config.traits.delta else HybridAttention()
+    if isinstance(attend, HybridAttention):
+        return attend
+    return HybridAttention(linear=attend) if config.linear_attention else HybridAttention(softmax=attend)
 
 
 class LanguageModel(nn.Module):
@@ -30,25 +60,26 @@ class LanguageModel(nn.Module):
     only copy in the state dict. Modules that `keep` dropped are None.
     """
 
-    only_first: tuple[str, ...] = ()
-    """Modules before the layers, besides the embedding."""
+    def __init__(self, config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> None:
+        """Build it.
 
-    def __init__(
-        self, config: ModelConfig, norm: nn.Module, layers: Iterable[nn.Module], **before: nn.Module | None
-    ) -> None:
-        """Build it around its layers; ``norm`` is the last one, modules ``before`` the layers have these names."""
+        Args:
+            attend: the attention core: softmax or linear as the model, both for a hybrid; by default that of one
+                device.
+        """
         super().__init__()
         self.config = config
         # Once, not in every step.
         self.rotates, self.rotary_dim, self.local_rope = config.rotates, config.rotary_dim, config.local_rope
-        self.scale = config.embedding_scale if config.traits.scaled_embedding else None
-        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, config.hidden_size)
-        for name, module in before.items():
-            self.register_module(name, module)
-        self.layers = nn.ModuleList(layers)
-        self.norm: nn.Module | None = norm
+        width, table = config.hidden_size, config.position_table
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, width)
+        self.position_embedding: nn.Embedding | None = None if table is None else nn.Embedding(table, width)
+        self.sinusoids = Sinusoids(width) if config.traits.positions == "sinusoidal" else None
+        attends = cores_of(config, attend)
+        self.layers = nn.ModuleList(layer_of(config, layer, attends) for layer in range(config.num_layers))
+        self.norm: nn.Module | None = NORMS[config.traits.norm](width, eps=config.norm_epsilon)
         untied = config.untie_embeddings_and_output_weights
-        self.output: nn.Linear | None = Linear(config.hidden_size, config.vocabulary, bias=False) if untied else None
+        self.output: nn.Linear | None = Linear(width, config.vocabulary, bias=False) if untied else None
 
     def forward(
         self,
@@ -84,9 +115,18 @@ class LanguageModel(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        """Return normalised hidden states [B, T, C], for `project`; arguments as in `forward`."""
+        """Return normalised hidden states [B, T, C], for `project`; arguments as in `forward`.
+
+        Learned positions, also of padding, must be below max_position_embeddings.
+
+        Raises:
+            ValueError: more tokens than that without explicit positions.
+        """
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            table, length = self.config.position_table, tokens.shape[1]
+            if table is not None and length > table:
+                raise ValueError(f"{length} tokens are more than max_position_embeddings {table}; give fewer")
+            positions = torch.arange(length, device=tokens.device)
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)
         places = self.places(positions, x.dtype)
         for layer in self.layers:
@@ -96,12 +136,19 @@ class LanguageModel(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""
         assert self.embedding is not None, "a part without an embedding takes hidden states"
-        x = self.embedding(tokens)
-        # Rounded to the embeddings' dtype, as in the released models' code: the root of 3072 is 55.5 in bfloat16.
-        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype).item()
+        x, scale = self.embedding(tokens), self.config.embedding_scale
+        if self.config.traits.rounds_scale:
+            # In the embeddings' dtype, as in the released models' code: the root of 3072 is 55.5 in bfloat16.
+            scale = torch.tensor(scale, dtype=x.dtype).item()
+        x = x if scale is None else x * scale
+        if self.position_embedding is not None:
+            return x + self.position_embedding(positions)  # [B, T, C] + [T, C] or [B, T, C]
+        return x if self.sinusoids is None else x + self.sinusoids(positions).to(x.dtype)
 
     def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return what every layer is told of the positions; ``dtype`` is the activations'."""
+        if self.config.linear_attention:
+            return positions
         if not self.rotates:
             return None
         rotary = Rotary(positions, self.rotary_dim, self.config, dtype)
@@ -123,8 +170,7 @@ class LanguageModel(nn.Module):
         drop_layers(self.layers, layers)
         first, last = 0 in layers, total - 1 in layers
         if not first:
-            for name in self.only_first:
-                setattr(self, name, None)
+            self.position_embedding = None
         if not last:
             self.norm = None
         if not first and not (last and self.output is None):
@@ -154,16 +200,6 @@ class LanguageModel(nn.Module):
             weight.copy_(initial_weight(self.config, name, weight.shape, seed))
 
 
-class RecurrentModel(LanguageModel):
-    """A language model with linear attention, whose layers keep the past in a state of constant size.
-
-    A state cannot leave padding out: sequences that are read together must be of one length.
-    """
-
-    def places(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        return positions
-
-
 def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
     """Return the initial value (float32, on the CPU) of a part of the parameter `name`, of the whole `shape`.
 
@@ -177,7 +213,7 @@ def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     if name.endswith(".bias"):
         return torch.zeros(*shape)[part]
     if name.endswith("norm.weight"):
-        zero = config.traits.zero_centred and not name.endswith(".out_norm.weight")
+        zero = config.traits.norm == "zero_centred" and not name.endswith(".out_norm.weight")
         return torch.full(tuple(shape), float(not zero))[part]
     if name.endswith((".A_log", ".dt_bias")) or ".conv_" in name:
         return _initial_delta(config, name, shape, seed, part)
@@ -200,9 +236,3 @@ def _initial_delta(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     elif name.endswith(".dt_bias"):
         draw = initial_bias
     return initial_weight_slice(draw, name, shape, seed, part)
-
-
-def drop_layers(layers: nn.ModuleList, kept: range) -> None:
-    """Drop all layers but ``kept``, which keep their numbers."""
-    for number in set(range(len(layers))) - set(kept):
-        delattr(layers, str(number))  # `del` would renumber the rest

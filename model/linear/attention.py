@@ -1,14 +1,16 @@
-"""TransNormerLLM (Qin et al. 2023, arXiv:2307.14995), as its released models compute.
+"""Linear attention of two models: of TransNormerLLM, as its released models compute, and of the Linear Transformer.
 
-Linear attention with decay, its output normalised and gated, and a gated feed-forward without an activation. The norms
-have no weights. With softmax_every the model is a hybrid: every so many-th layer has softmax attention with rotary
-positions, as every eighth in MiniMax-01 (2025, arXiv:2501.08313).
+TransNormerLLM (Qin et al. 2023, arXiv:2307.14995) has linear attention with decay, its output normalised and gated, and
+a gated feed-forward without an activation. The norms have no weights. With softmax_every the model is a hybrid: every
+so many-th layer has softmax attention with rotary positions, as every eighth in MiniMax-01 (2025, arXiv:2501.08313).
+
+The Linear Transformer (Katharopoulos et al. 2020) is a GPT with linear attention, features elu + 1, no decay.
+Sinusoidal positions (Vaswani et al. 2017, section 3.5) are added to the embeddings and set no maximum length.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from model.attention import HybridAttention, LinearAttend, LinearCore, attention_of, linear
-from model.base import RecurrentModel
+from model.attention import LinearAttend, LinearCore
 from model.config import ModelConfig
-from model.layers import SGLU, Linear, PreNormLayer, RMSNorm, Rotary
+from model.layers import Linear, RMSNorm
 
 
 def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
@@ -94,31 +95,40 @@ class TokenMixer(LinearCore):
         return self.wo(self.wu(x) * self.norm(out.flatten(-2)))
 
 
-def _norm(config: ModelConfig) -> "partial[RMSNorm]":
-    return partial(RMSNorm, config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
+def features(x: Tensor) -> Tensor:
+    """Return elu(x) + 1, not as a sum, which would round to 0 for very negative channels: a divisor uses them."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
-class Layer(PreNormLayer):
-    """A layer with linear attention or, in a hybrid, softmax attention and rotary positions."""
+class Sinusoids(nn.Module):
+    """Sines, then cosines, of position * 10000^(-2 i / C) in float64: [...] -> [..., C].
 
-    def __init__(self, config: ModelConfig, layer: int, attends: HybridAttention) -> None:
-        softmax = config.has_softmax(layer)
-        core = attention_of(config, layer, attends.softmax) if softmax else TokenMixer(config, layer, attends.linear)
-        super().__init__(_norm(config), core, SGLU(config.hidden_size, config.ffn_size))
-        self.rope, self.head_dim = config if softmax else None, config.head_dim
+    A module, so that tensor parallelism can split its tokens.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, positions: Tensor) -> Tensor:
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device) / self.width  # [C/2]
+        angles = positions.to(torch.float64)[..., None] * 10000.0**-exponents
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+class LinearAttention(LinearCore):
+    """Projections with biases, features, linear attention normalised by the sum of weights, output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+        super().__init__()
+        width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        self.attend, self.layer = attend, layer
+        self.wq, self.wk, self.wv = (Linear(width, heads * self.head_dim) for _ in range(3))
+        self.wo = Linear(heads * self.head_dim, width)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
-        places = positions if self.rope is None else Rotary(positions, self.head_dim, self.rope, x.dtype)
-        return super().forward(x, places, mask, states)
-
-
-class TransNormer(RecurrentModel):
-    """TransNormer language model: token ids -> logits."""
-
-    def __init__(self, config: ModelConfig, attend: LinearAttend | HybridAttention = linear) -> None:
-        attends = attend if isinstance(attend, HybridAttention) else HybridAttention(linear=attend)
-        layers = (Layer(config, layer, attends) for layer in range(config.num_layers))
-        super().__init__(config, _norm(config)(), layers)
-
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return super().embed(tokens, positions) * self.config.embedding_scale
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
+        # An extra value channel of ones computes the normaliser z, so its state travels with the others.
+        v = F.pad(v, (0, 1), value=1.0)  # [B, T, H, D + 1]
+        out = self.core(features(q), features(k), v, (0.0,) * q.shape[2], mask, states, self.layer)
+        return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))

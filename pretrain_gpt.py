@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from data.text.megatron import build_datasets
-from model.config import architecture_of
+from model.architecture import architecture_of
 from model.language import LanguageModel, initial_weight
 from model.registry import attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh

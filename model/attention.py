@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from kernels.linear_attention import linear_attention, state_after
-from model.config import ModelConfig, SoftmaxType
+from model.config import ModelConfig
 from model.layers import NORMS, JointRMSNorm, Linear, Rotary, ZeroCentredRMSNorm
-from model.windows import Window
+from model.windows import SoftmaxType, Window
 from runtime.errors import UserError
 
 

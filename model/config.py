@@ -10,12 +10,10 @@ from typing import Literal
 
 from model.lora import LoraConfig
 from model.rope import RopeConfig
-from model.traits import EVERY, HYBRIDS, LLAMAS, SIZES, TRAITS, DeltaConfig, Traits
-from model.windows import MOST_LAYERS, Window, Windows, windows_of
+from model.traits import EVERY, HYBRIDS, SIZES, TRAITS, DeltaConfig, Traits
+from model.windows import MOST_LAYERS, Window, WindowConfig, Windows, windows_of
 from runtime.errors import UserError, at_least, require, wrong
 
-Architecture = dict[str, int | float | bool | str | None]
-SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 OWN = {
     "linear_decay": (("transnormer",), "has no decay; leave it out, or set model_type to transnormer"),
     "no_scale_embedding": (("transnormer", "linear_transformer"), "scales no embeddings; leave it out"),
@@ -40,13 +38,11 @@ COUNTS = (
 )
 """Settings that are 1 or more, or left out."""
 LINEARS = ("wq", "wk", "wv", "wu", "wb", "wa", "wo", "gate", "up", "down")
-GATES: dict[str, tuple[str, ...]] = {"transnormer": ("wu", "gate")}
-GATES |= dict.fromkeys(LLAMAS, ("gate",)) | dict.fromkeys(HYBRIDS, ("wu", "wb", "wa", "gate"))
-"""Linear layers besides those that every kind of model has."""
+"""Linear layers of a layer, of which a kind of model may lack some."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
+class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
     """Kind and shape of the model."""
 
     model_type: Literal[
@@ -85,15 +81,6 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
     softmax_every: int | None = None
     """Give every so many-th layer of a transnormer softmax attention with rope (a hybrid: 8 is seven linear layers,
     then one of softmax); by default none has it, and in a qwen3_5 or olmo_hybrid every fourth."""
-    window_size: str | None = None
-    """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the mask is causal, and
-    -1 before is all of them. By default every layer sees all earlier tokens. In a hybrid, of the softmax layers."""
-    window_attn_skip_freq: str | None = None
-    """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and a 0 for each
-    without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
-    softmax_type: SoftmaxType = "vanilla"
-    """Divisor of attention's weights: the sum over the keys; 1 more, so that a head can look at nothing; or the
-    exponential of a learned number per head more, an attention sink, as in gpt-oss."""
     linear_decay: Literal["released", "paper"] | None = None
     """Decay of a transnormer's heads: as its released models do, the default, or as its paper writes."""
     no_scale_embedding: bool = False
@@ -260,17 +247,14 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig):
 
     def adapted_linears(self) -> tuple[str, ...]:
         """Return the linear layers that get an adapter, by their names in a layer; none without lora_rank."""
-        gates, optional = GATES.get(self.model_type, ()), GATES["qwen3_5"]
-        if self.linear_gate == "per_channel":  # through a bottleneck, as wu is but in layers of softmax attention
-            gates = tuple(name for name in gates if name != "wa")
-        linears = (name for name in LINEARS if name in gates or name not in optional)
-        return self.adapted(tuple(linears), self.hidden_size)
-
-    @property
-    def embedding_scale(self) -> float | None:
-        """Factor of the embeddings, in models that have one (Vaswani et al. 2017, section 3.4)."""
-        scaled = self.traits.rounds_scale or (self.linear_attention and not self.no_scale_embedding)
-        return math.sqrt(self.hidden_size) if scaled else None
+        traits = self.traits
+        has = {
+            "wu": traits.delta or traits.positions == "lrpe",
+            "wb": traits.delta,
+            "wa": traits.delta and self.linear_gate == "per_head",  # per channel through a bottleneck
+            "gate": traits.feed_forward != "gelu",
+        }
+        return self.adapted(tuple(name for name in LINEARS if has.get(name, True)), self.hidden_size)
 
     @property
     def learned_positions(self) -> bool:
@@ -360,41 +344,3 @@ RESOLVED = {
     **dict(zip(SIZES, ("key_heads", "value_heads", "key_dim", "value_dim"), strict=True)),
 }
 """Fields that may be left out, and the properties that resolve them."""
-
-
-def architecture_of(config: ModelConfig) -> Architecture:
-    """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
-    sizes = ("model_type", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-    found: Architecture = {
-        name: getattr(config, RESOLVED.get(name, name)) for name in (*sizes, "kv_channels", "vocab_size")
-    }
-    found["position_embedding_type"] = config.position_embedding_type or config.traits.positions
-    found["max_position_embeddings"] = config.position_table
-    found |= {
-        name: getattr(config, name) for name in ("rotary_base", "norm_epsilon", "untie_embeddings_and_output_weights")
-    }
-    if config.linear_attention:
-        found["linear_decay"] = config.linear_decay or ("released" if config.model_type == "transnormer" else None)
-        found["no_scale_embedding"] = config.no_scale_embedding
-    # Without an entry where older checkpoints have none.
-    if config.softmax_period is not None:
-        found["softmax_every"] = config.softmax_period
-    if config.traits.delta:
-        named = (*SIZES, "linear_conv_kernel_dim", "linear_gate", "rotary_percent")
-        found |= {name: getattr(config, RESOLVED.get(name, name)) for name in named}
-    windows = [config.window(layer) for layer in range(config.num_layers)]
-    if any(windows):
-        left, right = next(window for window in windows if window)
-        found["window_size"] = f"{left},{right}"
-        found["window_attn_skip_freq"] = f"[{','.join(str(int(window is not None)) for window in windows)}]"
-    if config.local_rope is not None:
-        found["rotary_base_local"] = config.local_rope.rotary_base
-    if config.model_type == "gemma3":
-        found["query_pre_attn_scalar"] = config.query_scalar
-    if config.softmax_type != "vanilla":
-        found["softmax_type"] = config.softmax_type
-    found |= {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(config, name)}
-    if config.lora_rank is not None:
-        targets = ",".join(config.adapted_linears())
-        found |= {"lora_rank": config.lora_rank, "lora_scale": config.lora_scale, "lora_target": targets}
-    return found | config.scaling()

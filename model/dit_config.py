@@ -120,13 +120,3 @@ class DiTConfig:
 
 def _fitting(size: int) -> str:
     return ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)
-
-
-def architecture_of(config: DiTConfig) -> dict[str, int | float | bool | str | None]:
-    """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
-    names = ("num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes")
-    return {name: getattr(config, name) for name in (*names, "learn_sigma", "norm_epsilon")} | {
-        "model_type": "dit",
-        "ffn_hidden_size": config.ffn_size,
-        "latent_shape": "x".join(map(str, config.latent_shape)),
-    }

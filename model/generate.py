@@ -1,4 +1,4 @@
-"""Generate text with a trained model, one token at a time, from its KV caches and states.
+"""Generate text one token at a time, whatever reads the tokens: draws, lengths, and the loop over all prompts.
 
 Shapes: B prompts, T new tokens, C width of the residual stream, V vocabulary entries.
 """
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cache import States
-from model.language import LanguageModel
 from runtime.errors import UserError, require
 
 
@@ -60,43 +58,6 @@ Choose = Callable[[Tensor, Tensor], Tensor]
 """Last hidden states [B, C] and their logits [B, V] -> the next tokens [B], as a ``Draw`` does."""
 Read = Callable[[Tensor, Tensor, Tensor], Tensor]
 """New tokens [B, T], their positions [1 or B, T] and ``ends`` as for ``States.read`` -> the next tokens [B]."""
-
-
-@torch.no_grad()
-def generate(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: Sequence[int] = (),
-    generator: torch.Generator | None = None,
-) -> list[list[int]]:
-    """Continue prompts of any lengths; return the new tokens of each, up to the first of ``stop``, at most so many.
-
-    Each token is read once: layers keep their states, those of softmax attention a KV cache.
-
-    Raises:
-        UserError: an empty prompt, a number out of range, or more tokens than a table of learned positions has.
-        DivergedError: the model overflows.
-    """
-    draw = Draw(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-    check_lengths(prompts, max_new_tokens, model.config.position_table)
-
-    def begin() -> Read:
-        states = States(model.config.num_layers)
-
-        def read(tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-            states.read(positions, ends)
-            hidden, _ = at_ends(model.hidden(tokens, positions, states=states), positions, ends)
-            return draw(hidden, model.project(hidden))
-
-        return read
-
-    device = next(model.parameters()).device
-    return write(begin, prompts, max_new_tokens, stop, device, alike=model.config.recurrent)
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, table: int | None) -> None:

@@ -50,7 +50,8 @@ def cores_of(config: ModelConfig, attend: Attend | LinearAttend | HybridAttentio
         return HybridAttention(OneDevice()) if config.traits.delta else HybridAttention()
     if isinstance(attend, HybridAttention):
         return attend
-    return HybridAttention(linear=attend) if config.linear_attention else HybridAttention(softmax=attend)
+    core: Any = attend
+    return HybridAttention(linear=core) if config.linear_attention else HybridAttention(softmax=core)
 
 
 class LanguageModel(nn.Module):
@@ -72,6 +73,9 @@ class LanguageModel(nn.Module):
         # Once, not in every step.
         self.rotates, self.rotary_dim, self.local_rope = config.rotates, config.rotary_dim, config.local_rope
         width, table = config.hidden_size, config.position_table
+        scaled = config.traits.rounds_scale or (config.linear_attention and not config.no_scale_embedding)
+        self.scale = math.sqrt(width) if scaled else None
+        """Factor of the embeddings (Vaswani et al. 2017, section 3.4)."""
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, width)
         self.position_embedding: nn.Embedding | None = None if table is None else nn.Embedding(table, width)
         self.sinusoids = Sinusoids(width) if config.traits.positions == "sinusoidal" else None
@@ -136,7 +140,7 @@ class LanguageModel(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""
         assert self.embedding is not None, "a part without an embedding takes hidden states"
-        x, scale = self.embedding(tokens), self.config.embedding_scale
+        x, scale = self.embedding(tokens), self.scale
         if self.config.traits.rounds_scale:
             # In the embeddings' dtype, as in the released models' code: the root of 3072 is 55.5 in bfloat16.
             scale = torch.tensor(scale, dtype=x.dtype).item()

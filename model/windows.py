@@ -1,14 +1,16 @@
-"""Sliding windows of attention and the layers that have them, in Megatron-LM's words.
+"""Sliding windows of attention, the layers that have them, and sinks, in Megatron-LM's words.
 
 ``window_size`` is "L,R": query i sees keys i - L .. i + R. ``window_attn_skip_freq`` names the layers that see all.
 """
 
 import ast
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from runtime.errors import UserError
 
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Window = tuple[int, int]
 """(left, right): query i sees keys i - left .. i + right, -1 being all on that side; right is 0 under a causal mask."""
 
@@ -16,6 +18,21 @@ WIDEST = 10**9 - 1
 MOST_LAYERS = 100_000
 LONGEST_PATTERN = 10_000
 """Characters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig:
+    """Windows and sinks of softmax attention."""
+
+    window_size: str | None = None
+    """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the mask is causal, and
+    -1 before is all of them. By default every layer sees all earlier tokens. In a hybrid, of the softmax layers."""
+    window_attn_skip_freq: str | None = None
+    """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and a 0 for each
+    without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Divisor of attention's weights: the sum over the keys; 1 more, so that a head can look at nothing; or the
+    exponential of a learned number per head more, an attention sink, as in gpt-oss."""
 
 
 class Windows(NamedTuple):

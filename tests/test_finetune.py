@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.api import CheckpointConfig
 from data.tokenizer import load_tokenizer
-from model.config import ModelConfig, architecture_of
+from model.architecture import architecture_of
+from model.config import ModelConfig
 from model.hf import load_hf, save_hf
 from model.registry import build_model
 from runtime.errors import UserError

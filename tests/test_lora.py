@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from checkpoint.api import load_model
 from checkpoint.manifest import CheckpointError
 from checkpoint.search import find_checkpoint
-from model.config import ModelConfig, architecture_of
+from model.architecture import architecture_of
+from model.config import ModelConfig
 from model.hf import save_hf
 from model.hf.adapter import peft_name, write_adapter
 from model.lora import is_adapter, merge

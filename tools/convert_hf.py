@@ -21,8 +21,7 @@ from checkpoint.search import checkpoint_of, find_checkpoint
 from data.fingerprint import digest
 from data.text.config import DataConfig
 from data.tokenizer import load_tokenizer
-from model.config import architecture_of
-from model.dit_config import architecture_of as dit_architecture_of
+from model.architecture import architecture_of
 from model.hf import config_to_hf
 from model.hf.adapter import read_adapter, write_adapter
 from model.hf.api import Read, open_hf, read_config, their_weights
@@ -172,7 +171,7 @@ def import_dit(source: Path, run: Path) -> str:
         extra = {"progress": asdict(Progress()), IMPORTED: str(source)}
         weights = {name: weight.to("meta") for name, weight in state.items()}
         save_checkpoint(
-            draft, 0, weights, None, architecture=dit_architecture_of(config), extra=extra, read=state.__getitem__
+            draft, 0, weights, None, architecture=architecture_of(config), extra=extra, read=state.__getitem__
         )
     count = sum(weight.numel() for weight in state.values())
     return f"imported {source} into {run}: a diffusion transformer of {count:,} parameters"
@@ -185,7 +184,7 @@ def export_dit(run: Path, checkpoint: Path, manifest: Manifest, target: Path) ->
     """
     config = load_dit_config(run / "config.toml").model
     section = "ema" if AVERAGED in manifest.extra else "model"
-    weights, read = stored_weights(checkpoint, dit_architecture_of(config), section)
+    weights, read = stored_weights(checkpoint, architecture_of(config), section)
     save_dit(target, config, {name: read(name) for name in weights})
     which = "averages of the weights" if section == "ema" else "weights as trained"
     return f"exported {checkpoint} to {target}: the {which} of a diffusion transformer"

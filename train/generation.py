@@ -26,8 +26,8 @@ from checkpoint.manifest import read_manifest
 from checkpoint.search import checkpoint_of
 from kernels.cache import States
 from kernels.merge import merged
+from model.architecture import architecture_of
 from model.attention import Attention, LinearCore
-from model.config import architecture_of
 from model.generate import Choose, DivergedError, Draw, Read, at_ends, check_lengths, write
 from model.linear.delta import DeltaAttention
 from model.registry import build_model

@@ -12,7 +12,7 @@ from torch import nn
 from checkpoint.api import compare_architecture, load_checkpoint, load_model
 from checkpoint.manifest import MANIFEST, CheckpointError, is_count, read_manifest
 from checkpoint.saving import newest_checkpoint
-from model.config import architecture_of
+from model.architecture import architecture_of
 from model.hf.api import open_hf
 from model.lora import is_adapter
 from parallel.data import copy_whole

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.config import ModelConfig, architecture_of
+from model.architecture import architecture_of
+from model.config import ModelConfig
 from model.hf import gpt2, hybrids, llama, transnormer
 from model.hf.family import TIED, TOKEN_IDS, Contents, Family
 from model.hf.folder import CONFIG, shown, unsupported

@@ -3,7 +3,8 @@ import json
 
 import pytest
 
-from model.config import ModelConfig, architecture_of
+from model.architecture import architecture_of
+from model.config import ModelConfig
 
 GPT = ModelConfig(model_type="gpt", max_position_embeddings=64, vocab_size=40)
 
@@ -38,9 +39,9 @@ def test_config_defaults():
 
 def test_defaults_of_linear_attention():
     transnormer = ModelConfig(model_type="transnormer", hidden_size=15, num_attention_heads=5)
-    assert (transnormer.head_dim, transnormer.ffn_size, transnormer.embedding_scale) == (3, 64, 15**0.5)
+    assert (transnormer.head_dim, transnormer.ffn_size) == (3, 64)
     linear = ModelConfig(model_type="linear_transformer", hidden_size=256, no_scale_embedding=True)
-    assert (linear.ffn_size, linear.embedding_scale, linear.learned_positions) == (1024, 1, False)
+    assert (linear.ffn_size, linear.learned_positions) == (1024, False)
 
 
 def test_defaults_of_a_gpt():

@@ -5,7 +5,8 @@ import torch
 
 from kernels.cache import States
 from model.config import ModelConfig
-from model.generate import DivergedError, Draw, generate
+from model.generate import DivergedError, Draw
+from tests.model.generation import generate
 from tests.model.models import HYBRID, LINEAR, LLAMA, TRANSNORMER, built
 
 PROMPT = [[1, 2, 3], [7, 8, 9]]

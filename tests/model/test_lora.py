@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.config import architecture_of
+from model.architecture import architecture_of
 from model.language import initial_weight
 from model.lora import is_adapter, merge
 from model.registry import build_model, flops_per_token, num_parameters, num_trained

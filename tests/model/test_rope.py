@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from model.config import ModelConfig, architecture_of
+from model.architecture import architecture_of
+from model.config import ModelConfig
 from model.layers import Rotary
 from model.rope import RopeConfig, frequencies
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from checkpoint.api import save_checkpoint, stored_weights
 from checkpoint.search import find_checkpoint
-from model.dit_config import architecture_of
+from model.architecture import architecture_of
 from model.hf.dit import dit_to_original, save_dit
 from tests.model.dits import IMAGE, VIDEO, random_dit
 from tools.convert_hf import main

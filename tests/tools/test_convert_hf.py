@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from checkpoint.api import load_model, save_checkpoint
 from checkpoint.search import find_checkpoint
-from model.config import architecture_of
+from model.architecture import architecture_of
 from model.hf.shards import Weights
 from model.registry import build_model
 from tests.model.hf.hugging_face import CONFIGS, TOKENS, hugging_face, transformers

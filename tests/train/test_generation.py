@@ -7,7 +7,8 @@ import torch
 
 from checkpoint.api import save_checkpoint
 from kernels.cache import States
-from model.config import ModelConfig, architecture_of
+from model.architecture import architecture_of
+from model.config import ModelConfig
 from model.generate import Draw
 from model.registry import build_model
 from parallel.context import ContextConfig

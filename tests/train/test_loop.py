@@ -18,7 +18,8 @@ from checkpoint.api import CheckpointConfig
 from checkpoint.manifest import read_manifest
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
-from model.config import ModelConfig, architecture_of
+from model.architecture import architecture_of
+from model.config import ModelConfig
 from model.language import LanguageModel, initial_weight
 from model.registry import flops_per_token
 from parallel.context import context_parallel

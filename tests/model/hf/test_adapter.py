@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.api import load_model
 from checkpoint.search import checkpoint_of
-from model.config import architecture_of
+from model.architecture import architecture_of
 from model.hf import load_hf
 from model.hf.adapter import read_adapter
 from model.registry import build_model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.generate import generate
+from tests.model.generation import generate
 from tests.model.hf.hugging_face import CONFIGS, hugging_face, ours
 
 PROMPTS = [

@@ -11,10 +11,10 @@ from torch import nn
 from kernels.cache import States
 from model.attention import HybridAttention, sdpa
 from model.config import ModelConfig
-from model.generate import generate
 from model.linear.delta import DeltaAttention, Gates, OneDevice, initial_bias, initial_rate, normalised
 from model.registry import build_model, flops_per_token, num_parameters, state_elements
 from runtime.errors import UserError
+from tests.model.generation import generate
 from tests.model.models import DELTAS, KDA, OLMO_HYBRID, QWEN3_5, built, tied, tokens, used, without_float32
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's modules")

@@ -113,13 +113,6 @@ class PrefetchingAttend(Protocol):
         """Return q -> attention to k and v, to be called once, before any other attention of this object."""
 
 
-def prefetch_kv(attend: Attend, k: Tensor, v: Tensor, **settings: Any) -> Callable[[Tensor], Tensor]:
-    """Return q -> attend(q, k, v, **settings); a PrefetchingAttend starts on k and v now."""
-    if isinstance(attend, PrefetchingAttend):
-        return attend.prefetch_kv(k, v, **settings)
-    return lambda q: attend(q, k, v, **settings)
-
-
 class LinearAttend(Protocol):
     """The core of linear attention."""
 
@@ -237,13 +230,17 @@ class Attention(nn.Module):
         return x if rotary is None else rotary.rotate(x)
 
     def _prefetched(self, k: Tensor, v: Tensor, mask: Any, states: States | None) -> Callable[[Tensor], Tensor]:
+        """Return q -> attention to k and v, on which a PrefetchingAttend starts now."""
         sinks = self.own_sinks(k)
         if states is not None:
             refuse_mask(mask)
             if (attention := states.attention(self.layer, k, v, _left(self.window), sinks)) is not None:
                 return attention
         found: dict[str, Any] = {"mask": mask, "window": self.window, "sinks": sinks}
-        return prefetch_kv(self.attend, k, v, **{name: value for name, value in found.items() if value is not None})
+        settings = {name: value for name, value in found.items() if value is not None}
+        if isinstance(self.attend, PrefetchingAttend):
+            return self.attend.prefetch_kv(k, v, **settings)
+        return lambda q: self.attend(q, k, v, **settings)
 
     def own_sinks(self, like: Tensor) -> Tensor | None:
         """Return the scores [H] of the sinks of this device's heads on the device of ``like``; None if there are none.

@@ -11,7 +11,7 @@ from typing import Literal
 from model.lora import LoraConfig
 from model.rope import RopeConfig
 from model.traits import EVERY, HYBRIDS, SIZES, TRAITS, DeltaConfig, Traits
-from model.windows import MOST_LAYERS, Window, WindowConfig, Windows, windows_of
+from model.windows import Window, WindowConfig, window_of, windows_of
 from runtime.errors import UserError, at_least, require, wrong
 
 OWN = {
@@ -162,11 +162,9 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
         )
         for name in ("window_size", "softmax_type"):
             require(self, self.some_softmax or self._is_default(name), name, must)
-        if self._windows.window and not any(map(self.window, range(min(self.num_layers, MOST_LAYERS)))):
-            fix = "give one of them a 1, or leave window_size out"
-            raise wrong(
-                self, "window_attn_skip_freq", f"it leaves no layer of softmax attention with the window; {fix}"
-            )
+        has = any(map(self.window, range(len(self._windows)))) or window_of(self.window_size) is None
+        must = "it leaves no layer of softmax attention with the window; give one of them a 1, or leave window_size out"
+        require(self, has, "window_attn_skip_freq", must)
 
     def _check_positions(self) -> None:
         """Check the settings of positions that softmax attention has: a table of learned ones, or rope."""
@@ -174,7 +172,7 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
         must = "it must be a number above 0, or left out for rotary_base"
         require(self, local is None or 0 < local < math.inf, "rotary_base_local", must)
         must = "no layer has a window, which alone takes it; leave it out, or give --window-size"
-        require(self, local is None or self._windows.window is not None, "rotary_base_local", must)
+        require(self, local is None or any(self._windows), "rotary_base_local", must)
         if self.rotates:
             width = self.rotary_dim
             must = f"{width} of {self.head_dim} channels would turn, which must be an even number above 0"
@@ -239,10 +237,10 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
 
     def window(self, layer: int) -> Window | None:
         """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or is linear."""
-        return self._windows.of(layer) if self.has_softmax(layer) else None
+        return self._windows[layer] if self.has_softmax(layer) else None
 
     @property
-    def _windows(self) -> Windows:
+    def _windows(self) -> tuple[Window | None, ...]:
         return windows_of(self.window_size, self.window_attn_skip_freq, self.num_layers)
 
     def adapted_linears(self) -> tuple[str, ...]:
@@ -269,7 +267,7 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
     @cached_property
     def local_rope(self) -> RopeConfig | None:
         """Rope of the layers with a window, where it is not that of the others."""
-        if not self.traits.local_rope or self._windows.window is None:
+        if not self.traits.local_rope or not any(self._windows):
             return None
         return RopeConfig(rotary_base=self.rotary_base_local or self.rotary_base)
 

@@ -290,29 +290,18 @@ def draw(
     """Draw samples ``[B, T, W]`` starting from ``noise``, in its dtype.
 
     Args:
-        steps: model evaluations; at most num_timesteps for ddim and ddpm.
-        method: ddim adds no noise (Song et al. 2021, eta 0); ddpm adds noise at each step, with the learned variance
-            if there is one, else the smaller fixed one; euler follows the velocity. Default: the objective's first.
+        steps: model evaluations, 1 or more; at most num_timesteps for ddim and ddpm.
+        method: one of the objective's, the first by default: ddim adds no noise (Song et al. 2021, eta 0); ddpm adds
+            noise at each step, with the learned variance if there is one, else the smaller fixed one; euler follows the
+            velocity.
         step_noise: for ddpm, returns noise shaped like ``noise`` to add after step 0, 1, ... steps - 2.
-
-    Raises:
-        UserError: the objective does not have the method, steps are out of range, or ddpm has no step_noise.
     """
     method = method or diffusion.methods[0]
-    if method not in diffusion.methods:
-        raise UserError(
-            f"method is {method}, and the model was trained with objective {diffusion.config.objective}; use "
-            + " or ".join(diffusion.methods)
-        )
-    most = None if method == "euler" else diffusion.config.num_timesteps
-    if steps < 1 or (most is not None and steps > most):
-        raise UserError(f"steps is {steps}; it must be 1 or more" + (f" and at most {most}" if most else ""))
     if method == "euler":
         return _euler(diffusion, denoise, noise, steps)
     if method == "ddim":
         return _ddim(diffusion, denoise, noise, steps)
-    if step_noise is None:
-        raise UserError("step_noise is None; ddpm adds noise at each step: give it, or use ddim")
+    assert step_noise is not None
     return _ddpm(diffusion, denoise, noise, steps, step_noise)
 
 

@@ -29,11 +29,10 @@ def full_sdpa(
 
     Raises:
         UserError: a mask, which belongs to a method of context parallelism.
-        ValueError: a window or sinks, which no diffusion transformer has here.
     """
     refuse_mask(mask)
-    if window is not None or sinks is not None:
-        raise ValueError("a diffusion transformer's attention has no window and no sinks; leave them out")
+    assert window is None  # a diffusion transformer has none, and no sinks
+    assert sinks is None
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
@@ -226,14 +225,14 @@ def initial_dit_weight(config: DiTConfig, name: str, shape: Sequence[int], seed:
     return initial_weight_slice(partial(nn.init.uniform_, a=-bound, b=bound), name, shape, seed, part)
 
 
-def dit_shapes(config: DiTConfig) -> dict[str, torch.Size]:
-    """Return the shape of every parameter by its name in the state dict."""
-    return {name: weight.shape for name, weight in _on_meta(config).state_dict().items()}
+def meta_dit_state(config: DiTConfig) -> dict[str, Tensor]:
+    """Return the state dict on the meta device: every parameter's name and shape."""
+    return _on_meta(config).state_dict()
 
 
 def num_dit_parameters(config: DiTConfig) -> int:
     """Count the trainable parameters; positions are fixed and have none."""
-    return sum(shape.numel() for shape in dit_shapes(config).values())
+    return sum(weight.numel() for weight in meta_dit_state(config).values())
 
 
 def multiply_adds(config: DiTConfig) -> int:

@@ -20,7 +20,7 @@ from kernels.cache import States
 from kernels.products import linear
 from model.attention import Attend, HybridAttention, LinearAttend, attention_of
 from model.config import ModelConfig
-from model.layers import FEED_FORWARDS, LAYERS, NORMS, HybridLayer, Linear, PreNormLayer, Rotary, drop_layers
+from model.layers import FEED_FORWARDS, LAYERS, NORMS, Linear, PreNormLayer, Rotary, drop_layers
 from model.linear.attention import LinearAttention, Sinusoids, TokenMixer
 from model.linear.delta import DeltaAttention, OneDevice, initial_bias, initial_rate
 from model.lora import initial_adapter, is_adapter
@@ -36,11 +36,9 @@ def layer_of(config: ModelConfig, layer: int, attends: HybridAttention) -> PreNo
     norm = partial(NORMS[traits.norm], width, eps=config.norm_epsilon)
     feed_forward = FEED_FORWARDS[traits.feed_forward](width, config.ffn_size)
     if not config.has_softmax(layer):
-        linear = DeltaAttention if traits.delta else TokenMixer if traits.positions == "lrpe" else LinearAttention
-        return PreNormLayer(norm, linear(config, layer, attends.linear), feed_forward)
+        kind = DeltaAttention if traits.delta else TokenMixer if traits.positions == "lrpe" else LinearAttention
+        return PreNormLayer(norm, kind(config, layer, attends.linear), feed_forward)
     attention = attention_of(config, layer, attends.softmax)
-    if config.linear_attention:
-        return HybridLayer(norm, attention, feed_forward, config)
     return LAYERS[traits.norms](norm, attention, feed_forward)
 
 
@@ -151,10 +149,8 @@ class LanguageModel(nn.Module):
 
     def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return what every layer is told of the positions; ``dtype`` is the activations'."""
-        if self.config.linear_attention:
-            return positions
         if not self.rotates:
-            return None
+            return positions if self.config.linear_attention else None
         rotary = Rotary(positions, self.rotary_dim, self.config, dtype)
         if self.local_rope is not None:
             rotary.local = Rotary(positions, self.rotary_dim, self.local_rope, dtype)

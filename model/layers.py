@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.pointwise import Activation, gated, rotate
 from kernels.products import linear
-from model.config import ModelConfig
 from model.rope import RopeConfig, frequencies
 from model.windows import Window
 
@@ -82,6 +81,7 @@ class Rotary:
 
         dtype is the activations'.
         """
+        self.positions = positions
         turns, scale = frequencies(rope, channels, positions)  # [R/2]
         angles = positions.to(torch.float64)[..., None, None] * turns  # [T, 1, R/2] or [B, T, 1, R/2]
         dtype = torch.promote_types(dtype, torch.float32)
@@ -184,19 +184,6 @@ class BothNormsLayer(PreNormLayer):
 
 LAYERS = {"pre": PreNormLayer, "post": PostNormLayer, "both": BothNormsLayer}
 """By ``model.traits.Traits.norms``."""
-
-
-class HybridLayer(PreNormLayer):
-    """A layer of softmax attention among those of linear attention, which are told the positions themselves."""
-
-    def __init__(
-        self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module, config: ModelConfig
-    ) -> None:
-        super().__init__(norm, attention, mlp)
-        self.rope, self.head_dim = config, config.head_dim
-
-    def forward(self, x: Tensor, places: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
-        return super().forward(x, Rotary(places, self.head_dim, self.rope, x.dtype), mask, states)
 
 
 def drop_layers(layers: nn.ModuleList, kept: range) -> None:

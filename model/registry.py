@@ -4,7 +4,7 @@ from collections import Counter
 from functools import lru_cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.attention import Attend, HybridAttention, LinearAttend
 from model.config import ModelConfig
@@ -22,14 +22,14 @@ def build_model(config: ModelConfig, attend: Attend | LinearAttend | HybridAtten
     return model
 
 
-def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
-    """Return the shape of every parameter by its name in the state dict."""
-    return {name: weight.shape for name, weight in _on_meta(config).state_dict().items()}
+def meta_state(config: ModelConfig) -> dict[str, Tensor]:
+    """Return the state dict on the meta device: every parameter's name and shape."""
+    return _on_meta(config).state_dict()
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Count the parameters, embeddings included and tied output weights once."""
-    return sum(shape.numel() for shape in shapes_of(config).values())
+    return sum(weight.numel() for weight in meta_state(config).values())
 
 
 def num_trained(config: ModelConfig) -> int:

@@ -6,7 +6,7 @@
 import ast
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from runtime.errors import UserError
 
@@ -35,25 +35,9 @@ class WindowConfig:
     exponential of a learned number per head more, an attention sink, as in gpt-oss."""
 
 
-class Windows(NamedTuple):
-    """The window of a causal model and the layers without it."""
-
-    window: Window | None
-    skip: int | tuple[bool, ...] | None
-    """Every so-many-th layer, counted from 1, sees all earlier tokens; or whether each layer has the window; None is a
-    window in every layer."""
-
-    def of(self, layer: int) -> Window | None:
-        """Return the window of this layer, counted from 0; None if it sees all earlier tokens."""
-        if self.skip is None:
-            return self.window
-        has = (layer + 1) % self.skip != 0 if isinstance(self.skip, int) else self.skip[layer]
-        return self.window if has else None
-
-
 @lru_cache
-def windows_of(size: str | None, skip: str | None, layers: int) -> Windows:
-    """Return the windows of a causal model of that many layers.
+def windows_of(size: str | None, skip: str | None, layers: int) -> tuple[Window | None, ...]:
+    """Return the window of each layer of a causal model, at most ``MOST_LAYERS``; None sees all earlier tokens.
 
     Args:
         size: ``window_size``; None, and -1 before a token, are no window.
@@ -62,43 +46,43 @@ def windows_of(size: str | None, skip: str | None, layers: int) -> Windows:
     Raises:
         UserError: they are no window and no layers, or the one is of no use without the other.
     """
+    if size is None and skip is not None:
+        raise UserError(
+            f"window_attn_skip_freq is {skip} and window_size is not set, so that every layer sees all earlier tokens; "
+            "leave it out, or give --window-size"
+        )
+    window = window_of(size)
+    return tuple(window if has else None for has in _layers(skip, layers))
+
+
+def window_of(size: str | None) -> Window | None:
+    """Parse a causal window, such as "1023,0" or "(1023, 0)"; None, and -1 before a token, are none."""
     if size is None:
-        if skip is not None:
-            raise UserError(
-                f"window_attn_skip_freq is {skip} and window_size is not set, so that every layer sees all earlier "
-                "tokens; leave it out, or give --window-size"
-            )
-        return Windows(None, None)
-    window = _window(size)
-    return Windows(window if window[0] > 0 else None, _layers(skip, layers))
-
-
-def _window(text: str) -> Window:
-    """Parse a causal window, such as "1023,0" or "(1023, 0)"."""
+        return None
     try:
-        left, right = (int(word) for word in text.strip().removeprefix("(").removesuffix(")").split(","))
+        left, right = (int(word) for word in size.strip().removeprefix("(").removesuffix(")").split(","))
     except ValueError:
         raise UserError(
-            f"window_size is {text}; it must be two numbers, the keys that a token sees before and after its own, such "
+            f"window_size is {size}; it must be two numbers, the keys that a token sees before and after its own, such "
             "as 1023,0"
         ) from None
     if left != -1 and not 1 <= left <= WIDEST:
         raise UserError(
-            f"window_size is {text}, {left} keys before a token's own; it must be from 1 to {WIDEST:,}, or -1 for all "
+            f"window_size is {size}, {left} keys before a token's own; it must be from 1 to {WIDEST:,}, or -1 for all "
             "of them"
         )
     if right != 0:
         raise UserError(
-            f"window_size is {text}, {right} keys after a token's own, which a causal mask hides; give --window-size "
+            f"window_size is {size}, {right} keys after a token's own, which a causal mask hides; give --window-size "
             f"{left},0"
         )
-    return left, right
+    return (left, right) if left > 0 else None
 
 
-def _layers(skip: str | None, layers: int) -> int | tuple[bool, ...] | None:
-    """Parse which layers see all, as in ``Windows``."""
+def _layers(skip: str | None, layers: int) -> list[bool]:
+    """Parse which layers have the window."""
     if skip is None:
-        return None
+        return [True] * min(layers, MOST_LAYERS)
     if len(skip) > LONGEST_PATTERN:
         raise UserError(
             f"window_attn_skip_freq is a text of {len(skip):,} characters; it can have {LONGEST_PATTERN:,}: write "
@@ -118,13 +102,13 @@ def _layers(skip: str | None, layers: int) -> int | tuple[bool, ...] | None:
                 f"window_attn_skip_freq is {skip}, which leaves no layer with the window; it must be 2 (every other "
                 "layer sees all) or more, or left out"
             )
-        return found
+        return [layer % found != 0 for layer in range(1, min(layers, MOST_LAYERS) + 1)]
     if len(found) != layers:
         raise UserError(
             f"window_attn_skip_freq is {skip}, a pattern of {len(found)} layers, and num_layers is {layers}; give each "
             "layer a 1 or a 0"
         )
-    return tuple(map(bool, found))
+    return list(map(bool, found))
 
 
 def _value(node: ast.expr, most: int) -> int | list[int]:

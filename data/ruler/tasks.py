@@ -20,6 +20,8 @@ from data.ruler.texts import NOISE, Essays, name, names, wordlists
 
 SHORT = 4096
 """Lengths below it have the smaller lists of ``cwe``."""
+HOPS, COMMON = 4, 10
+"""Assignments of ``vt`` after the first, and words of ``cwe`` that are asked for."""
 Haystack = Literal["noise", "essay", "needle"]
 Kind = Literal["numbers", "words", "uuids"]
 
@@ -118,16 +120,16 @@ def niah(
     return Question(text, prefix.format(**words), answers)
 
 
-def variable_tracking(case: Case, size: int, *, hops: int = 4) -> Question:
+def variable_tracking(case: Case, size: int) -> Question:
     """Assign one number to a chain of variables; ask for all of them. One example goes before."""
-    text, prefix, answers = _chain(case.draw, size, hops, letters=5)
+    text, prefix, answers = _chain(case.draw, size, letters=5)
     # Of 14 lines of noise, which with the usual tokenizers are the 500 tokens that the benchmark's own example fills.
-    shown, begun, known = _chain(f"{case.draw}:shown", 14, hops, letters=3)
+    shown, begun, known = _chain(f"{case.draw}:shown", 14, letters=3)
     return Question(f"{shown}{begun} {' '.join(known)}\n\n{text}", prefix, answers)
 
 
-def _chain(draw: str, size: int, hops: int, letters: int) -> tuple[str, str, tuple[str, ...]]:
-    numbers = distinct(draw, hops + 1, 26**letters, "variable")
+def _chain(draw: str, size: int, letters: int) -> tuple[str, str, tuple[str, ...]]:
+    numbers = distinct(draw, HOPS + 1, 26**letters, "variable")
     variables = ["".join(string.ascii_uppercase[n // 26**k % 26] for k in range(letters)) for n in numbers]
     value = 10_000 + below(draw, 90_000, "value", 0)
     links = [f"VAR {variables[0]} = {value}"]
@@ -137,33 +139,33 @@ def _chain(draw: str, size: int, hops: int, letters: int) -> tuple[str, str, tup
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
         f"{context}\nQuestion: Find all variables that are assigned the value {value} in the text above.",
         " Answer: According to the chain(s) of variable assignment in the text above, "
-        f"{hops + 1} variables are assigned the value {value}, they are: ",
+        f"{HOPS + 1} variables are assigned the value {value}, they are: ",
         tuple(variables),
     )
 
 
-def common_words(case: Case, size: int, *, common: int = 10) -> Question:
-    """List words, ``common`` of them more often than the ``size`` others; ask for these. One example goes before."""
+def common_words(case: Case, size: int) -> Question:
+    """List words, ``COMMON`` of them more often than the ``size`` others; ask for these. One example goes before."""
     short = case.length < SHORT
-    shown = _listed(f"{case.draw}:shown", 10 if short else 30, *((3, 1) if short else (10, 3)), common)
-    asked = _listed(case.draw, size, *((6, 1) if short else (30, 3)), common)
+    shown = _listed(f"{case.draw}:shown", 10 if short else 30, *((3, 1) if short else (10, 3)))
+    asked = _listed(case.draw, size, *((6, 1) if short else (30, 3)))
     known = " ".join(f"{n}. {word}" for n, word in enumerate(shown.answers, 1))
     return Question(f"{shown.text}{shown.prefix} {known}\n{asked.text}", asked.prefix, asked.answers)
 
 
-def _listed(draw: str, size: int, often: int, seldom: int, common: int) -> Question:
+def _listed(draw: str, size: int, often: int, seldom: int) -> Question:
     single = [word for words in wordlists() for word in words]
-    if common + size <= len(single):
-        words = [single[n] for n in distinct(draw, common + size, len(single), "word")]
+    if COMMON + size <= len(single):
+        words = [single[n] for n in distinct(draw, COMMON + size, len(single), "word")]
     else:  # the benchmark takes another, longer list there
-        words = _drawn(draw, "words", common + size, "word")
-    listed = shuffled(draw, words[:common] * often + words[common:] * seldom, "order")
+        words = _drawn(draw, "words", COMMON + size, "word")
+    listed = shuffled(draw, words[:COMMON] * often + words[COMMON:] * seldom, "order")
     context = " ".join(f"{n}. {word}" for n, word in enumerate(listed, 1))
     return Question(
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-        f"appear most often.\n{context}\nQuestion: What are the {common} most common words in the above list?",
-        f" Answer: The top {common} words that appear most often in the list are:",
-        tuple(words[:common]),
+        f"appear most often.\n{context}\nQuestion: What are the {COMMON} most common words in the above list?",
+        f" Answer: The top {COMMON} words that appear most often in the list are:",
+        tuple(words[:COMMON]),
     )
 
 
@@ -180,14 +182,13 @@ def frequent_words(case: Case, size: int) -> Question:
     )
 
 
-def coded_words(case: Case, size: int, *, alpha: float = 2.0) -> dict[str, int]:
+def coded_words(case: Case, size: int) -> dict[str, int]:
     """Return how often each word of ``frequent_words`` is there, in the order of their ranks.
 
-    Of n words, the one of rank k is there n / (k^alpha zeta(alpha)) times, rounded down.
+    Of n words, the one of rank k is there n / (k^2 zeta(2)) times, rounded down.
     """
-    assert alpha == 2.0  # whose zeta is known
     words = ["...", *_codes(case.draw, max(8, (case.length - TASKS["fwe"].new_tokens) // 50))[1:]]
-    return {word: int(size / (rank**alpha * math.pi**2 / 6)) for rank, word in enumerate(words, 1)}
+    return {word: int(size / (rank**2.0 * math.pi**2 / 6)) for rank, word in enumerate(words, 1)}
 
 
 @lru_cache(maxsize=1)

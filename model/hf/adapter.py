@@ -14,7 +14,7 @@ from model.hf.folder import Read, check_described, check_value, described, entry
 from model.hf.llama import LLAMA
 from model.hf.shards import Weights, inside, write_weights
 from model.lora import THEIRS, is_adapter
-from model.registry import shapes_of
+from model.registry import meta_state
 from model.traits import LLAMAS
 from runtime.bounds import bounded
 from runtime.errors import UserError, with_article
@@ -120,11 +120,11 @@ def read_adapter(
         raise UserError(f"{path}: {missing.args[0]} is missing; these are no adapters of PEFT") from None
     except UserError as error:
         raise UserError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
-    shapes = shapes_of(config)
-    names = {name: peft_name(name) for name in shapes if is_adapter(name)}
+    ours = meta_state(config)
+    names = {name: peft_name(name) for name in ours if is_adapter(name)}
     found = described(theirs)
     try:
-        check_described(found, {theirs: shapes[name] for name, theirs in names.items()})
+        check_described(found, {theirs: ours[name] for name, theirs in names.items()})
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if dropout:

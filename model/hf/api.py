@@ -15,19 +15,9 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.hf.adapter import CONFIG as ADAPTER
 from model.hf.configs import config_from_hf, config_to_hf, families, family_of
-from model.hf.folder import (
-    CONFIG,
-    Joined,
-    Read,
-    check_described,
-    check_sizes,
-    check_state,
-    described,
-    finite,
-    read_json,
-)
+from model.hf.folder import CONFIG, Joined, Read, check_described, check_sizes, described, finite, read_json
 from model.hf.shards import Weights, inside, new_folder, write_model
-from model.registry import shapes_of
+from model.registry import meta_state
 from runtime.errors import UserError, with_article
 
 
@@ -56,7 +46,7 @@ def our_weights(
         "max_position_embeddings": config.position_table or 1,
     }
     check_sizes(found, config.num_layers, sizes)
-    shapes = shapes_of(config)
+    ours = meta_state(config)
     names = {name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: name for name in found}
     names = {whole: name for whole, name in names.items() if not re.fullmatch(family.derived, whole)}
     if passed := sorted(name for name in names if re.fullmatch(family.skipped, name)):
@@ -69,18 +59,17 @@ def our_weights(
             f"{sinks[0]} holds attention sinks, and a model of model_type {config.model_type} has none there, so that "
             "other tokens would get their share; take a checkpoint without sinks: gpt-oss is not read"
         )
-    inside = {table: table.inside(shapes, config) for table in (family.names, *family.stored)}
+    inside = {table: table.inside(ours, config) for table in (family.names, *family.stored)}
     table = max(inside, key=lambda one: len(inside[one].keys() & names))
     whole_embedding = table.of("embedding.weight")
     if not config.untie_embeddings_and_output_weights and "lm_head.weight" in names:
         output, embedding = state[names.pop("lm_head.weight")], names.get(whole_embedding)
         if embedding is not None and not torch.equal(output, state[embedding]):
             raise UserError(f"lm_head.weight differs from {whole_embedding}, yet tie_word_embeddings is true")
-    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     metas = {whole: found[name] for whole, name in names.items()}
-    check_described(metas, {name: weight.shape for name, weight in table.to_theirs(empty, config).items()})
+    check_described(metas, table.to_theirs(ours, config))
     whole = finite(lambda name: state[names[name]])
-    ours = {name: table.ours(metas.__getitem__, name, config) for name in shapes}
+    ours = {name: table.ours(metas.__getitem__, name, config) for name in ours}
     return ours, lambda name: table.ours(whole, name, config)
 
 
@@ -89,11 +78,10 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
 
     Raises UserError for missing, unknown or misshapen weights, and for a model that transformers cannot express.
     """
-    family = family_of(config)
-    check_state(state, shapes_of(config))
-    theirs = family.names.to_theirs(state, config)
+    described_theirs, read = their_weights(described(state), state.__getitem__, config)
+    theirs = {name: read(name) for name in described_theirs}
     if not config.untie_embeddings_and_output_weights:
-        theirs["lm_head.weight"] = theirs[family.embedding]
+        theirs["lm_head.weight"] = theirs[family_of(config).embedding]
     return theirs
 
 
@@ -108,7 +96,7 @@ def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -
         UserError: as ``to_hf``; for non-finite values when they are read.
     """
     names = family_of(config).names
-    check_described(ours, shapes_of(config))
+    check_described(ours, meta_state(config))
     inside, whole = names.inside(ours, config), finite(read)
     return names.to_theirs(ours, config), lambda name: names.theirs(whole, inside[name], config)
 
@@ -152,9 +140,8 @@ def save_hf(
     contents as for `config_to_hf`. Creates the folder. Raises UserError, and writes nothing, if the folder holds
     anything or is not writable, and as `config_to_hf` and `to_hf` do.
     """
-    said, theirs = config_to_hf(config, contents), to_hf(state, config)
-    if not config.untie_embeddings_and_output_weights:
-        del theirs["lm_head.weight"]  # transformers ties it again
+    said = config_to_hf(config, contents)
+    theirs, read = their_weights(described(state), state.__getitem__, config)  # transformers ties lm_head.weight again
     dtype = str(theirs[family_of(config).embedding].dtype).removeprefix("torch.")
     with new_folder(Path(folder)) as draft:
-        write_model(draft, theirs, said | {"torch_dtype": dtype})
+        write_model(draft, theirs, said | {"torch_dtype": dtype}, read)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.dit import dit_shapes, position_embedding
+from model.dit import meta_dit_state, position_embedding
 from model.dit_config import DiTConfig
 from model.hf.family import Fused, Names
 from model.hf.folder import CONFIG, check_sizes, check_state, entry, read_json, unsupported
@@ -39,15 +39,12 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
         "the width of a patch": config.patch_width,
     }
     check_sizes(state, config.num_layers, sizes)
-    shapes = dit_shapes(config)
-    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    known = {name: weight.shape for name, weight in NAMES.to_theirs(empty, config).items()}
-    state = dict(state)
+    ours, state = meta_dit_state(config), dict(state)
     positions = state.pop(POSITIONS, None)
-    check_state(state, known)
+    check_state(state, NAMES.to_theirs(ours, config))
     if positions is not None:
         _check_positions(positions, config)
-    return {name: NAMES.ours(state.__getitem__, name, config) for name in shapes}
+    return {name: NAMES.ours(state.__getitem__, name, config) for name in ours}
 
 
 def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
@@ -55,7 +52,7 @@ def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str,
 
     Raises UserError for missing, unknown or misshapen weights.
     """
-    check_state(state, dit_shapes(config))
+    check_state(state, meta_dit_state(config))
     positions = position_embedding(torch.arange(config.num_patches), config)[None]
     return NAMES.to_theirs(state, config) | {POSITIONS: positions.to(state[PATCHES].dtype)}
 

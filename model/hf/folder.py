@@ -95,26 +95,26 @@ def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, in
         raise UserError(f"num_layers is {layers}, and there are {len(state)} weights; they are of two models")
 
 
-def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+def check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Raise UserError for missing, unknown or misshapen weights, and for non-float or non-finite ones."""
-    check_described(state, shapes)
-    for name in shapes:
+    check_described(state, like)
+    for name in like:
         check_finite(name, state[name])
 
 
-def check_described(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+def check_described(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Raise UserError for missing, unknown, misshapen or non-float weights; meta tensors will do.
 
     Names that are too many or too few are listed, the first few of them.
     """
-    missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
+    missing, unknown = sorted(like.keys() - state.keys()), sorted(state.keys() - like.keys())
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(f"The state dict {problem} {', '.join(names[:3])}{more}; it is not of this configuration")
-    for name, shape in shapes.items():
-        if state[name].shape != shape:
-            raise UserError(f"{name} has shape {tuple(state[name].shape)}; the configuration makes it {tuple(shape)}")
+    for name, weight in like.items():
+        if (shape := state[name].shape) != weight.shape:
+            raise UserError(f"{name} has shape {tuple(shape)}; the configuration makes it {tuple(weight.shape)}")
         if (dtype := state[name].dtype) not in DTYPES:
             raise UserError(
                 f"{name} is {_name(dtype)}; weights must be {', '.join(map(_name, DTYPES[:-1]))} or float64: "

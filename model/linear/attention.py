@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kernels.cache import States
 from model.attention import LinearAttend, LinearCore
 from model.config import ModelConfig
-from model.layers import Linear, RMSNorm
+from model.layers import Linear, RMSNorm, Rotary
 
 
 def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
@@ -86,11 +86,11 @@ class TokenMixer(LinearCore):
         self.norm = RMSNorm(inside, eps=config.norm_epsilon, elementwise_affine=False)
         self.wo = Linear(inside, width, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
+    def forward(self, x: Tensor, places: Tensor | Rotary, mask: Any = None, states: States | None = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
         q, k = F.silu(q), F.silu(k)
         if self.lrpe is not None:
-            q, k = self.lrpe(q, k, positions)  # [B, T, H, 2 D]
+            q, k = self.lrpe(q, k, places.positions if isinstance(places, Rotary) else places)  # [B, T, H, 2 D]
         out = self.core(q, k, v, self.log_decay, mask, states, self.layer)  # [B, T, H, D]
         return self.wo(self.wu(x) * self.norm(out.flatten(-2)))
 

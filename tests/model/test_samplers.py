@@ -193,21 +193,6 @@ def test_guidance_of_the_first_channels_is_the_original_s():
     assert (whole - found).abs().amax(dim=(0, 2, 3)).gt(0.01).tolist() == [False] * 3 + [True] + [False] * 4
 
 
-@pytest.mark.parametrize(
-    ("objective", "settings", "message"),
-    [
-        ("rectified_flow", {"steps": 5, "method": "ddim"}, "method is ddim.*rectified_flow; use euler"),
-        ("ddpm", {"steps": 5, "method": "euler"}, "use ddim or ddpm"),
-        ("ddpm", {"steps": 1001}, "steps is 1001; it must be 1 or more and at most 1000"),
-        ("rectified_flow", {"steps": 0}, "steps is 0"),
-        ("ddpm", {"steps": 5, "method": "ddpm"}, "step_noise is None"),
-    ],
-)
-def test_what_cannot_be_drawn_is_named(objective, settings, message):
-    with pytest.raises(ValueError, match=message):
-        draw(of(objective), unruly(SHAPE[-1]), drawn(*SHAPE), **settings)
-
-
 def test_a_part_of_the_patches_is_drawn_as_within_the_whole():
     diffusion = of("ddpm")
     start = drawn(*SHAPE)

@@ -11,9 +11,8 @@ from runtime.errors import UserError
 
 @pytest.mark.parametrize("text", ["8,0", "(8,0)", " (8, 0) "])
 def test_a_window_is_the_keys_before_a_token_and_after_it(text):
-    assert [windows_of(text, None, 3).of(layer) for layer in range(3)] == [(8, 0)] * 3
-    assert windows_of("-1,0", None, 3).of(0) is None
-    assert windows_of(None, None, 3).of(0) is None
+    assert windows_of(text, None, 3) == ((8, 0),) * 3
+    assert windows_of("-1,0", None, 3) == windows_of(None, None, 3) == (None,) * 3
 
 
 def megatrons(window_attn_skip_freq, layer_number):
@@ -42,7 +41,7 @@ def megatrons(window_attn_skip_freq, layer_number):
 )
 def test_layers_are_those_of_megatron(skip):
     want = [megatrons(None if skip is None else eval(skip), number) for number in range(1, 13)]
-    assert [windows_of("8,0", skip, 12).of(layer) == (8, 0) for layer in range(12)] == want
+    assert [window == (8, 0) for window in windows_of("8,0", skip, 12)] == want
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from model.hf import config_to_hf
 from model.hf.api import their_weights
 from model.hf.shards import NAMES, Weights
-from model.registry import shapes_of
+from model.registry import meta_state
 from runtime.ranks import run_ranks
 from tests.model.hf.hugging_face import LLAMA
 from tests.tools.test_convert_hf import published, tensors
@@ -29,7 +29,7 @@ TALL = dataclasses.replace(
 
 def sparse(folder, config, dtype):
     """Write a model of zeros that takes no room on the disk; return its bytes."""
-    ours = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes_of(config).items()}
+    ours = {name: weight.to(dtype) for name, weight in meta_state(config).items()}
     theirs, _ = their_weights(ours, lambda name: ours[name], config)
     header, end = {}, 0
     for name, weight in theirs.items():

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.hf.folder import Read, check_described, check_value, described, entry, finite, read_json, shown
+from model.hf.folder import Read, check_described, check_value, described, entry, finite, naming, read_json, shown
 from model.hf.llama import LLAMA
 from model.hf.shards import Weights, inside, write_weights
 from model.lora import THEIRS, is_adapter
@@ -108,7 +108,7 @@ def read_adapter(
         if key not in NEUTRAL:
             check_value(path, shown(key)[1:-1], value, ONLY.get(key, _NOTHING), f"; {MERGE}")
     theirs = Weights(folder, tell, WEIGHTS)
-    try:
+    with naming(path, "these are no adapters of PEFT"):
         dropout = entry(contents, "lora_dropout", float, 0.0)
         config = replace(
             config,
@@ -116,17 +116,11 @@ def read_adapter(
             lora_alpha=entry(contents, "lora_alpha", float),
             lora_target=_targets(contents["target_modules"], theirs),
         )
-    except KeyError as missing:
-        raise UserError(f"{path}: {missing.args[0]} is missing; these are no adapters of PEFT") from None
-    except UserError as error:
-        raise UserError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
     ours = meta_state(config)
     names = {name: peft_name(name) for name in ours if is_adapter(name)}
     found = described(theirs)
-    try:
+    with naming(path):
         check_described(found, {theirs: ours[name] for name, theirs in names.items()})
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
     if dropout:
         tell(f"note: {path}: lora_dropout = {dropout} is passed over; adapters have no dropout here")
     whole = finite(theirs.__getitem__)

@@ -11,7 +11,7 @@ from model.architecture import architecture_of
 from model.config import ModelConfig
 from model.hf import gpt2, hybrids, llama, transnormer
 from model.hf.family import TIED, TOKEN_IDS, Contents, Family
-from model.hf.folder import CONFIG, shown, unsupported
+from model.hf.folder import CONFIG, naming, shown, unsupported
 from model.traits import LLAMAS
 from runtime.errors import UserError
 
@@ -91,16 +91,12 @@ def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> ModelConfig:
     Raises UserError naming a key that is missing, of the wrong type, not supported (another activation, ...), or not
     known to change nothing.
     """
-    try:
+    with naming(folder / CONFIG):
         hf = own_part(hf)
         family = family_in(hf)
+    with naming(folder / CONFIG, f"this is no {family.kind}'s configuration"):
         family.check(hf)
         return family.read(hf)
-    except KeyError as missing:
-        said = f"{missing.args[0]} is missing; this is no {family.kind}'s configuration"
-        raise UserError(f"{folder / CONFIG}: {said}") from None
-    except ValueError as error:
-        raise UserError(f"{folder / CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
 
 
 def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None) -> dict[str, Any]:

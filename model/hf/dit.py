@@ -15,7 +15,7 @@ from torch import Tensor
 from model.dit import meta_dit_state, position_embedding
 from model.dit_config import DiTConfig
 from model.hf.family import Fused, Names
-from model.hf.folder import CONFIG, check_sizes, check_state, entry, read_json, unsupported
+from model.hf.folder import CONFIG, check_sizes, check_state, entry, naming, read_json, unsupported
 from model.hf.shards import Weights, new_folder, write_model
 from runtime.errors import UserError
 
@@ -72,14 +72,12 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
     defaults = {field.name: field.default for field in dataclasses.fields(DiTConfig)}
     if unknown := sorted(contents.keys() - defaults.keys()):
         raise UserError(f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out")
-    try:
+    with naming(folder / CONFIG):
         values = {
             name: entry(contents, name, kinds.get(type(default), type(default)), default)
             for name, default in defaults.items()
         }
         config = DiTConfig(**values)
-    except ValueError as error:
-        raise UserError(f"{folder / CONFIG}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
     return config, dit_from_original(Weights(folder), config)
 
 

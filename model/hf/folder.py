@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise UserError(f"{path} holds no JSON object; download it again")
     return contents
+
+
+@contextmanager
+def naming(path: Path, missing: str = "") -> Iterator[None]:
+    """Say in errors of a file's entries which file it is; ``missing`` says what a file without an entry is not."""
+    try:
+        yield
+    except KeyError as absent:
+        raise UserError(f"{path}: {absent.args[0]} is missing; {missing}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {str(error).removeprefix(f'{CONFIG}: ')}") from None
 
 
 def entry(contents: Mapping[str, Any], key: str, kind: type, *default: Any) -> Any:

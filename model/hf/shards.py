@@ -49,11 +49,8 @@ class Weights(Mapping[str, Tensor]):
         files = [single] if whole else sorted(set(index.values()))
         names = sorted(path.name for path in folder.glob("*") if path.name.endswith(WEIGHT_FILES))
         beside = [name for name in names if name not in files]
-        if (
-            whole
-            and not (folder / single).exists()
-            and (pickles := [name for name in beside if Path(name).suffix in PICKLES])
-        ):
+        pickles = [name for name in beside if Path(name).suffix in PICKLES]
+        if whole and pickles and not (folder / single).exists():
             raise UserError(
                 f"{folder / pickles[0]} is a pickle, which can run code when it is read, and there is no {single}; "
                 "take the model's safetensors files"

@@ -86,19 +86,14 @@ class Fused(NamedTuple):
     def part(self, weight: Tensor, number: int, config: Any) -> Tensor:
         """Return one of our modules' weight: a view, unless there are groups."""
         groups, along = self.groups(config), self.dim % weight.ndim
-        if groups > 1:
-            weight = weight.unflatten(along, (groups, -1))
-            along += 1
-        if self.sizes is None:
-            found = weight.chunk(len(self.parts), along)[number]
-        else:
-            found = weight.split([size // groups for size in self.sizes(config)], along)[number]
-        return found.flatten(along - 1, along) if groups > 1 else found
+        weight = weight.unflatten(along, (groups, -1))
+        width = weight.shape[along + 1] // len(self.parts)
+        sizes = width if self.sizes is None else [size // groups for size in self.sizes(config)]
+        return weight.split(sizes, along + 1)[number].flatten(along, along + 1)
 
     def joined(self, weights: Sequence[Tensor], config: Any) -> Tensor:
         """Return theirs of our weights, which have channels first."""
-        if (groups := self.groups(config)) == 1:
-            return torch.cat(list(weights))
+        groups = self.groups(config)
         return torch.cat([weight.unflatten(0, (groups, -1)) for weight in weights], 1).flatten(0, 1)
 
 

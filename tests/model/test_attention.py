@@ -84,10 +84,11 @@ def test_a_layer_is_that_of_gpt_oss_and_so_is_every_gradient(layer):
     )  # fmt: skip
     theirs = GptOssAttention(theirs_config, layer).double()
     config = ModelConfig(
-        hidden_size=24, num_attention_heads=4, num_query_groups=2, kv_channels=8, num_layers=2, vocab_size=9,
-        window_size="5,0", window_attn_skip_freq="2", softmax_type="learnable",
+        model_type="gpt", position_embedding_type="rope", hidden_size=24, num_attention_heads=4, num_query_groups=2,
+        kv_channels=8, num_layers=2, vocab_size=9, window_size="5,0", window_attn_skip_freq="2",
+        softmax_type="learnable",
     )  # fmt: skip
-    ours = attention_of(config, layer, sdpa, bias=True).double()
+    ours = attention_of(config, layer, sdpa).double()  # with biases
     torch.manual_seed(0)
     for name, parameter in theirs.named_parameters():
         nn.init.normal_(parameter)

@@ -46,21 +46,21 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 251,
-    "model": 5254,
+    "model": 4971,
     "kernels": 4617,
     "parallel": 8271,
     "checkpoint": 1455,
-    "data": 4608,
-    "train": 5771,
+    "data": 4609,
+    "train": 5770,
     "planner": 3180,
     "runtime": 2375,
     "slurm": 336,
-    "tools": 5023,
+    "tools": 5022,
     "parity": 713,
     "papers": 2210,
     "bench": 3148,
     "docs": 168,
-    "tests": 44737,
+    "tests": 44780,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -45,7 +45,8 @@ class Strips:
         """Fold the attention of these tiles into running results, in place."""
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
         q, k, v = heads_first(q, *keys)
-        for rows, columns, causal, mask in self._parts(q, k, tiles, lse.dtype, by_rows=True):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        for rows, columns, causal, mask in self._parts(q, k, tiles, wide, by_rows=True):
             for heads, groups in self._heads(q[:, :, rows], k[:, :, columns]):
                 at_keys = k[:, groups, columns], v[:, groups, columns]
                 part = self.forward(q[:, heads, rows], *at_keys, causal, scale, mask)

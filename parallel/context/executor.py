@@ -1,8 +1,8 @@
 """Executor: run a plan's rounds over a process group. The only autograd code for softmax attention.
 
-Partial outputs, lse and all gradients accumulate in float32 (float64 for float64 inputs) and are cast once at the end,
-so the error against a float64 reference does not grow with the number of ranks. Every transfer is posted before the
-compute that hides it.
+Partial outputs, lse and all gradients accumulate in float32 (float64 for float64 inputs, and lse on the CPU) and are
+cast once at the end, so the error against a float64 reference does not grow with the number of ranks. Every transfer is
+posted before the compute that hides it.
 
 Shapes: B batch, T local positions, H query heads, K key/value heads, D head width. q ``[B, T, H, D]``, k and v
 ``[B, T, K, D]``. With Ulysses, T, H and K are those after the exchange of heads.
@@ -77,13 +77,14 @@ class Executor:
             if not results and (tile := only_block(tiles, rows[1], None, backend)):
                 results = block_forward(queries, keys[:, tile.k], values[:, tile.k], tile.kind, scale, backend)
             else:
-                results = out, lse = _dense(results, wide) or _nothing(rows, q, wide)
+                results = out, lse = _running(results or _nothing(rows, q, wide), wide)
                 attend_tiles_(out, lse, queries, Keys(keys, values), tiles, scale, backend)
             del keys, values  # free them before the next round allocates
         if not stays:
             staying()  # all tokens here are padding
         final = len(self._team) == 1 and sinks is None
         out, lse = _dense(results, None if final else wide) or _nothing(rows, q, wide)
+        lse = lse.to(wide)
         if len(self._team) > 1:
             out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
         if sinks is not None:
@@ -178,6 +179,16 @@ def _nothing(rows: tuple[int, int, int], q: Tensor, dtype: torch.dtype) -> Tenso
     """Return the results over no key: out ``[B, T, H, D]`` of 0 and lse ``[B, T, H]`` of -inf."""
     out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)
     return out, torch.full(rows, float("-inf"), dtype=dtype, device=q.device)
+
+
+def _running(results: Tensors, wide: torch.dtype) -> Tensors:
+    """Return results that merges go on from: out in this dtype, and lse on the CPU in float64.
+
+    Rounding lse scales the weights of its whole row, which the gradients of norms of q and k do not average out, and
+    each merge would round it once more. GPUs' kernels have float32.
+    """
+    out, lse = results
+    return *_dense((out,), wide), *_dense((lse,), torch.float64 if lse.device.type == "cpu" else wide)
 
 
 def _dense(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:

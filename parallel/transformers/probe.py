@@ -61,12 +61,12 @@ def probe(model: nn.Module, plan: Plan) -> None:
     tokens = torch.arange(TOKENS, device=device)[None] % 3
     inputs = {"input_ids": tokens, "position_ids": torch.arange(TOKENS, device=device)[None], "use_cache": False}
     inputs[CONTEXT] = Alone(plan)
-    with torch.no_grad(), _evaluating(model), _watched(model):
+    with torch.no_grad(), evaluating(model), _watched(model):
         model(**inputs)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Draw nothing at random, and leave each module's mode as it was."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

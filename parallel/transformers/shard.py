@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kernels.loss import cross_entropy_sum
 from parallel.context import ContextParallel, context_parallel
+from parallel.context.methods.registry import METHODS, check_kind, method_of
 from parallel.transformers.batch import Batch, check_same, pack, part
 from parallel.transformers.check import Report, compare
 from parallel.transformers.layers import NAME, install
@@ -25,6 +26,13 @@ REFUSED = {
     "output_router_logits": "the loss of its router is of a rank's own tokens; set it to False",
 }
 """Settings of a model's configuration, and why they are refused."""
+OF_LAYERS = {
+    "causal": "the layers are causal, or refused",
+    "documents": "give them with each batch, to cp.batch",
+    "window": "each layer has its own, or none",
+    "seq_len": "a batch has any length",
+}
+"""Options of ``context_parallel`` that a model's layers and batches decide, and how."""
 
 
 class Sharded:
@@ -109,10 +117,11 @@ class Sharded:
     def check(self, model: nn.Module, batch: Batch) -> Report:
         """Compare losses, and gradients of every module, with the model in one process. Collective.
 
-        There each document is alone, and attention is the model's own. Rank 0 of the group holds all of it, so give a
-        short batch. No number of the model changes.
+        There each document is alone, and attention is the model's own: once in the model's dtype, once in float64.
+        Rank 0 of the group holds all of it, a copy of the model in float64 and three gradients, so give a short batch.
+        Nothing is dropped out, and no number of the model changes.
 
-        Raises UserError: the model's weights are sharded.
+        Raises UserError: the model's weights are sharded or quantised, or the batch has no labels.
         """
         return compare(model, batch, self.group, self.paused)
 
@@ -134,6 +143,11 @@ def _configs(model: nn.Module) -> list[Any]:
 
 def _check_settings(model: nn.Module) -> None:
     """Raise UserError for a setting of the model that a forward of a few tokens does not show."""
+    if any(config._attn_implementation == NAME for config in _configs(model)):
+        raise UserError(
+            "the model is sharded already; use what that call of shard returned, or, for another group or method, "
+            "call shard again within its paused()"
+        )
     for config in _configs(model):
         for name, reason in REFUSED.items():
             if getattr(config, name, False):
@@ -156,12 +170,16 @@ def shard(
     Args:
         model: a causal language model with its weights, also within peft's or FSDP2's wrapping.
         group: None is this process alone.
-        method: a name in ``METHODS``.
+        method: a name in ``METHODS``, of softmax attention.
         world: the ranks whose gradients are averaged, by default all processes.
-        options: as for ``context_parallel``.
+        options: as for ``context_parallel``, without what each batch and layer brings.
 
-    Raises UserError: a layer that these ranks cannot compute, with its name and the reason.
+    Raises UserError: a layer that these ranks cannot compute, with its name and the reason; a method that passes states
+        on; a model that is sharded already.
     """
+    check_kind(method_of(method), "shard", "softmax attention", METHODS)
+    if wrong := sorted(OF_LAYERS.keys() & options.keys()):
+        raise UserError(f"shard: {wrong[0]} is {options[wrong[0]]!r}; leave it out: {OF_LAYERS[wrong[0]]}")
     _check_settings(model)
     size = 1 if group is None else dist.get_world_size(group)
     context = context_parallel(method, seq_len=size, group=group, **options)

@@ -6,7 +6,8 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+
+from parallel.transformers.check import Wide
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY, LAYERS = 40, 3
@@ -73,17 +74,6 @@ def model_of(family, heads, dtype=torch.float64, **others):
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     return model.to(dtype).train()
-
-
-class Wide(TorchFunctionMode):
-    """Compute in float64 where models of transformers ask for float32."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def widened(x):
-            return torch.float64 if x is torch.float32 else x
-
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(widened, args), **{name: widened(x) for name, x in (kwargs or {}).items()})
 
 
 def tokens(length, seed=3):

@@ -107,6 +107,31 @@ def test_a_forward_without_its_batch_is_refused_and_a_paused_one_is_the_models_o
     assert torch.allclose(model(**cp.batch(ids).inputs).logits, before, atol=1e-6)
 
 
+def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
+    model = model_of("Llama", 2).eval()
+    before, cp = model.config._attn_implementation, shard(model)
+    with pytest.raises(UserError, match="the model is sharded already; use what that call of shard returned, or"):
+        shard(model)
+    with cp.paused():
+        again = shard(model, method="zigzag")
+    with again.paused():
+        assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"method": "lasp"}, "^shard: method lasp passes states on, .* use one of ring, .* exchange$"),
+        ({"method": "lapse"}, "context_parallel_method 'lapse' does not exist"),
+        ({"causal": False}, "^shard: causal is False; leave it out: the layers are causal, or refused"),
+        ({"documents": (0, 9)}, r"^shard: documents is \(0, 9\); leave it out: give them with each batch, to cp.batch"),
+    ],
+)
+def test_a_method_or_option_that_layers_cannot_have_is_refused(options, said):
+    with pytest.raises(UserError, match=said):
+        shard(model_of("Llama", 2), **options)
+
+
 def test_weights_that_are_not_there_cannot_be_tried():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(model_of("Llama", 2).config)

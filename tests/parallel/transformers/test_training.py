@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel.transformers import shard
 from parallel.transformers.batch import IGNORED
+from parallel.transformers.check import Report, Row, Wide
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.families import Wide, difference, gradients, model_of, one_process, tokens
+from tests.parallel.transformers.families import difference, gradients, model_of, one_process, tokens
 
 LENGTH, PACKED, HEADS = 45, (7, 1, 19, 4, 14), 2
 
@@ -104,38 +105,78 @@ def test_labels_that_are_shifted_after_cutting_are_seen():
 
 
 def checked(rank, world_size):
-    """The reports of a right model and of one whose ranks take other positions, and the errors of wrong uses."""
-    model = model_of("Qwen3_5", HEADS)
-    cp = shard(model, dist.group.WORLD)
-    with Wide():
-        batch = cp.batch(*tokens(LENGTH), documents=PACKED)
-        right = cp.check(model, batch)
-        batch.inputs["position_ids"] = batch.inputs["position_ids"] + torch.arange(batch.labels.shape[1]) % 2
-        wrong = cp.check(model, batch)
+    """Reports of a right model in float64 and float32, and of one whose ranks take other positions."""
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        with Wide() if dtype == torch.float64 else nullcontext():
+            model = model_of("Qwen3_5", HEADS, dtype)
+            cp = shard(model, dist.group.WORLD)
+            batch = cp.batch(*tokens(LENGTH), documents=PACKED)
+            found.append(cp.check(model, batch))
+    batch.inputs["position_ids"] = batch.inputs["position_ids"] + torch.arange(batch.labels.shape[1]) % 2
+    found.append(cp.check(DistributedDataParallel(model), batch))
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+    return found
+
+
+def test_a_model_is_compared_with_one_process_module_by_module():
+    """Gates of the delta rule are off in transformers' float32, and are not taken for the ranks' fault."""
+    (exact, right, wrong), other = run_ranks(checked, 2)
+    assert [exact, right, wrong] == other
+    assert max(row.ranks for row in exact.rows) < 1e-10
+    assert exact.right
+    assert right.worst < 3
+    assert wrong.worst > 1e4
+    assert not wrong.right
+    rows = {row.module: row for row in right.rows}
+    assert {"model.layers.0.linear_attn", "model.layers.1.self_attn.q_proj", "lm_head"} <= rows.keys()
+    gates = rows["model.layers.2.linear_attn"]
+    assert gates.ranks < 1e-5 < 1e-4 < gates.one_process
+    lines = str(right).splitlines()
+    assert lines[0].split() == ["module", "parameters", "ranks", "one", "process"]
+    assert lines[-2].startswith(f"loss {right.sharded:.12g} on the ranks, {right.one_process:.12g} in one process")
+    assert lines[-1].startswith("right: the ranks are up to")
+    assert "wrong" not in str(right)
+    assert str(wrong).count("  wrong") == len(wrong.rows)
+    assert str(wrong).endswith("as one process, and 10 is the limit")
+
+
+def test_a_report_with_a_gradient_that_is_not_a_number_is_not_right():
+    for nan in (Row("a", 1, torch.nan, 1e-7), Row("a", 1, 1e-7, torch.nan)):
+        assert not Report(1.0, 1.0, 1.0, 1e-7, [Row("b", 1, 1e-7, 1e-7), nan]).right
+    assert not Report(torch.nan, 1.0, 1.0, 1e-7, [Row("b", 1, 1e-7, 1e-7)]).right
+
+
+def refused(rank, world_size):
+    """Messages about wrong uses."""
+    model = model_of("Llama", HEADS)
+    cp = shard(model, dist.group.WORLD)
+    batch = cp.batch(*tokens(LENGTH), documents=PACKED)
+    quantised = model_of("Llama", HEADS)
+    quantised.lm_head.weight = torch.nn.Parameter(quantised.lm_head.weight.char(), requires_grad=False)
     said = []
     for call in (
         lambda: cp.batch(tokens(LENGTH)[0] + rank),
         lambda: cp.batch(tokens(LENGTH)[0], documents=(LENGTH - 1 - rank, 1 + rank)),
+        lambda: cp.check(model, cp.batch(tokens(LENGTH)[0])),
+        lambda: cp.check(quantised, batch),
         lambda: cp.check(fully_shard(model), batch),
     ):
         with pytest.raises(UserError) as error:
             call()
         said.append(str(error.value))
-    return right, wrong, said
+    return said
 
 
-def test_a_model_is_compared_with_one_process_module_by_module():
-    (right, wrong, said), other = run_ranks(checked, 2)
-    assert (right, wrong, said) == other
-    assert right.worst < 1e-10 < 1e-3 < wrong.worst
-    assert {"model.layers.0.linear_attn", "model.layers.1.self_attn.q_proj", "lm_head"} <= {x[0] for x in right.rows}
-    lines = str(right).splitlines()
-    assert lines[0].split() == ["module", "parameters", "gradients", "differ", "by"]
-    assert lines[-1].startswith(f"loss {right.sharded:.12g}, in one process")
+def test_wrong_uses_are_refused_on_every_rank():
+    said, other = run_ranks(refused, 2)
+    assert said == other
     for message in said[:2]:
         assert message.startswith("input_ids or documents of the group's ranks [1] are not those of its rank 0")
-    assert said[2].startswith("the model's weights are sharded; compare before fully_shard")
+    assert said[2].startswith("the batch has no labels, so no loss")
+    assert said[3].startswith("lm_head.weight is quantised")
+    assert said[4].startswith("the model's weights are sharded; compare before fully_shard")
 
 
 def gathered(rank, world_size):
@@ -169,7 +210,8 @@ def adapted(rank, world_size):
         batch = cp.batch(*tokens(LENGTH), documents=PACKED)
         report = cp.check(model, batch)
         assert {row.module.rpartition(".")[2] for row in report.rows} == {"default"}
-        return report.worst
+        assert report.right
+        return max(row.ranks for row in report.rows)
 
     found = []
     with Wide():

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 1 -m docs.examples.finetune_chats       # the same los
 
 import os
 import sys
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -50,13 +51,18 @@ def chats(count: int) -> Dataset:
     return Dataset.from_dict({"messages": rows})
 
 
-def trained(folder: str, processes: int, ranks: int, kind: type = LongTrainer) -> SFTTrainer:
-    """Return the trainer after 20 steps of 8 packs of chats in two halves, each on ``ranks`` of the processes."""
+def trained(
+    folder: str, processes: int, ranks: int, kind: type = LongTrainer, steps: int = 20, **others: Any
+) -> SFTTrainer:
+    """Return the trainer after steps of 8 packs of chats in two halves, each on ``ranks`` of the processes.
+
+    ``others`` go to the trainer, such as the ``peft_config`` of adapters.
+    """
     arguments = SFTConfig(
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),
         bf16=False,
-        max_steps=20,
+        max_steps=steps,
         per_device_train_batch_size=4 * ranks // processes,
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
@@ -70,7 +76,12 @@ def trained(folder: str, processes: int, ranks: int, kind: type = LongTrainer) -
         dataloader_pin_memory=False,
     )
     trainer = kind(
-        made_model(), arguments, train_dataset=chats(120), processing_class=tokenizer(), context_parallel_size=ranks
+        made_model(),
+        arguments,
+        train_dataset=chats(120),
+        processing_class=tokenizer(),
+        context_parallel_size=ranks,
+        **others,
     )
     trainer.train()
     return trainer

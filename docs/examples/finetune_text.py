@@ -8,6 +8,7 @@ With the installed package, its name stands for `parallel`. The model and its te
 
 import os
 import sys
+from typing import Any
 
 import torch
 from transformers import (
@@ -51,14 +52,19 @@ def documents(count: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": [ord(x) for x in (TEXT[5 * i :] + TEXT)[: 16 + 8 * (i % 3)]]} for i in range(count)]
 
 
-def trained(folder: str, processes: int, ranks: int, kind: type = LongTrainer, resume: str | None = None) -> Trainer:
-    """Return the trainer after 6 steps of 8 documents in two halves, each sequence on ``ranks`` of the processes."""
+def trained(
+    folder: str, processes: int, ranks: int, kind: type = LongTrainer, resume: str | None = None, **others: Any
+) -> Trainer:
+    """Return the trainer after 6 steps of 8 documents in two halves, each sequence on ``ranks`` of the processes.
+
+    ``others`` are more arguments of training, such as ``fsdp=True`` on GPUs.
+    """
     arguments = TrainingArguments(
-        output_dir=folder,
+        folder,
         use_cpu=not torch.cuda.is_available(),
         max_steps=6,
         per_device_train_batch_size=4 * ranks // processes,
-        per_device_eval_batch_size=3,
+        per_device_eval_batch_size=4,
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
         logging_steps=1,
@@ -68,6 +74,7 @@ def trained(folder: str, processes: int, ranks: int, kind: type = LongTrainer, r
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **others,
     )
     trainer = kind(
         made_model(),

@@ -84,6 +84,8 @@ class ContextParallelTrainer(Base):
             raise UserError(f"context_parallel_size is {size}; it must divide the {world} processes")
         if self.args.train_sampling_strategy == "batch_rebalance":
             raise UserError("train_sampling_strategy batch_rebalance gives every process its own samples; use another")
+        if self.args.fsdp and not self.is_fsdp_enabled:
+            raise UserError("fsdp is on, and accelerate has none for these devices and would take DDP; leave it out")
         if self.accelerator.dispatch_batches:
             raise UserError("dispatch_batches is True, which gives every process its own samples; leave it out")
         self.accelerator.dataloader_config.dispatch_batches = False
@@ -105,7 +107,10 @@ class ContextParallelTrainer(Base):
         if not hasattr(loader.batch_sampler, "even_batches"):
             raise UserError("a dataset without a length is evaluated by one group alone; give one that has a length")
         if self.is_fsdp_enabled and (count := loader.batch_sampler.total_length) % groups:
-            raise UserError(f"{count} batches to evaluate, and FSDP needs a multiple of the {groups} groups")
+            raise UserError(
+                f"{count} batches to evaluate, and FSDP needs a multiple of the {groups} groups; change "
+                "per_device_eval_batch_size or the samples of eval_dataset"
+            )
         loader.batch_sampler.even_batches = False
         return loader
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from parallel.transformers.batch import IGNORED
 from parallel.transformers.trainer import _arguments
@@ -51,21 +52,42 @@ def shifted_after_cutting(trainer_class):
 
 
 def text(rank, world_size, folder, sizes):
-    """Losses of training and evaluation for each size of groups; of the first, those after it goes on at step 3."""
+    """Losses of training and evaluation for each size of groups; then those after going on at step 3, and of FSDP2."""
     environment(rank, world_size)
     from transformers import Trainer
 
     from docs.examples import finetune_text
 
+    def logged(name, size, **others):
+        trainer = finetune_text.trained(f"{folder}/{name}", world_size, size, kind, **others)
+        assert {isinstance(x, DTensor) for x in trainer.model.parameters()} == {"fsdp" in others}
+        return losses(trainer), losses(trainer, "eval_loss")
+
     kind = finetune_text.LongTrainer if world_size > 1 else alone(Trainer)
-    found = []
-    for size in sizes:
-        trainer = finetune_text.trained(f"{folder}/{size}", world_size, size, kind)
-        found.append((losses(trainer), losses(trainer, "eval_loss")))
+    found = [logged(size, size) for size in sizes]
     if world_size > 1:
-        resumed = finetune_text.trained(f"{folder}/resumed", 4, sizes[0], kind, f"{folder}/{sizes[0]}/checkpoint-3")
-        found.append((losses(resumed), losses(resumed, "eval_loss")))
+        found.append(logged("resumed", sizes[0], resume=f"{folder}/{sizes[0]}/checkpoint-3"))
+        with pytest.raises(UserError, match="fsdp is on, and accelerate has none for these devices"):
+            logged("fsdp", 2, fsdp=True)
+        fsdp_on_cpus()
+        fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+        found += [logged("fsdp", 2, resume=resume, **fsdp) for resume in (None, f"{folder}/fsdp/checkpoint-3")]
     return found
+
+
+def fsdp_on_cpus():
+    """Let accelerate take its FSDP here, which it leaves out where there is no GPU."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    own = AcceleratorState.__init__
+
+    def with_plugin(self, *args, fsdp_plugin=None, **others):
+        own(self, *args, fsdp_plugin=fsdp_plugin, **others)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = with_plugin
 
 
 def evaluated(checkpoint):
@@ -86,6 +108,7 @@ def test_transformers_trainer_has_the_losses_of_one_process_on_any_mesh_and_its_
     everywhere = run_ranks(text, 4, str(tmp_path / "ranks"), sizes)
     ((expected, _),) = run_ranks(text, 1, str(tmp_path / "one"), (1,))[0]
     for rank in everywhere:
+        assert len(rank) == len(sizes) + 3
         for found, evaluations in rank:
             assert len(found) == 6
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -96,28 +119,36 @@ def test_transformers_trainer_has_the_losses_of_one_process_on_any_mesh_and_its_
         assert len(list(Path(tmp_path, f"ranks/{size}").rglob("*.safetensors"))) == 2
 
 
-def chats(rank, world_size, folder, kinds):
-    """Losses of each kind of trainer."""
+def chats(rank, world_size, folder, runs):
+    """Losses by each kind of trainer, in so many steps, of the model or of adapters."""
     environment(rank, world_size)
+    from peft import LoraConfig
     from trl import SFTTrainer
 
     from docs.examples import finetune_chats
 
     found = []
-    for kind in kinds:
+    for kind, steps, adapters in runs:
         base = SFTTrainer if kind is alone else finetune_chats.LongTrainer
         made = kind(base) if kind else base
-        found.append(losses(finetune_chats.trained(folder, world_size, min(2, world_size), made)))
+        others = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if adapters else {}
+        trainer = finetune_chats.trained(folder, world_size, min(2, world_size), made, steps, **others)
+        assert all("lora" in name for name, x in trainer.model.named_parameters() if x.requires_grad) == adapters
+        found.append(losses(trainer))
     return found
 
 
 def test_packed_chats_of_trl_have_the_losses_of_one_process(tmp_path):
     pytest.importorskip("trl", reason="requirements-dev.txt has it")
-    found, wrong = run_ranks(chats, 4, str(tmp_path), (None, shifted_after_cutting))[0]
-    (expected,) = run_ranks(chats, 1, str(tmp_path), (alone,))[0]
+    pytest.importorskip("peft", reason="requirements-dev.txt has it")
+    runs = (None, 20, False), (None, 6, True), (shifted_after_cutting, 3, False)
+    found, adapters, wrong = run_ranks(chats, 4, str(tmp_path), runs)[0]
+    expected, of_adapters = run_ranks(chats, 1, str(tmp_path), ((alone, 20, False), (alone, 6, True)))[0]
     assert len(found) == 20
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert (wrong - expected).abs()[1:].min() > 1e-3  # the first is of a model that knows nothing
+    torch.testing.assert_close(adapters, of_adapters, rtol=0, atol=1e-5)
+    assert adapters[0] - adapters[-1] > 0.01  # they learn
+    assert (wrong - expected[:3]).abs()[1:].min() > 1e-3  # the first is of a model that knows nothing
 
 
 def refused(rank, world_size, folder):

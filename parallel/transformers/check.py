@@ -120,7 +120,8 @@ def compare(
     if group is not None:
         dist.broadcast(found, group=group, group_src=0)
     rounding = max(torch.finfo(x.dtype).eps for x in named.values())
-    return Report(*found[0].tolist(), max(rounding, 1e-13), _rows(named, found[1:].tolist()))
+    sharded, one_process, exactly = found[0].tolist()
+    return Report(sharded, one_process, exactly, max(rounding, 1e-13), _rows(named, found[1:].tolist()))
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ class ContextParallelTrainer(Base):
     Raises UserError: an argument that would change the loss, or a layer that the ranks cannot compute.
     """
 
-    loss_is_scaled_for_ga = True
+    loss_is_scaled_for_ga: Any = True
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class ContextParallelTrainer(Base):
         return (count // self.get_cp_size()).clamp(min=1)
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
         """Return the batch's share of the loss, the same on every rank; the outputs are of this rank's tokens."""
         batch = self.context_parallel.batch(**_arguments(inputs))
@@ -160,9 +160,9 @@ class ContextParallelTrainer(Base):
         found.metrics[f"{metric_key_prefix}_loss"] = total / max(tokens, 1)
         return found
 
-    def floating_point_ops(self, inputs: Any) -> float:
+    def floating_point_ops(self, inputs: Any) -> int:
         """Return a rank's share; transformers adds those of all."""
-        return float(super().floating_point_ops(inputs)) / self.get_cp_size()
+        return int(super().floating_point_ops(inputs)) // self.get_cp_size()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen

@@ -47,8 +47,8 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 251,
     "model": 4971,
-    "kernels": 4617,
-    "parallel": 8271,
+    "kernels": 4618,
+    "parallel": 8383,
     "checkpoint": 1455,
     "data": 4609,
     "train": 5770,
@@ -59,8 +59,8 @@ BUDGET = {
     "parity": 713,
     "papers": 2210,
     "bench": 3148,
-    "docs": 168,
-    "tests": 44780,
+    "docs": 186,
+    "tests": 44859,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention import select_backend
+from kernels.attention import add_gradients_, attend_tiles_, select_backend
 from kernels.blocks import Keys, Rows, Tile
-from kernels.tiles import add_gradients_, attend_tiles_
 from parallel.context import Plan
 from parallel.context.executor import Executor
 from parallel.context.methods.base import Send

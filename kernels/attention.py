@@ -1,4 +1,4 @@
-"""Attention of one block, forward and backward: the backends and their selection.
+"""Attention of blocks, one or a list of tiles, forward and backward: the backends and their selection.
 
 Shapes: q ``[B, T, H, D]``, k and v ``[B, S, K, D]`` with H a multiple of K, lse ``[B, T, H]`` float32 or wider.
 Blocks are FULL, CAUSAL or ANTI (``kernels.blocks``); the last two are always square, since kernels disagree on how to
@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from kernels import cudnn, installed, onednn, reference
 from kernels.blocks import ANTI, CAUSAL, FULL, Gradients, Keys, Rows, Tile
-from kernels.packed import Lengths, Packed
+from kernels.merge import merge_
+from kernels.packed import Lengths, Packed, shared
 from kernels.strips import Strips, heads_first
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
@@ -29,7 +30,7 @@ Kernel = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class Tiled(Protocol):
-    """A kernel that takes lists of tiles by itself; arguments and results as in ``kernels.tiles``."""
+    """A kernel that takes lists of tiles by itself; arguments and results as of ``attend_tiles_``."""
 
     def attend_(self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
         """Fold the attention of these tiles into running results, in place."""
@@ -40,14 +41,14 @@ class Tiled(Protocol):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """A forward (q, k, v, causal, scale) -> (out, lse), and its backward.
+    """A forward (q, k, v, causal, scale) -> (out, lse) and its backward, or ``tiled`` in their place.
 
-    ``tiled`` takes all tiles, ``packed`` the small ones together; without either they are taken one by one.
+    ``tiled`` takes all tiles at once, ``packed`` the small ones; the others are taken one by one.
     """
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-    backward: Callable[[Rows, Keys, bool, float], Gradients]
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]] | None = None
+    backward: Callable[[Rows, Keys, bool, float], Gradients] | None = None
     tiled: Tiled | None = None
     packed: Packed | None = None
 
@@ -58,11 +59,16 @@ def block_forward(
     """Compute attention of the queries to these keys only.
 
     Returns:
-        out ``[B, T, H, D]`` (float32 or wider on the CPU, the inputs' dtype on a GPU) and lse ``[B, T, H]``.
+        out ``[B, T, H, D]`` (the inputs' dtype where a GPU takes tiles one by one, else float32 or wider) and lse
+        ``[B, T, H]``.
     """
     backend = backend or select_backend("auto", q.device.type, q.dtype)
-    q, k, v = flip_if_anti(kind, q, k, v)
-    out, lse = flip_if_anti(kind, *backend.forward(q, k, v, _is_causal(q, k, kind), scale))
+    causal = _is_causal(q, k, kind)
+    if backend.forward is None:
+        out, lse = over_no_keys(q.shape[:3], q, torch.promote_types(q.dtype, torch.float32))
+        attend_tiles_(out, lse, q, Keys(k, v), [_whole(q, k, kind)], scale, backend)
+        return out, lse
+    out, lse = flip_if_anti(kind, *backend.forward(*flip_if_anti(kind, q, k, v), causal, scale))
     return out, lse
 
 
@@ -70,10 +76,76 @@ def block_backward(
     rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionBackend | None = None
 ) -> Gradients:
     """Compute the gradients through this block; dtypes as in ``block_forward``."""
-    backend = backend or select_backend("auto", rows.q.device.type, rows.q.dtype)
+    q, k = rows.q, keys.k
+    backend = backend or select_backend("auto", q.device.type, q.dtype)
+    causal = _is_causal(q, k, kind)
+    if backend.backward is None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, *keys))
+        add_gradients_((dq, dk, dv), rows, keys, [_whole(q, k, kind)], scale, backend)
+        return dq, dk, dv
     rows, keys = Rows(*flip_if_anti(kind, *rows)), Keys(*flip_if_anti(kind, *keys))
-    dq, dk, dv = flip_if_anti(kind, *backend.backward(rows, keys, _is_causal(rows.q, keys.k, kind), scale))
+    dq, dk, dv = flip_if_anti(kind, *backend.backward(rows, keys, causal, scale))
     return dq, dk, dv
+
+
+def over_no_keys(rows: Sequence[int], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the results over no key of rows ``[B, T, H]``: out ``[B, T, H, D]`` of 0 and lse of -inf."""
+    out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)
+    return out, torch.full(tuple(rows), float("-inf"), dtype=dtype, device=q.device)
+
+
+def _whole(q: Tensor, k: Tensor, kind: str) -> Tile:
+    return Tile(slice(0, q.shape[1]), slice(0, k.shape[1]), kind)
+
+
+def only_block(tiles: Sequence[Tile], rows: int, columns: int | None, backend: AttentionBackend) -> Tile | None:
+    """Return the tile if it is the only one and has all rows, and all columns if these are given.
+
+    What its kernel returns is then the sum of all tiles: to add it to zeros would only move memory. None also for a
+    backend that takes lists of tiles, which continues from results.
+    """
+    if backend.tiled is not None or len(tiles) != 1 or tiles[0].q != slice(0, rows):
+        return None
+    return tiles[0] if columns is None or tiles[0].k == slice(0, columns) else None
+
+
+def attend_tiles_(
+    out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionBackend
+) -> None:
+    """Fold the attention of these tiles into running results, in place.
+
+    Args:
+        out, lse: results over earlier keys, float32 or wider; lse is -inf for a row without any.
+    """
+    if backend.tiled is not None:
+        backend.tiled.attend_(out, lse, q, keys, tiles, scale)
+        return
+    if backend.packed is not None:
+        small, tiles = shared(tiles)
+        if small:
+            backend.packed.attend_(out, lse, q, keys, small, scale)
+    for tile in tiles:
+        part = block_forward(q[:, tile.q], keys.k[:, tile.k], keys.v[:, tile.k], tile.kind, scale, backend)
+        merge_(out[:, tile.q], lse[:, tile.q], *part)
+
+
+def add_gradients_(
+    sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionBackend
+) -> None:
+    """Add the gradients through these tiles to the sums so far, float32 or wider, in place."""
+    if backend.tiled is not None:
+        backend.tiled.add_gradients_(sums, rows, keys, tiles, scale)
+        return
+    if backend.packed is not None:
+        small, tiles = shared(tiles)
+        if small:
+            backend.packed.add_gradients_(sums, rows, keys, small, scale)
+    for tile in tiles:
+        blocks = Rows(*(x[:, tile.q] for x in rows)), Keys(*(x[:, tile.k] for x in keys))
+        parts = block_backward(*blocks, tile.kind, scale, backend)
+        for total, part, at in zip(sums, parts, (tile.q, tile.k, tile.k), strict=True):
+            total[:, at].add_(part)
 
 
 @cache
@@ -100,7 +172,7 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
         # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
         strip = (256, 256) if onednn.is_faster(dtype) else (192, 128)
         strips = Strips(512, *strip, _cpu_strip_forward, _cpu_strip_backward, onednn.suits)
-        return AttentionBackend("aten", _aten_cpu_forward, _aten_cpu_backward, strips)
+        return AttentionBackend("aten", tiled=strips)
     if dtype not in (torch.bfloat16, torch.float16):
         raise UserError(
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
@@ -173,7 +245,7 @@ def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
         raise UserError(f"attention_backend triton takes no {dtype}; use reference")
     from kernels.triton import tiled
 
-    return AttentionBackend("triton", tiled.forward, tiled.backward, tiled)
+    return AttentionBackend("triton", tiled=tiled)
 
 
 def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
@@ -217,18 +289,6 @@ def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
 def flip_if_anti(kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Reverse the tokens of an ANTI block, there and back."""
     return tuple(x.flip(1) for x in tensors) if kind == ANTI else tensors
-
-
-def _aten_cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = heads_first(q, k, v)
-    out, lse = heads_first(*_cpu_strip_forward(q, k, v, causal, scale, None))
-    return out, lse
-
-
-def _aten_cpu_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    rows, keys = Rows(*heads_first(*rows)), Keys(*heads_first(*keys))
-    dq, dk, dv = heads_first(*_cpu_strip_backward(rows, keys, causal, scale, None))
-    return dq, dk, dv
 
 
 def _cpu_strip_forward(

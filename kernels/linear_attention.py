@@ -28,6 +28,7 @@ from kernels import linear_scan, reference
 from kernels.linear_scan import rates_of
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
+from runtime.operators import differentiable
 
 BACKENDS = ("chunked", "triton", "reference")
 
@@ -85,7 +86,7 @@ def linear_attention(
     name = select_linear_backend(backend, q.device.type, q.dtype)
     if name == "reference":
         return reference.linear_attention(q, k, v, log_decay, state, documents=documents)
-    return torch.ops.longmesh.linear_attention(q, k, v, log_decay, state, documents, name)
+    return torch.ops.longmesh.linear_attention(q, k, v, state, log_decay, documents, name)
 
 
 def check(
@@ -200,51 +201,6 @@ def from_state(
     return out.transpose(1, 2) * weights[..., None]
 
 
-# One operator: recompute policies and torch.compile see a single node.
-@torch.library.custom_op("longmesh::linear_attention", mutates_args=())
-def _forward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Sequence[float],
-    state: Tensor | None,
-    documents: Sequence[int] | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    out, final = scan_of(backend)(q, k, v, log_decay, state, documents)
-    return out.to(v.dtype).contiguous(), final.contiguous()  # as the fake says, which compiled layers rely on
-
-
-@_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, state: Any, documents: Any, backend: str) -> Any:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return v.new_empty(v.shape), k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
-
-
-@torch.library.custom_op("longmesh::linear_attention_backward", mutates_args=())
-def _backward_op(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Sequence[float],
-    state: Tensor | None,
-    documents: Sequence[int] | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dstate = backward(scan_of(backend), dout, dfinal, q, k, v, log_decay, state, documents)
-    dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dstate.contiguous()
-
-
-@_backward_op.register_fake
-def _(dout: Tensor, dfinal: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dstate = k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dstate
-
-
 def backward(
     run: Scan,
     dout: Tensor,
@@ -268,19 +224,27 @@ def backward(
     return dq, dk, dv, dstate
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.log_decay, state, ctx.documents, ctx.backend = inputs
-    ctx.save_for_backward(q, k, v, state)
-    ctx.set_materialize_grads(False)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, log_decay: Any, documents: Any, backend: str
+) -> tuple[Tensor, Tensor]:
+    out, final = scan_of(backend)(q, k, v, log_decay, state, documents)
+    return out.to(v.dtype), final
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, state = ctx.saved_tensors
-    dout = torch.zeros_like(v) if dout is None else dout
-    dq, dk, dv, dstate = torch.ops.longmesh.linear_attention_backward(
-        dout, dfinal, q, k, v, ctx.log_decay, state, ctx.documents, ctx.backend
-    )
-    return dq, dk, dv, None, None if state is None else dstate.to(state.dtype), None, None
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return v.new_empty(v.shape), k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
 
 
-_forward_op.register_autograd(_gradients, setup_context=_save)
+def _backward(
+    dout: Tensor, dfinal: Any, q: Tensor, k: Tensor, v: Tensor, state: Any, log_decay: Any, documents: Any, backend: str
+) -> tuple[Tensor, ...]:
+    return backward(scan_of(backend), dout, dfinal, q, k, v, log_decay, state, documents)
+
+
+differentiable(
+    "longmesh::linear_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor? state",
+    "float[] log_decay, int[]? documents, str backend",
+    *(_forward, _fake, _backward),
+)

@@ -5,7 +5,7 @@ packed last to first. Rows are copied only if they do not lie in order already. 
 column appears twice in a pass, so nothing depends on the order in which a device's threads add.
 
 Shapes: R rows and C columns of all tiles of a launch, packed. q, dout, out ``[R, H, D]``; k, v ``[C, K, D]``, H a
-multiple of K; lse ``[R, H]``. Unpacked as in ``kernels.tiles``.
+multiple of K; lse ``[R, H]``. Unpacked as in ``kernels.blocks``.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ Squares that the kernel does not take whole are halved until one step holds them
 takes strips of rows, each with all the keys that its queries see: a row is written once and not merged with itself. The
 backward takes strips of columns, so that dk and dv of a key are complete at once.
 
-Shapes as in ``kernels.tiles``.
+Shapes as in ``kernels.blocks``.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -21,6 +21,7 @@ from kernels.delta import fla
 from kernels.delta import scan as scans
 from kernels.delta.scan import select_delta_backend
 from kernels.linear_attention import check_sequence
+from runtime.operators import differentiable
 
 
 def delta_rule(
@@ -100,59 +101,29 @@ def forgetting(g: Tensor, documents: Sequence[int] | None) -> Tensor:
     return g.masked_fill(begins.view(-1, *[1] * (g.ndim - 2)), -math.inf)
 
 
-# One operator: recompute policies and torch.compile see a single node.
-@torch.library.custom_op("longmesh::delta_rule", mutates_args=())
-def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
-        out, states = scans.scan(q, k, v, g, beta, state, backend=backend)
-    return out.to(v.dtype), states
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    *inputs, backend = given
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        out, states = scans.scan(*inputs, backend=backend)
+    return out.to(inputs[2].dtype), states
 
 
-@_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Any, backend: str) -> Any:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), scans.empty_states(k, v)
 
 
-@torch.library.custom_op("longmesh::delta_rule_backward", mutates_args=())
-def _backward_op(
-    dout: Tensor,
-    dstates: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(dout: Tensor, dstates: Tensor | None, *given: Any) -> list[Tensor]:
+    *inputs, _, states, backend = given
     dfinal = None if dstates is None else dstates[-1]
-    with torch.autocast(q.device.type, enabled=False):
-        *found, dstate = scans.backward(dout, dfinal, q, k, v, g, beta, states, backend=backend)
-    dq, dk, dv, dg, dbeta = (dx.to(x.dtype) for dx, x in zip(found, (q, k, v, g, beta), strict=True))
-    return dq, dk, dv, dg, dbeta, dstate.clone()
+    with torch.autocast(dout.device.type, enabled=False):
+        *found, dstate = scans.backward(dout, dfinal, *inputs, states, backend=backend)
+    return [*found, dstate.clone()]  # not all states' memory
 
 
-@_backward_op.register_fake
-def _(
-    dout: Tensor, dstates: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, backend: str
-) -> Any:
-    return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), states.new_empty(states.shape[1:])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, state, ctx.backend = inputs
-    ctx.state_dtype = None if state is None else state.dtype
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, dout: Tensor | None, dstates: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, states = ctx.saved_tensors
-    dout = torch.zeros_like(inputs[2]) if dout is None else dout
-    *gradients, dstate = torch.ops.longmesh.delta_rule_backward(dout, dstates, *inputs, states, ctx.backend)
-    return *gradients, None if ctx.state_dtype is None else dstate.to(ctx.state_dtype), None
-
-
-_forward_op.register_autograd(_gradients, setup_context=_save)
+differentiable(
+    "longmesh::delta_rule",
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state",
+    "str backend",
+    *(_forward, _fake, _backward),
+    saves=[1],
+)

@@ -7,7 +7,7 @@ a sum of 1. Nothing depends on the order in which programs run.
 
 Rabe and Staats 2021 (running softmax); Dao 2023, FlashAttention-2 (the loops, and their split into masked and not).
 
-Shapes as in ``kernels.tiles``. H is a multiple of K; D up to 256. out, lse, dq, dk and dv are contiguous, and of the
+Shapes as in ``kernels.blocks``. H is a multiple of K; D up to 256. out, lse, dq, dk and dv are contiguous, and of the
 others heads are: strides are of batch, token and head. level and delta ``[B, H, T]``.
 """
 
@@ -86,10 +86,9 @@ def forward_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CONTINUE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Fold the tiles into out and lse; not CONTINUE, one tile holds all rows, and these are written."""
+    """Fold the tiles into out and lse."""
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     begin = tl.load(blocks + 4 * tl.program_id(0)) * ROWS
     x, d = begin + tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -99,15 +98,10 @@ def forward_kernel(
     k += batch * strides[3] + head // group * strides[5]
     v += batch * strides[6] + head // group * strides[8]
     scale *= LOG2E
-    if CONTINUE:
-        before = tl.load(lse + x * H, mask=x < T, other=-float("inf")) * LOG2E
-        known = before > -float("inf")
-        total = tl.load(out, mask=known[:, None] & (d < D)[None, :], other=0.0)
-        weight = tl.where(known, 1.0, 0.0)
-    else:
-        before = tl.full((ROWS,), -float("inf"), tl.float32)
-        total = tl.zeros((ROWS, WIDTH), tl.float32)
-        weight = tl.zeros((ROWS,), tl.float32)
+    before = tl.load(lse + x * H, mask=x < T, other=-float("inf")) * LOG2E
+    known = before > -float("inf")
+    total = tl.load(out, mask=known[:, None] & (d < D)[None, :], other=0.0)
+    weight = tl.where(known, 1.0, 0.0)
     peak, start_weight = before, weight
     for entry in range(tl.load(blocks + 4 * tl.program_id(0) + 1), tl.load(blocks + 4 * tl.program_id(0) + 2)):
         first, stop, low, high, lo, hi, steps, ahead, tail = span(entries + 6 * entry, begin, ROWS, COLUMNS)
@@ -158,7 +152,6 @@ def rows_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CONTINUE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Add to dq; write lse in powers of 2, and delta = rowsum(dout * out), of the rows that a tile touches."""
@@ -194,8 +187,7 @@ def rows_kernel(
                 total += dot(rounded(scores, keys.dtype, WIDEN), keys, "ieee", WIDEN)
     total *= scale
     dq = places(dq + own * D, H * D, begin, ROWS, WIDTH)
-    if CONTINUE:
-        total += tl.load(dq, mask=held, other=0.0)
+    total += tl.load(dq, mask=held, other=0.0)
     tl.store(dq, rounded(total, dq.dtype.element_ty, WIDEN), mask=held)
 
 
@@ -221,7 +213,6 @@ def columns_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    CONTINUE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Add to dk and dv, of all query heads that share a head of keys in turn; scores are ``[columns, rows]``."""
@@ -259,10 +250,8 @@ def columns_kernel(
     sum_k *= scale
     own = (batch * S * K + head) * D
     dk = places(dk + own, K * D, begin, COLUMNS, WIDTH)
-    if CONTINUE:
-        sum_k += tl.load(dk, mask=held, other=0.0)
+    sum_k += tl.load(dk, mask=held, other=0.0)
     tl.store(dk, rounded(sum_k, dk.dtype.element_ty, WIDEN), mask=held)
     dv = places(dv + own, K * D, begin, COLUMNS, WIDTH)
-    if CONTINUE:
-        sum_v += tl.load(dv, mask=held, other=0.0)
+    sum_v += tl.load(dv, mask=held, other=0.0)
     tl.store(dv, rounded(sum_v, dv.dtype.element_ty, WIDEN), mask=held)

@@ -1,6 +1,6 @@
-"""Launches of the tiles' kernels (``kernels.triton.attention``): what ``kernels.tiles`` and a single block ask for.
+"""Launches of the tiles' kernels (``kernels.triton.attention``): a list of tiles in one each.
 
-Shapes as in ``kernels.tiles``; D up to 256, bfloat16, float16 or, slowly, float32.
+Shapes as in ``kernels.blocks``; D up to 256, bfloat16, float16 or, slowly, float32.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.blocks import CAUSAL, FULL, Gradients, Keys, Rows, Tile, TileNumbers, as_numbers
+from kernels.blocks import Gradients, Keys, Rows, Tile, as_numbers
 from kernels.strips import in_one_piece
 from kernels.triton import attention, interpreted
 from kernels.triton.work import work_of
@@ -64,71 +64,41 @@ def blocking_of(kernel: str, q: Tensor) -> Blocking:
 
 def attend_(out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
     """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are contiguous."""
-    _attend_(out, lse, q, keys, as_numbers(tiles), scale, True)
+    _check_contiguous(out, lse)
+    if not tiles:
+        return
+    q, k, v = map(in_one_piece, (q, *keys))
+    blocking = blocking_of("forward", q)
+    blocks, entries = work_of(as_numbers(tiles), blocking.ROWS, True, q.device)
+    grid = (len(blocks) // 4, q.shape[0] * q.shape[2])
+    given = q, k, v, out, lse, blocks, entries, scale, _strides(q, k, v), q.shape[1]
+    attention.forward_kernel[grid](*given, **_shared(q, k), **blocking._asdict())
 
 
 def add_gradients_(sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
     """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
-    _add_gradients_(sums, rows, keys, as_numbers(tiles), scale, True)
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute a block's out, in q's dtype, and lse."""
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-    _attend_(out, lse, q, Keys(k, v), _whole(q, k, causal), scale, False)
-    return out, lse
-
-
-def backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    """Compute a block's dq, dk and dv, in the dtypes of q, k and v."""
-    q, (k, v) = rows.q, keys
-    gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    _add_gradients_(gradients, rows, keys, _whole(q, k, causal), scale, False)
-    return gradients
-
-
-def _whole(q: Tensor, k: Tensor, causal: bool) -> tuple[TileNumbers, ...]:
-    return ((0, q.shape[1], 0, k.shape[1], CAUSAL if causal else FULL),)
-
-
-def _attend_(
-    out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: tuple[TileNumbers, ...], scale: float, more: bool
-) -> None:
-    _check_contiguous(out, lse)
-    if tiles:
-        q, k, v = map(in_one_piece, (q, *keys))
-        shared = _shared(q, k, more)
-        blocking = blocking_of("forward", q)
-        blocks, entries = work_of(tiles, blocking.ROWS, True, q.device)
-        grid = (len(blocks) // 4, q.shape[0] * q.shape[2])
-        given = q, k, v, out, lse, blocks, entries, scale, _strides(q, k, v), q.shape[1]
-        attention.forward_kernel[grid](*given, **shared, **blocking._asdict())
-
-
-def _add_gradients_(
-    sums: Gradients, rows: Rows, keys: Keys, tiles: tuple[TileNumbers, ...], scale: float, more: bool
-) -> None:
     _check_contiguous(*sums)
     if not tiles:
         return
+    numbers = as_numbers(tiles)
     q, dout, k, v = map(in_one_piece, (rows.q, rows.dout, *keys))
     out, lse = rows.out.contiguous(), rows.lse.contiguous()
     dq, dk, dv = sums
     level, delta = lse.new_empty(2, q.shape[0], q.shape[2], q.shape[1])
-    shared, strides = _shared(q, k, more), _strides(q, k, v, dout)
+    shared, strides = _shared(q, k), _strides(q, k, v, dout)
     blocking = blocking_of("rows", q)
-    blocks, entries = work_of(tiles, blocking.ROWS, True, q.device)
+    blocks, entries = work_of(numbers, blocking.ROWS, True, q.device)
     grid = (len(blocks) // 4, q.shape[0] * q.shape[2])
     given: tuple[Any, ...] = q, k, v, dout, out, lse, level, delta, dq, blocks, entries, scale, strides, q.shape[1]
     attention.rows_kernel[grid](*given, **shared, **blocking._asdict())
     blocking = blocking_of("columns", q)
-    blocks, entries = work_of(tiles, blocking.COLUMNS, False, q.device)
+    blocks, entries = work_of(numbers, blocking.COLUMNS, False, q.device)
     grid = (len(blocks) // 4, k.shape[0] * k.shape[2])
     given = q, k, v, dout, level, delta, dk, dv, blocks, entries, scale, strides, q.shape[1], k.shape[1]
     attention.columns_kernel[grid](*given, **shared, **blocking._asdict())
 
 
-def _shared(q: Tensor, k: Tensor, more: bool) -> dict[str, Any]:
+def _shared(q: Tensor, k: Tensor) -> dict[str, Any]:
     """Return the last arguments of every kernel."""
     width = q.shape[3]
     return {
@@ -136,7 +106,6 @@ def _shared(q: Tensor, k: Tensor, more: bool) -> dict[str, Any]:
         "group": q.shape[2] // k.shape[2],
         "D": width,
         "WIDTH": max(16, triton.next_power_of_2(width)),
-        "CONTINUE": more,
         "WIDEN": interpreted(),
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels.tiles import Tile
+from kernels.blocks import Tile
 from parallel.context.methods.base import Round
 from parallel.context.sparse.flow import Parcels
 from parallel.context.sparse.rows import Rows, count

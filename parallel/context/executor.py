@@ -15,16 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionBackend, block_backward, block_forward, select_backend
+from kernels.attention import (
+    AttentionBackend,
+    add_gradients_,
+    attend_tiles_,
+    block_backward,
+    block_forward,
+    only_block,
+    over_no_keys,
+    select_backend,
+)
 from kernels.blocks import Keys, Rows, Tile
 from kernels.merge import merged, sinks_gradient, with_sinks
-from kernels.tiles import add_gradients_, attend_tiles_, only_block
 from parallel.context.circulation import Needed, Whole
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
-from parallel.context.plan import PLANS, Plan
+from parallel.context.operators import plan_of
+from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes
 from parallel.context.transport import Arrival, Tensors, Transport
+from runtime.operators import differentiable
 from runtime.tensors import Handles
 
 
@@ -77,13 +87,13 @@ class Executor:
             if not results and (tile := only_block(tiles, rows[1], None, backend)):
                 results = block_forward(queries, keys[:, tile.k], values[:, tile.k], tile.kind, scale, backend)
             else:
-                results = out, lse = _running(results or _nothing(rows, q, wide), wide)
+                results = out, lse = _running(results or over_no_keys(rows, q, wide), wide)
                 attend_tiles_(out, lse, queries, Keys(keys, values), tiles, scale, backend)
             del keys, values  # free them before the next round allocates
         if not stays:
             staying()  # all tokens here are padding
         final = len(self._team) == 1 and sinks is None
-        out, lse = _dense(results, None if final else wide) or _nothing(rows, q, wide)
+        out, lse = _dense(results, None if final else wide) or over_no_keys(rows, q, wide)
         lse = lse.to(wide)
         if len(self._team) > 1:
             out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
@@ -92,13 +102,6 @@ class Executor:
         return out.to(q.dtype), lse
 
     def backward(
-        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in the dtypes of q, k and v."""
-        dq, dk, dv = _dense(self.gradients(plan, dout, q, k, v, out, lse, scale), q.dtype)
-        return dq, dk, dv
-
-    def gradients(
         self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> Tensors:
         """Return dq, dk and dv in float32 or wider; what one block alone gives, as its kernel returns it.
@@ -175,12 +178,6 @@ class Executor:
         return Whole(self.transport, plan.rounds(self.rank, moves), self._holders, arrival)
 
 
-def _nothing(rows: tuple[int, int, int], q: Tensor, dtype: torch.dtype) -> Tensors:
-    """Return the results over no key: out ``[B, T, H, D]`` of 0 and lse ``[B, T, H]`` of -inf."""
-    out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)
-    return out, torch.full(rows, float("-inf"), dtype=dtype, device=q.device)
-
-
 def _running(results: Tensors, wide: torch.dtype) -> Tensors:
     """Return results that merges go on from: out in this dtype, and lse on the CPU in float64.
 
@@ -202,9 +199,6 @@ def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in wanted)
 
 
-# A custom op takes no Python object, so it takes its executor's handle, and a window as [], for none, or [left, right].
-# As one op, the whole attention is a single node for recompute policies and torch.compile. The plan's handle is a
-# tensor: the mask may change with every micro-batch, and torch.compile would recompile for each new integer.
 _executors: Handles[Executor] = Handles()
 _prefetches = count()
 
@@ -221,66 +215,34 @@ def _(k: Tensor, v: Tensor, handle: int) -> Tensor:
 
 
 def _plan(handle: Tensor, window: list[int], executor: Executor) -> Plan:
-    plan = PLANS[handle]
-    plan.check_fits(executor.geometry)
+    plan = plan_of(handle, executor.geometry)
     return plan.windowed((window[0], window[1])) if window else plan
 
 
-@torch.library.custom_op("longmesh::context_attention", mutates_args=())
-def _forward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    handle: int,
-    plan: Tensor,
-    window: list[int],
-    prefetch: Tensor | None = None,
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, scale: float, handle: int, plan: Tensor, window: Any, prefetch: Any
 ) -> tuple[Tensor, Tensor]:
-    taken = None if prefetch is None else int(prefetch)
-    executor = _executors[handle]
+    executor, taken = _executors[handle], None if prefetch is None else int(prefetch)
     return executor.forward(_plan(plan, window, executor), q, k, v, sinks, scale, taken)
 
 
-@_forward_op.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@torch.library.custom_op("longmesh::context_attention_backward", mutates_args=())
-def _backward_op(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    handle: int,
-    plan: Tensor,
-    window: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, out, lse, scale, handle, plan, window, _ = given
     executor = _executors[handle]
-    return executor.backward(_plan(plan, window, executor), dout, q, k, v, out, lse, scale)
+    gradients = executor.backward(_plan(plan, window, executor), dout, q, k, v, out, lse, scale)
+    return *gradients, None if sinks is None else sinks_gradient(dout, out, lse, sinks)
 
 
-@_backward_op.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, *ctx.rest, _ = inputs  # the plan's handle keeps the plan alive
-    ctx.executor = _executors[ctx.rest[1]]  # keep it alive until the backward
-    ctx.save_for_backward(q, k, v, sinks, *output)
-
-
-def _gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, out, lse = ctx.saved_tensors
-    gradients = torch.ops.longmesh.context_attention_backward(dout, q, k, v, out, lse, *ctx.rest)
-    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks).to(sinks.dtype)
-    return *gradients, dsinks, *[None] * 5
-
-
-_forward_op.register_autograd(_gradients, setup_context=_save)
+# A window is [], for none, or [left, right].
+differentiable(
+    "longmesh::context_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks",
+    "float scale, int handle, Tensor plan, int[] window, Tensor? prefetch",
+    *(_forward, _fake, _backward),
+    saves=[0, 1],
+    owner=lambda scale, handle, *_: _executors[handle],
+)

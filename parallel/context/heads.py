@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel.context.executor import Executor
 from parallel.context.plan import Plan
-from parallel.context.transport import Transport
+from parallel.context.transport import Tensors, Transport
 from runtime.tensors import Handles
 
 
@@ -134,7 +134,7 @@ class StagedExecutor(Executor):
 
     def backward(
         self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensors:
         """Return dq, dk and dv in the dtypes of q, k and v."""
         heads, (dq, dk, dv) = self.heads, (x.new_empty(x.shape) for x in (q, k, v))
         for keys_of, stages in self._stages(q, k):
@@ -142,7 +142,7 @@ class StagedExecutor(Executor):
             sums: list[Tensor] = []
             for of in stages:
                 dout_, q_, out_, lse_ = (heads.to_heads(of(x)) for x in (dout, q, out, lse[..., None]))
-                own, *parts = super().gradients(plan, dout_, q_, keys, values, out_, lse_[..., 0], scale)
+                own, *parts = super().backward(plan, dout_, q_, keys, values, out_, lse_[..., 0], scale)
                 del dout_, q_, out_, lse_  # before the exchange and the next stage allocate
                 sums = (
                     [a.add_(b) for a, b in zip(sums, parts, strict=True)] if sums else [x.to(lse.dtype) for x in parts]

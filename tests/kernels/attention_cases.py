@@ -10,10 +10,9 @@ from unittest.mock import patch
 
 import torch
 
-from kernels.attention import block_backward, block_forward, select_backend
+from kernels.attention import add_gradients_, attend_tiles_, block_backward, block_forward, select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.merge import merge_
-from kernels.tiles import add_gradients_, attend_tiles_
 from parallel.context.layout import Stride
 from parallel.context.tiles import pieces, tiles
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.attention import select_backend
+from kernels.attention import attend_tiles_, select_backend
 from kernels.blocks import Keys
-from kernels.tiles import attend_tiles_
 from parallel.context.layout import Stride
 from parallel.context.tiles import pieces, tiles
 from tests.kernels.attention_cases import folded

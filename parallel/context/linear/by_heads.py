@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.delta.rule import forgetting
 from parallel.context.errors import ContextError
 from parallel.context.heads import HeadExchange
-from parallel.context.linear.segments import plan_of
+from parallel.context.linear.segments import state_plan
 from runtime.tensors import Handles
 
 
@@ -61,7 +61,7 @@ _heads: Handles[DeltaHeads] = Handles()
 @torch.library.custom_op("longmesh::document_begins", mutates_args=())
 def _begins(like: Tensor, handle: int, plan: Tensor) -> Tensor:
     """Return whether a document begins at a token after the first, bool ``[T]``; in an op, as only here is a plan."""
-    found = plan_of("attend_delta", plan, _heads[handle].geometry)
+    found = state_plan("attend_delta", plan, _heads[handle].geometry)
     return forgetting(torch.zeros(1, like.shape[1], device=like.device), found.documents)[0].isinf()
 
 

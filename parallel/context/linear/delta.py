@@ -12,7 +12,7 @@ Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 from kernels.delta import scan
 from parallel.context.linear.parts import Part, Parts, parts
 from parallel.context.linear.schedules import Message, rounds_of
-from parallel.context.linear.segments import chains, cut, plan_of
-from parallel.context.plan import PLANS, Plan
+from parallel.context.linear.segments import chains, cut, state_plan
+from parallel.context.operators import rank_operator
+from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles
 
@@ -270,53 +271,14 @@ def _kept_shapes(part: Part, k: Tensor, v: Tensor) -> list[torch.Size]:
     return [states, *wide]
 
 
-# One op for the whole attention, with handles for executor and plan, as in parallel/context/executor.py.
-_executors: Handles[DeltaExecutor] = Handles()
-
-
-@torch.library.custom_op("longmesh::delta_attention", mutates_args=())
-def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor
-) -> tuple[Tensor, Tensor]:
-    executor = _executors[handle]
-    found = plan_of("attend_delta", plan, executor.transport.geometry)
-    with torch.autocast(q.device.type, enabled=False):
-        return executor.forward(found, q, k, v, g, beta)
-
-
-@_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     kept = torch.library.get_ctx().new_dynamic_size()  # the plan's
     return v.new_empty(v.shape), v.new_empty(kept, dtype=torch.promote_types(v.dtype, torch.float32))
 
 
-@torch.library.custom_op("longmesh::delta_attention_backward", mutates_args=())
-def _backward_op(
-    dout: Tensor, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor
-) -> list[Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
-        return _executors[handle].backward(PLANS[plan], dout, kept, q, k, v, g, beta)
-
-
-@_backward_op.register_fake
-def _(
-    dout: Tensor, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, handle: int, plan: Tensor
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v, g, beta)]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.handle, ctx.plan = inputs  # the handle keeps the plan alive
-    ctx.executor = _executors[ctx.handle]  # keep it alive until the backward
-    ctx.save_for_backward(output[1], *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 7
-    found = torch.ops.longmesh.delta_attention_backward(dout, *ctx.saved_tensors, ctx.handle, ctx.plan)
-    return *found, None, None
-
-
-_forward_op.register_autograd(_gradients, setup_context=_save)
+_executors: Handles[DeltaExecutor] = rank_operator(
+    "longmesh::delta_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta",
+    _fake,
+    partial(state_plan, "attend_delta"),
+)

@@ -7,7 +7,7 @@ again with them, to the same bits as in one process. The backward sends the halo
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.delta.convolution import convolve, spaced
-from parallel.context.linear.segments import Segment, cut, plan_of, segments
-from parallel.context.plan import PLANS, Plan
+from parallel.context.linear.segments import Segment, cut, segments, state_plan
+from parallel.context.operators import rank_operator
+from parallel.context.plan import Plan
 from parallel.context.traffic import Traffic
 from parallel.context.transport import Transport
 from runtime.tensors import Handles
@@ -101,7 +102,7 @@ class Convolution:
             out[:, first] = convolve(again, weight)
         return out, arrived
 
-    def backward(self, plan: Plan, dout: Tensor, x: Tensor, weight: Tensor, arrived: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, plan: Plan, dout: Tensor, arrived: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of x, zero in padding, and of weight; ``arrived`` is what forward returned."""
         reach, wide = weight.shape[1] - 1, torch.promote_types(x.dtype, torch.float32)
         halo, bounds = halos(plan, reach)[self.rank], self._bounds(plan)
@@ -161,45 +162,11 @@ class Convolution:
         return wait
 
 
-# One op for the exchange and the products, with handles as in parallel/context/executor.py.
-_convolutions: Handles[Convolution] = Handles()
-
-
-@torch.library.custom_op("longmesh::context_convolution", mutates_args=())
-def _forward_op(x: Tensor, weight: Tensor, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
-    return _convolutions[handle].forward(plan_of("convolve", plan, _convolutions[handle].transport.geometry), x, weight)
-
-
-@_forward_op.register_fake
-def _(x: Tensor, weight: Tensor, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows = torch.library.get_ctx().new_dynamic_size()  # the plan's
     return x.new_empty(x.shape), x.new_empty(x.shape[0], rows, x.shape[2])
 
 
-@torch.library.custom_op("longmesh::context_convolution_backward", mutates_args=())
-def _backward_op(
-    dout: Tensor, x: Tensor, weight: Tensor, arrived: Tensor, handle: int, plan: Tensor
-) -> tuple[Tensor, Tensor]:
-    return _convolutions[handle].backward(PLANS[plan], dout, x, weight, arrived)
-
-
-@_backward_op.register_fake
-def _(dout: Tensor, x: Tensor, weight: Tensor, arrived: Tensor, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, ctx.handle, ctx.plan = inputs  # the handle keeps the plan alive
-    ctx.convolution = _convolutions[ctx.handle]  # keep it alive until the backward
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return None, None, None, None
-    found = torch.ops.longmesh.context_convolution_backward(dout, *ctx.saved_tensors, ctx.handle, ctx.plan)
-    return *found, None, None
-
-
-_forward_op.register_autograd(_gradients, setup_context=_save)
+_convolutions: Handles[Convolution] = rank_operator(
+    "longmesh::context_convolution", "Tensor x, Tensor weight", _fake, partial(state_plan, "convolve")
+)

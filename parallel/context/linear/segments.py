@@ -11,7 +11,8 @@ from torch import Tensor
 
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
-from parallel.context.plan import PLANS, Plan
+from parallel.context.operators import plan_of
+from parallel.context.plan import Plan
 
 
 class Segment(NamedTuple):
@@ -94,14 +95,13 @@ def cut(plan: Plan) -> tuple[Chain, ...]:
     return tuple(chain for chain in chains(plan) if len(chain) > 1 and chain[0].start < plan.seq_len)
 
 
-def plan_of(called: str, handle: Tensor, geometry: Geometry) -> Plan:
+def state_plan(called: str, handle: Tensor, geometry: Geometry) -> Plan:
     """Return a plan by its handle.
 
     Raises:
         ContextError: it is not of this geometry, or states cannot pass along it; ``called`` says who asked.
     """
-    plan = PLANS[handle]
-    plan.check_fits(geometry)
+    plan = plan_of(handle, geometry)
     chains(plan)
     if not plan.causal or plan.mask.window:
         seen = f"window {plan.mask.window}" if plan.causal else "a full mask"

@@ -19,7 +19,8 @@ from torch import Tensor
 from kernels.linear_attention import Scan, backward, from_state, passed_on, scan_of, select_linear_backend
 from parallel.context.geometry import Geometry
 from parallel.context.linear.passages import Passage, passages
-from parallel.context.plan import PLANS, Plan
+from parallel.context.operators import rank_operator
+from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Transport
 from runtime.tensors import Handles
 
@@ -57,9 +58,9 @@ class StateExecutor:
         return _joined(outs).to(v.dtype), kept
 
     def backward(
-        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, states: Tensor, log_decay: Sequence[float]
+        self, plan: Plan, dout: Tensor, states: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in the dtypes of q, k and v; ``states`` are those that forward returned."""
+        """Return dq, dk and dv in float32 or wider; ``states`` are those that forward returned."""
         run, (dq, dk, dv) = self._scan(q), (dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]())
         entered = {way.slot for way in self._ways(plan) if way.rank == self.rank and way.source is not None}
 
@@ -77,7 +78,7 @@ class StateExecutor:
             dv[way.slot] += from_state(way.of(k), dstate, log_decay, way.seen, reverse=True)
 
         self._pass_states(plan, _state_like(k, v), log_decay, intra, alone, enter, reverse=True)
-        return _joined(dq).to(q.dtype), _joined(dk).to(k.dtype), _joined(dv).to(v.dtype)
+        return _joined(dq), _joined(dk), _joined(dv)
 
     def _pass_states(
         self,
@@ -172,55 +173,11 @@ def _state_like(k: Tensor, v: Tensor) -> Tensor:
     return k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
 
 
-# One op for the whole attention, with handles for executor and plan, as in parallel/context/executor.py.
-_executors: Handles[StateExecutor] = Handles()
-
-
-def _plan(plan: Tensor, handle: int) -> Plan:
-    found = PLANS[plan]
-    found.check_fits(_executors[handle].geometry)
-    return found
-
-
-@torch.library.custom_op("longmesh::state_attention", mutates_args=())
-def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
-) -> tuple[Tensor, Tensor]:
-    out, states = _executors[handle].forward(_plan(plan, handle), q, k, v, log_decay)
-    return out.contiguous(), states  # as the fake says
-
-
-@_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, handle: int, plan: Tensor) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, _: Any, handle: int, __: Tensor) -> tuple[Tensor, Tensor]:
     like, slots = _state_like(k, v), _executors[handle].geometry.slots
     return v.new_empty(v.shape), like.new_empty(slots, *like.shape)
 
 
-@torch.library.custom_op("longmesh::state_attention_backward", mutates_args=())
-def _backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, states: Tensor, log_decay: Sequence[float], handle: int, plan: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _executors[handle].backward(_plan(plan, handle), dout, q, k, v, states, log_decay)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
-@_backward_op.register_fake
-def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, states: Tensor, log_decay: Any, handle: int, plan: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.log_decay, ctx.handle, ctx.plan = inputs  # the handle keeps the plan alive
-    ctx.executor = _executors[ctx.handle]  # keep it alive until the backward
-    ctx.save_for_backward(q, k, v, output[1])
-
-
-def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    rest = ctx.log_decay, ctx.handle, ctx.plan
-    gradients = torch.ops.longmesh.state_attention_backward(dout, *ctx.saved_tensors, *rest)
-    return *gradients, None, None, None
-
-
-_forward_op.register_autograd(_gradients, setup_context=_save)
+_executors: Handles[StateExecutor] = rank_operator(
+    "longmesh::state_attention", "Tensor q, Tensor k, Tensor v", _fake, others="float[] log_decay, "
+)

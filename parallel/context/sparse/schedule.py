@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.tiles import Tile
+from kernels.blocks import Tile
 from parallel.context.geometry import Geometry
 from parallel.context.mask import Reach
 from parallel.context.sparse.flow import Flow, Parcels

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from kernels import packed, tiles
+from kernels import attention, packed
 from parallel.context import Plan, heads, transport
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange, StagedExecutor
@@ -120,7 +120,7 @@ def timelines(plan, compute):
         with (
             patch.object(transport, "dist", noted),
             patch.object(transport, "all_gather_single", noted.all_gather),
-            patch.object(tiles, "merge_", _merge),
+            patch.object(attention, "merge_", _merge),
             patch.object(packed, "merge_", _merge),
             # operators on such tensors would take the shape functions instead
             patch.object(HeadExchange, "to_heads", _to_heads),

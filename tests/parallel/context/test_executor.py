@@ -105,7 +105,7 @@ def test_the_attention_is_one_operator_that_autograd_and_tracing_accept():
     q, k, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     handles = cp._executor.handle, cp.handle.tensor
-    for last in ((None, 0.3, *handles, []), (sinks, 0.3, *handles, [3, 0])):
+    for last in ((None, 0.3, *handles, [], None), (sinks, 0.3, *handles, [3, 0], None)):
         torch.library.opcheck(torch.ops.longmesh.context_attention.default, (q, k, v, *last))
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.longmesh.context_attention.default, (*strided, None, 0.3, *handles, []))
+    torch.library.opcheck(torch.ops.longmesh.context_attention.default, (*strided, None, 0.3, *handles, [], None))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kernels.attention import ANTI, CAUSAL, FULL
-from kernels.tiles import Tile
+from kernels.blocks import Tile
 from parallel.context.layout import LAYOUTS, Layout, Stride, padded_length
 from parallel.context.tiles import Piece, pieces, tiles
 

@@ -1,0 +1,61 @@
+"""Operators of executors, which run plans over ranks.
+
+A custom operator takes no Python object, so it takes handles. That of an executor is an integer. That of a plan is a
+tensor: the mask may change with every micro-batch, and torch.compile would recompile for each new integer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.context.geometry import Geometry
+from parallel.context.plan import PLANS, Plan
+from runtime.operators import differentiable
+from runtime.tensors import Handles
+
+
+def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
+    """Return a plan by its handle; raise ContextError if it is not of this geometry."""
+    plan = PLANS[handle]
+    plan.check_fits(geometry)
+    return plan
+
+
+def rank_operator(
+    name: str,
+    inputs: str,
+    fake: Callable[..., tuple[Tensor, Tensor]],
+    checked: Callable[[Tensor, Geometry], Plan] = plan_of,
+    others: str = "",
+) -> Handles[Any]:
+    """Register ``forward(plan, *given)`` and ``backward(plan, dout, kept, *given)`` of executors as one operator.
+
+    It takes what is given, the inputs and others, then the handles of an executor and of a plan, and returns out and
+    what the backward needs besides.
+
+    Returns:
+        The table for the executors' handles.
+    """
+    executors: Handles[Any] = Handles()
+
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        *given, handle, plan = given
+        executor = executors[handle]
+        with torch.autocast(given[0].device.type, enabled=False):
+            found: tuple[Tensor, Tensor] = executor.forward(checked(plan, executor.transport.geometry), *given)
+        return found
+
+    def backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor, ...]:
+        *inputs, handle, plan = given
+        kept = inputs.pop(count)
+        with torch.autocast(dout.device.type, enabled=False):
+            found: tuple[Tensor, ...] = executors[handle].backward(PLANS[plan], dout, kept, *inputs)
+        return found
+
+    count = inputs.count(",") + 1
+    others += "int handle, Tensor plan"
+    owner = lambda *others: executors[others[-2]]  # noqa: E731
+    differentiable(name, inputs, others, forward, fake, backward, saves=[1], owner=owner)
+    return executors

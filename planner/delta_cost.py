@@ -14,8 +14,7 @@ from kernels.delta.chunks import CHUNK
 from kernels.delta.scan import GPU_CHUNKS
 from parallel.context.linear import schedules
 from parallel.context.linear.halo import halo_traffic
-from parallel.context.linear.parts import parts
-from parallel.context.linear.segments import cut
+from parallel.context.linear.segments import cut, parts
 from parallel.context.plan import Plan
 from planner.attention_cost import GB, MICRO, Sent, transfer_seconds
 from planner.cluster import Cluster

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from kernels.delta import scan
 from kernels.loss import LOSS_CHUNK
 from model import layers
-from parallel.context.geometry import _gather_order
+from parallel.context.geometry import gather_order
 from parallel.data import finish_gradients, set_gradient_sync, widen_gradients
 from parallel.mesh import Mesh, distributed_mesh
 from planner.recorder import Recorder, Rehearsal
@@ -64,7 +64,7 @@ def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[No
         finally:
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it and the other hold this rank's groups and tensors
-            _gather_order.cache_clear()
+            gather_order.cache_clear()
 
 
 def rehearse(

@@ -5,12 +5,13 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from itertools import count, product
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 Part = tuple[slice, ...]
@@ -85,6 +86,21 @@ def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[...,
         return found
 
     return decorate
+
+
+def kept_in_object(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """Keep in the object what its method returns for these arguments, hashable ones by position."""
+    defaults, most = method.__defaults__ or (), method.__code__.co_argcount - 1  # type: ignore[attr-defined]
+
+    @wraps(method)
+    def found(self: T, *arguments: P.args, **_: P.kwargs) -> R:
+        kept = self.__dict__.setdefault(f"_kept_{method.__name__}", {})  # type: ignore[attr-defined]
+        whole = (*arguments, *defaults[len(defaults) - most + len(arguments) :])
+        if whole not in kept:
+            kept[whole] = method(self, *arguments)  # type: ignore[call-arg]
+        return kept[whole]  # type: ignore[no-any-return]
+
+    return found
 
 
 class Handles(Generic[T]):

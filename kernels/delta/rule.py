@@ -11,17 +11,18 @@ less and queries are scaled before; with beta up to 2 no state grows.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.delta import fla
 from kernels.delta import scan as scans
 from kernels.delta.scan import select_delta_backend
 from kernels.linear_attention import check_sequence
 from runtime.operators import differentiable
+from runtime.tensors import to_device
 
 
 def delta_rule(
@@ -58,7 +59,7 @@ def delta_rule(
     if name == "reference":
         return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
     if name == "fla":
-        return fla.delta_rule(q, k, v, g, beta, state, documents)
+        return by_fla(q, k, v, g, beta, state, documents)
     out, states = torch.ops.longmesh.delta_rule(q, k, v, forgetting(g, documents), beta, state, name)
     return out, states[-1]
 
@@ -89,6 +90,41 @@ def check(
             f"g has shape {tuple(g.shape)} and beta {tuple(beta.shape)}; beta is {per_head}, g that or {per_channel}"
         )
     check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
+
+
+def by_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    documents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the rule by flash-linear-attention (fla.ops.gated_delta_rule), with a gate per head; differentiable.
+
+    It takes 16-bit operands and differences of summed gates, and passes no states between ranks. Documents lie behind
+    each other in one row.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    batch, length = v.shape[:2]
+    apart = documents is not None and len(documents) > 2
+    more: dict[str, Tensor] = {}
+    if documents is not None and apart:
+        count = len(documents) - 1
+        ends = [row * length + end for row in range(batch) for _, end in pairwise(documents)]
+        more["cu_seqlens"] = to_device(torch.tensor([0, *ends]), v.device)
+        q, k, v, g, beta = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
+        if state is not None:  # of each row's first document
+            later = state.new_zeros(batch, count - 1, *state.shape[1:])
+            state = torch.cat((state[:, None], later), 1).flatten(0, 1)
+    out, final = chunk_gated_delta_rule(
+        q, k, v, g, beta, scale=1.0, initial_state=state, output_final_state=True, **more
+    )  # fmt: skip
+    if apart:
+        out, final = out[0].unflatten(0, (batch, length)), final.unflatten(0, (batch, -1))[:, -1]
+    return out, final
 
 
 def forgetting(g: Tensor, documents: Sequence[int] | None) -> Tensor:

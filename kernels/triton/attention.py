@@ -70,24 +70,9 @@ def rows_of(at, stride, first, stop, D: tl.constexpr, ROWS: tl.constexpr, WIDTH:
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    blocks,
-    entries,
-    scale,
-    strides,
-    T,
-    H,
-    group,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    q, k, v, out, lse, blocks, entries, scale, strides, T, H, group,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Fold the tiles into out and lse."""
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     begin = tl.load(blocks + 4 * tl.program_id(0)) * ROWS
@@ -132,28 +117,9 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def rows_kernel(
-    q,
-    k,
-    v,
-    dout,
-    out,
-    lse,
-    level,
-    delta,
-    dq,
-    blocks,
-    entries,
-    scale,
-    strides,
-    T,
-    H,
-    group,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    q, k, v, dout, out, lse, level, delta, dq, blocks, entries, scale, strides, T, H, group,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Add to dq; write lse in powers of 2, and delta = rowsum(dout * out), of the rows that a tile touches."""
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     begin = tl.load(blocks + 4 * tl.program_id(0)) * ROWS
@@ -193,28 +159,9 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def columns_kernel(
-    q,
-    k,
-    v,
-    dout,
-    level,
-    delta,
-    dk,
-    dv,
-    blocks,
-    entries,
-    scale,
-    strides,
-    T,
-    S,
-    H,
-    group,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    q, k, v, dout, level, delta, dk, dv, blocks, entries, scale, strides, T, S, H, group,
+    D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Add to dk and dv, of all query heads that share a head of keys in turn; scores are ``[columns, rows]``."""
     K = H // group
     batch, head = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K

@@ -42,6 +42,16 @@ def numbers_of(x, strides, row, H, token, filled):
 
 
 @triton.jit
+def chunk_of(g, strides, T, H, C: tl.constexpr):
+    """Return a program's row and place among all, the tokens of its chunk, which of them there are, and their gates."""
+    row = tl.program_id(1).to(tl.int64)
+    place, c = row * tl.num_programs(0) + tl.program_id(0), tl.arange(0, C)
+    token = tl.program_id(0) * C + c
+    filled = token < T
+    return row, place, c, token, filled, numbers_of(g, strides[3], row, H, token, filled)
+
+
+@triton.jit
 def rows_of(x, strides, row, H, token, filled, channel, width):
     """Load these channels of the tokens of a row from ``[B, T, H, X]``, zero where there are none."""
     at = x + row // H * strides[0] + row % H * strides[2] + token.to(tl.int64)[:, None] * strides[1]
@@ -115,12 +125,7 @@ def solve_kernel(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute T, T (beta K_in) and, as the first E columns of ``changes``, T (beta V) of one chunk of a row."""
-    n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    place = row * tl.num_programs(0) + n
-    c = tl.arange(0, C)
-    token = n * C + c
-    filled = token < T
-    gates = numbers_of(g, strides[3], row, H, token, filled)
+    row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     share = numbers_of(beta, strides[4], row, H, token, filled)
     key_row, key_heads = row // shared, H // shared
     met = products_of(
@@ -178,12 +183,7 @@ def output_kernel(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute Q_in S + P changes of one chunk of a row."""
-    n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    place = row * tl.num_programs(0) + n
-    c = tl.arange(0, C)
-    token = n * C + c
-    filled = token < T
-    gates = numbers_of(g, strides[3], row, H, token, filled)
+    row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     key_row, key_heads = row // shared, H // shared
     reads = decay_between(gates, C) * products_of(
         q, strides[0], k, strides[1], key_row, key_heads, token, filled, C, D, BLOCK, PRECISION, WIDEN

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.triton.delta import (
     block_of,
+    chunk_of,
     decay_between,
     decay_out_of,
     numbers_of,
@@ -34,12 +35,7 @@ def read_back_kernel(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute P^T dout of one chunk of a row."""
-    n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    place = row * tl.num_programs(0) + n
-    c = tl.arange(0, C)
-    token = n * C + c
-    filled = token < T
-    gates = numbers_of(g, strides[3], row, H, token, filled)
+    row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     reads = decay_between(gates, C) * products_of(
         q, strides[0], k, strides[1], row // shared, H // shared, token, filled, C, D, BLOCK, PRECISION, WIDEN
     )  # fmt: skip
@@ -94,12 +90,7 @@ def changes_back_kernel(
 ):  # fmt: skip
     """Compute dv and dbeta of one chunk of a row, the gradients of P and a before their decay, and what these two add
     to the gradients of gates."""
-    n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    place = row * tl.num_programs(0) + n
-    c = tl.arange(0, C)
-    token = n * C + c
-    filled = token < T
-    gates = numbers_of(g, strides[3], row, H, token, filled)
+    row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     share = numbers_of(beta, strides[4], row, H, token, filled)
     key_row, key_heads = row // shared, H // shared
     into = tl.exp(tl.cumsum(gates, 0))
@@ -151,12 +142,7 @@ def keys_back_kernel(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute dq and dk of one chunk of a row, for this value head alone, and dg."""
-    n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    place = row * tl.num_programs(0) + n
-    c = tl.arange(0, C)
-    token = n * C + c
-    filled = token < T
-    gates = numbers_of(g, strides[3], row, H, token, filled)
+    row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     key_row, key_heads = row // shared, H // shared
     into = tl.exp(tl.cumsum(gates, 0))[:, None]
     out_of = decay_out_of(g, strides[3], row, H, token, filled, C, T)[:, None]

@@ -51,30 +51,10 @@ def rows_of(at, stride, token, channel, filled, width):
 
 @triton.jit(do_not_specialize=["segments", "carried"])  # they differ from batch to batch
 def scan_kernel(
-    q,
-    k,
-    v,
-    out,
-    state,
-    final,
-    rates,
-    bounds,
-    strides,
-    H,
-    D,
-    E,
-    segments,
-    carried,
-    C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    REVERSE: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    EACH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    q, k, v, out, state, final, rates, bounds, strides, H, D, E, segments, carried,
+    C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr,
+    OUTPUT: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Scan as in ``kernels.linear_attention.Scan``; out and final are contiguous, channels have stride 1.
 
     ``strides`` are of batch, token and head of q, k and v, and of row and column of the state.
@@ -129,21 +109,9 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["carried"])
 def carry_kernel(
-    states,
-    state,
-    final,
-    rates,
-    steps,
-    state_row,
-    state_column,
-    H,
-    E,
-    numbers,
-    carried,
-    REVERSE: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    states, state, final, rates, steps, state_row, state_column, H, E, numbers, carried,
+    REVERSE: tl.constexpr, HAS_STATE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Replace what each segment adds to the state by the state that it starts with, and give that after the last."""
     row = tl.program_id(0).to(tl.int64)  # of B * H
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)  # of D * E

@@ -18,8 +18,7 @@ from kernels.linear_attention import check, linear_attention
 from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange, StagedExecutor
-from parallel.context.linear.attention import DeltaAttention
-from parallel.context.linear.by_heads import DeltaHeads
+from parallel.context.linear.attention import DeltaAttention, DeltaHeads
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor

@@ -15,6 +15,7 @@ from torch import Tensor
 from parallel.context.errors import ContextError
 from parallel.context.layout import BALANCED, PLACEMENTS, Layout, padded_length, places
 from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
+from runtime.tensors import kept_in_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +172,21 @@ class Geometry:
         """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
         return torch.from_numpy(self.layout.positions(self.owner(rank)))
 
+    @kept_in_object
     def rounds_of(self, rank: int) -> tuple[Round, ...]:
         """Return the rounds of ``rank``, in order, without their tiles."""
-        return _rounds_of(self, rank)
+        place, u = self.place(rank), rank % self.ulysses_degree
+
+        def own(send: Send) -> Send:
+            sender = int(np.argmax(np.broadcast_to(send.to, self.shape.size) == place))
+            target = _one(send.to, place)
+            return Send(int(self._first_ranks[target]) + u, send.due, int(self._first_ranks[sender]) + u)
+
+        found = []
+        for step in self.rounds:
+            gradient = None if step.gradient is None else own(step.gradient)
+            found.append(Round(self.ranks_at(step.holds, place), tuple(map(own, step.sends)), gradient))
+        return tuple(found)
 
     def team(self, rank: int) -> tuple[int, ...]:
         """Return the ranks for whose queries ``rank`` computes attention."""
@@ -208,20 +221,6 @@ class Geometry:
         """Return the head group of each rank: int64 ``[size, ulysses_degree]``."""
         first = np.arange(self.size) // self.ulysses_degree * self.ulysses_degree
         return first[:, None] + np.arange(self.ulysses_degree)
-
-    def gather_order(self, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
-        """Return the permutation of the joined tokens of ``ranks`` into ``Round`` order, or None if it is the identity.
-
-        int64 ``[len(ranks) * local_len]``.
-        """
-        return _gather_order(self, ranks, device)
-
-    def peak_activations(self, layers: int) -> int:
-        """Count activations ``[B, local_len, H, D]`` live before the last attention (WallFacer, equations 6, 7).
-
-        One per layer's checkpoint, one for the output, and q, k and v of every team member.
-        """
-        return layers + 1 + 3 * self.team_size
 
     def check_heads(self, heads: int, kv_heads: int) -> None:
         """Check that ``ulysses_degree`` ranks can split the heads; with fewer KV heads, several ranks hold each.
@@ -264,17 +263,15 @@ class Geometry:
 
         The u-th rank of a place gets the u-th rank of the peer.
         """
-        key = places.tobytes() if isinstance(places, np.ndarray) else places
-        if key not in self._at_ranks:
-            everywhere = np.broadcast_to(places, self.shape.size)
-            firsts = self._first_ranks[everywhere[self._places]]
-            self._at_ranks[key] = (firsts[:, None] + np.arange(self.ulysses_degree)).ravel()
-        return self._at_ranks[key]
+        return self._at_ranks(places.tobytes() if isinstance(places, np.ndarray) else places)
 
-    @cached_property
-    def _at_ranks(self) -> dict[bytes | int, np.ndarray]:
-        """Peers that ``at_ranks`` has found: a ring sends to the same ranks in every round."""
-        return {}
+    @kept_in_object
+    def _at_ranks(self, places: bytes | int) -> np.ndarray:
+        """Return the peers of ``at_ranks``, once: a ring sends to the same ranks in every round."""
+        peers = np.frombuffer(places, dtype=np.int64) if isinstance(places, bytes) else places
+        firsts = self._first_ranks[np.broadcast_to(peers, self.shape.size)[self._places]]
+        found: np.ndarray = (firsts[:, None] + np.arange(self.ulysses_degree)).ravel()
+        return found
 
     @cached_property
     def _places(self) -> np.ndarray:
@@ -307,27 +304,15 @@ def _one(places: Ranks, place: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
-    # cached on the device: making and copying it in every layer would cost more than the gather
+def gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """Return the permutation of the joined tokens of ``ranks`` into ``Round`` order, or None if it is the identity.
+
+    int64 ``[len(ranks) * local_len]``, on the device: to make and copy it in every layer would cost more than the
+    gather.
+    """
     owned = [run for rank in ranks for run in geometry.layout.strides(geometry.owner(rank))]
     if owned == sorted(owned):
         return None
     ends = np.cumsum([run.length for run in owned])
     blocks = (np.arange(end - run.length, end) for run, end in sorted(zip(owned, ends, strict=True)))
     return torch.from_numpy(np.concatenate(list(blocks))).to(device)
-
-
-@lru_cache(maxsize=4096)
-def _rounds_of(geometry: Geometry, rank: int) -> tuple[Round, ...]:
-    place, u = geometry.place(rank), rank % geometry.ulysses_degree
-
-    def own(send: Send) -> Send:
-        sender = int(np.argmax(np.broadcast_to(send.to, geometry.shape.size) == place))
-        target = _one(send.to, place)
-        return Send(int(geometry._first_ranks[target]) + u, send.due, int(geometry._first_ranks[sender]) + u)
-
-    found = []
-    for step in geometry.rounds:
-        gradient = None if step.gradient is None else own(step.gradient)
-        found.append(Round(geometry.ranks_at(step.holds, place), tuple(map(own, step.sends)), gradient))
-    return tuple(found)

@@ -20,7 +20,7 @@ from parallel.context.sparse.schedule import PiecesOf, RankSchedule, flow_of, ra
 from parallel.context.tiles import Piece, pieces, tiles
 from parallel.context.traffic import Cost, Moves, Sizes, cheaper_backward, needed_traffic, sizes, whole_traffic
 from parallel.context.work import Sets, Work, work
-from runtime.tensors import Handles
+from runtime.tensors import Handles, kept_in_object
 
 PLANS: Handles["Plan"] = Handles()
 """Plans by handle: attention operators take a handle, since the plan may change with every call."""
@@ -102,44 +102,36 @@ class Plan:
 
     def windowed(self, window: Window) -> "Plan":
         """Return the plan with a window, for the layers that have one; made once."""
-        if window == self.mask.window:
-            return self
-        if window not in self._windowed:
-            mask = mask_of(self.causal, self.documents, window, self.seq_len)
-            self._windowed[window] = _plan(self.geometry, mask, self.balanced or self.mask)
-        return self._windowed[window]
+        return self if window == self.mask.window else self._windowed(window)
 
-    @cached_property
-    def _windowed(self) -> dict[Window, "Plan"]:
-        return {}
+    @kept_in_object
+    def _windowed(self, window: Window) -> "Plan":
+        mask = mask_of(self.causal, self.documents, window, self.seq_len)
+        return _plan(self.geometry, mask, self.balanced or self.mask)
 
+    @kept_in_object
     def rounds(self, rank: int, moves: Moves = "kv") -> tuple[Round, ...]:
         """Return the rounds of ``rank``, in order, of a forward or of a backward that moves KV or queries."""
-        return _rounds(self, rank, moves)
+        team, found = self.pieces(self.geometry.team(rank)), []
+        for step in self.geometry.rounds_of(rank):
+            pair = (team, self.pieces(step.holds)) if moves == "kv" else (self.pieces(step.holds), team)
+            computed = () if step.gradient is None else tiles(*pair, self.layout.stride, self.mask.reach)
+            found.append(step._replace(tiles=computed))
+        return tuple(found)
 
+    @kept_in_object
     def schedule(self, rank: int, moves: Moves = "kv") -> RankSchedule:
         """Return what ``rank`` sends, receives and computes where only the rows that a query sees travel."""
-        if (rank, moves) not in self._schedules:
-            self._schedules[rank, moves] = rank_schedule(self.flow(moves), rank, *self._visible, moves)
-        return self._schedules[rank, moves]
+        return rank_schedule(self.flow(moves), rank, *self._visible, moves)
 
-    @cached_property
-    def _schedules(self) -> dict[tuple[int, Moves], RankSchedule]:
-        return {}
-
+    @kept_in_object
     def flow(self, moves: Moves = "kv") -> Flow:
         """Return the routes of all rows that a query sees."""
-        if moves not in self._flows:
-            self._flows[moves] = flow_of(self.geometry, *self._visible, moves)
-        return self._flows[moves]
+        return flow_of(self.geometry, *self._visible, moves)
 
     @property
     def _visible(self) -> tuple[PiecesOf, int, Reach]:
         return self.real_pieces, self.layout.stride, self.mask.reach
-
-    @cached_property
-    def _flows(self) -> dict[Moves, Flow]:
-        return {}
 
     @property
     def sparse_moves(self) -> Moves:
@@ -193,16 +185,10 @@ class Plan:
         owned = (run for rank in ranks for run in layout.strides(self.geometry.owner(rank)))
         return pieces(owned, layout.stride, self.boundaries)
 
+    @kept_in_object
     def real_pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
         """Return the pieces without padding, which nothing sees."""
-        if ranks not in self._real_pieces:
-            end = self.seq_len
-            self._real_pieces[ranks] = [piece for piece in self.pieces(ranks) if piece.start < end]
-        return self._real_pieces[ranks]
-
-    @cached_property
-    def _real_pieces(self) -> dict[tuple[int, ...], list[Piece]]:
-        return {}
+        return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
 
     def sets(self, places: tuple[Ranks, ...]) -> tuple[Sets, np.ndarray]:
         """Return the distinct sets of peers in ``places``, told apart by the first peer, and each place's set index."""
@@ -274,14 +260,3 @@ def _work(plan: Plan, moves: Moves) -> Work:
         pairings.append(None if step.gradient is None else pair)
     sets = (team, holds) if moves == "kv" else (holds, team)
     return work(*sets, pairings, plan.layout.stride, plan.mask.reach)
-
-
-@lru_cache(maxsize=4096)
-def _rounds(plan: Plan, rank: int, moves: Moves) -> tuple[Round, ...]:
-    team, stride = plan.pieces(plan.geometry.team(rank)), plan.layout.stride
-    found = []
-    for step in plan.geometry.rounds_of(rank):
-        pair = (team, plan.pieces(step.holds)) if moves == "kv" else (plan.pieces(step.holds), team)
-        computed = () if step.gradient is None else tiles(*pair, stride, plan.mask.reach)
-        found.append(step._replace(tiles=computed))
-    return tuple(found)

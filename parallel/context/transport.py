@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.context.geometry import Geometry
+from parallel.context.geometry import Geometry, gather_order
 from parallel.context.methods.base import Send
 from parallel.context.traffic import Traffic
 
@@ -144,7 +144,7 @@ class Transport:
     def _order(self, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
         degree = self.geometry.ulysses_degree
         owners = tuple(rank - rank % degree + u for rank in ranks for u in range(degree))
-        return self.geometry.gather_order(owners, device)
+        return gather_order(self.geometry, owners, device)
 
     def exchange(self, parts: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """All-to-all: send part i to rank i, receive part j from rank j; both [len(ranks), ...]."""

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from kernels.delta import scan
-from parallel.context.linear.parts import Part, Parts, parts
 from parallel.context.linear.schedules import Message, rounds_of
-from parallel.context.linear.segments import chains, cut, state_plan
+from parallel.context.linear.segments import Part, Parts, chains, cut, parts, state_plan
 from parallel.context.operators import rank_operator
 from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport

@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 
 from parallel.context.linear.segments import Chain, Segment, cut
 from parallel.context.plan import Plan
-from parallel.context.traffic import Traffic
 
 LONGEST_CHAIN = 8
 """Segments of a document up to which ``auto`` takes the chain; its bytes are the fewest, its rounds the most."""
@@ -116,17 +115,3 @@ def rounds_of(plan: Plan, rank: int, *, gradient: bool) -> tuple[tuple[Round, Ro
         if leaving or coming:
             found.append((leaving, coming))
     return tuple(found)
-
-
-def delta_traffic(plan: Plan, rank: int, state: int, square: int, *, gradient: bool) -> Traffic:
-    """Return the bytes that ``rank`` sends in a delta rule, or (``gradient``) in its backward.
-
-    ``state`` is the bytes of U, a matrix of key width by value width per row and head; ``square`` those of M, of key
-    width by key width. Both are in float32 or wider.
-    """
-    sent = Traffic()
-    for leaving, _ in rounds_of(plan, rank, gradient=gradient):
-        for message in leaving:
-            if message.peer != rank:
-                sent.p2p[message.peer] += state + square * (not message.state)
-    return sent

@@ -17,6 +17,7 @@ from parallel.context.geometry import Geometry
 from parallel.context.methods.base import Send
 from parallel.context.sparse.rows import NOWHERE, ByPlace, Line, Rows, Spans, common, found_in, union, without
 from parallel.context.sparse.visible import Seen
+from runtime.tensors import kept_in_object
 
 
 class Parcel(NamedTuple):
@@ -49,13 +50,11 @@ class Flow:
         self._seen = self._by_round(self._line.spans(*seen))
         self._holdings = self._hold()
         self._onward, self._home = self._return()
-        self._held: dict[tuple[int, int], ByPlace] = {}
 
+    @kept_in_object
     def held(self, index: int, place: int) -> ByPlace:
         """Return the buffer of a place in a round: rows by owner, in its local indices."""
-        if (index, place) not in self._held:
-            self._held[index, place] = self._line.at(place, self._holdings[index])
-        return self._held[index, place]
+        return self._line.at(place, self._holdings[index])
 
     def start(self, rank: int) -> Parcels:
         """Return what travels before the first round: rows of this rank's own to the holders that join them."""

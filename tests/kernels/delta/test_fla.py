@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kernels import installed, reference
-from kernels.delta import fla, scan
+from kernels.delta import scan
+from kernels.delta.rule import by_fla
 from kernels.delta.scan import select_delta_backend
 from runtime.errors import UserError
 from tests.kernels.delta.cases import Case, inputs
@@ -45,7 +46,7 @@ def library(monkeypatch):
 def test_it_is_asked_for_what_the_recurrence_computes(documents, with_state, library):
     *leaves, state = inputs(Case(20, 3))
     state = state if with_state else None
-    found = fla.delta_rule(*leaves, state, documents)
+    found = by_fla(*leaves, state, documents)
     for a, b in zip(found, reference.delta_rule(*leaves, state, documents=documents), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 

@@ -11,6 +11,7 @@ import torch
 
 from kernels.attention import CAUSAL
 from parallel.context import METHODS, ContextError, make_plan
+from parallel.context.geometry import gather_order
 
 SIZES = (*range(1, 25), 31, 32, 33, 48, 61, 64)
 BASIC = ("ring", "striped", "zigzag", "allgather")  # the others are these, with no team, one node or all heads
@@ -49,7 +50,7 @@ def coverage(plan, moves="kv"):
     @cache
     def joined(ranks):
         found = torch.cat([plan.positions(rank) for rank in ranks])
-        order = plan.geometry.gather_order(ranks, torch.device("cpu"))
+        order = gather_order(plan.geometry, ranks, torch.device("cpu"))
         return (found if order is None else found[order]).numpy()
 
     counts = np.zeros((plan.padded_len, plan.padded_len), dtype=np.int64)
@@ -142,7 +143,7 @@ def test_what_ranks_gather_is_joined_in_ascending_positions():
         plan = make_plan(method, seq_len=5 * size + 1, size=size, **options)
         for rank in range(size):
             for ranks in (plan.geometry.team(rank), plan.geometry.head_group(rank)):
-                assert plan.geometry.gather_order(ranks, torch.device("cpu")) is None
+                assert gather_order(plan.geometry, ranks, torch.device("cpu")) is None
                 assert rank in ranks
 
 
@@ -232,7 +233,6 @@ def test_the_paper_s_worked_example():
     # The paper reduces in two bytes: here out takes four, and so does lse, one for 128 of out.
     assert sent.collective.total() == 3 * activation * (3 * 2 + 4 + 4 / 128)
     assert 3 * activation * (3 * 2 + 2) / 2**30 == pytest.approx(0.152, abs=5e-4)
-    assert (ring.geometry.peak_activations(64), walls.geometry.peak_activations(64)) == (68, 77)
 
 
 def test_fewer_bytes_decide_what_the_backward_moves_and_either_can_be_forced():

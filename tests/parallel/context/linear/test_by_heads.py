@@ -7,7 +7,7 @@ import torch.distributed as dist
 from kernels.delta.convolution import causal_convolution
 from kernels.delta.rule import delta_rule
 from parallel.context import ContextError, Traffic, context_parallel
-from parallel.context.linear import by_heads
+from parallel.context.linear import attention as by_heads
 from runtime.ranks import run_ranks
 from tests.parallel.context.linear import test_delta
 

@@ -12,10 +12,11 @@ from kernels.delta.rule import delta_rule
 from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
 from parallel.context.linear import delta
-from parallel.context.linear import parts as scanned
-from parallel.context.linear.schedules import SCHEDULES, delta_traffic
+from parallel.context.linear import segments as scanned
+from parallel.context.linear.schedules import SCHEDULES
 from parallel.context.linear.segments import segments
 from runtime.ranks import run_ranks
+from tests.parallel.context.linear.traffic import delta_traffic
 
 BATCH, KEYS, WIDTH, VALUES = 2, 2, 6, 5
 DOCUMENTS = (0, 3, 40, 41, 131, 251)

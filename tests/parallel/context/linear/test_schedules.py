@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 
 from parallel.context import ContextError, make_plan
-from parallel.context.linear.schedules import delta_traffic, rounds, rounds_of, schedule_of
+from parallel.context.linear.schedules import rounds, rounds_of, schedule_of
 from parallel.context.linear.segments import cut, segments
+from tests.parallel.context.linear.traffic import delta_traffic
 
 DOCUMENTS = (0, 3, 40, 41, 131, 251)
 LAYOUTS = [("ring", {"layout": "contiguous"}), ("zigzag", {}), ("exchange", {"layout": "balanced"})]

@@ -51,8 +51,8 @@ def step_of(plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dou
     scale = q.shape[-1] ** -0.5
 
     def step() -> None:
-        out, lse = executor.forward(plan, q, k, v, None, scale)
-        executor.backward(plan, dout, q, k, v, out, lse, scale)
+        out, lse = executor.forward(plan, q, Keys(k, v), None, scale)
+        executor.backward(plan, Rows(q, dout, out, lse), Keys(k, v), scale)
 
     return step
 

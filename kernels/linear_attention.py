@@ -16,10 +16,10 @@ Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]``, states ``[B, H, D, E]`` in fl
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,28 +33,8 @@ from runtime.operators import differentiable
 BACKENDS = ("chunked", "triton", "reference")
 
 
-class Scan(Protocol):
-    """One pass over the tokens: ``(out, final)`` from queries, keys, values and an incoming state."""
-
-    def __call__(
-        self,
-        q: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Sequence[float],
-        state: Tensor | None = None,
-        documents: Sequence[int] | None = None,
-        *,
-        reverse: bool = False,
-        wide: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, E]``, empty if q is None, and final ``[B, H, D, E]`` in float32 or wider.
-
-        out is in v's dtype or wider; with ``wide``, in float32 or wider, so that more can be added to it.
-
-        Forwards, a token reads a state that includes its own key and value. Backwards (``reverse``), time is mirrored:
-        ``state`` is the gradient of the state after the last token, final that of the state before the first.
-        """
+Scan = Callable[..., tuple[Tensor, Tensor]]
+"""One pass over the tokens, as ``kernels.linear_scan.scan``."""
 
 
 def linear_attention(
@@ -188,7 +168,7 @@ def from_state(
 
     Args:
         tokens: how many see it, those of the first document (the last with ``reverse``); default all.
-        reverse: backwards in time, see ``Scan``.
+        reverse: backwards in time, see ``kernels.linear_scan.scan``.
     """
     length = q.shape[1]
     tokens = length if tokens is None else tokens
@@ -216,7 +196,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and dstate; ``dfinal`` is the final state's gradient, None for 0.
 
-    dtypes are as ``Scan`` has them, ``wide`` that of dk and dv, to which a later state's part can then be added.
+    dtypes are as the scan has them, ``wide`` that of dk and dv, to which a later state's part can then be added.
     """
     dq, _ = run(dout, v, k, log_decay, None if state is None else state.mT, documents)
     dk, _ = run(v, dout, q, log_decay, None if dfinal is None else dfinal.mT, documents, reverse=True, wide=wide)

@@ -68,7 +68,15 @@ def scan(
     reverse: bool = False,
     wide: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Scan the tokens as ``kernels.linear_attention.Scan`` does; out is always in float32 or wider."""
+    """Scan the tokens, from an incoming state.
+
+    Forwards, a token reads a state that includes its own key and value. Backwards (``reverse``), time is mirrored:
+    ``state`` is the gradient of the state after the last token, final that of the state before the first.
+
+    Returns:
+        out ``[B, T, H, E]``, empty if q is None, and final ``[B, H, D, E]`` in float32 or wider. out may be in v's
+        dtype but with ``wide``, so that more can be added to it; here it always is in float32 or wider.
+    """
     dtype = torch.promote_types(k.dtype, torch.float32)
     chunks = chunks_of(k.shape[1], None if documents is None else tuple(documents), k.device)
     rates = rates_of(tuple(log_decay), dtype, k.device)

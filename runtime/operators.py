@@ -23,7 +23,7 @@ def differentiable(
     Results are made dense, and gradients cast to the dtypes of their inputs. Differentiable once.
 
     Args:
-        name: such as "longmesh::delta_rule".
+        name: namespace and name, such as longmesh::delta_rule.
         tensors: types and names of those that have gradients, such as "Tensor q, Tensor? state".
         others: those of the other arguments.
         forward: computes the results; ``fake`` returns tensors like them.
@@ -53,8 +53,9 @@ def differentiable(
 
     def differentiate(ctx: Any, dout: Tensor | None, dmore: Tensor | None) -> tuple[Tensor | None, ...]:
         dout = torch.zeros(**ctx.like) if dout is None else dout
-        found = iter(reverse(dout, dmore, *ctx.saved_tensors, *ctx.others))
-        into = [None if x is None else next(found) for x in ctx.saved_tensors[:count]]
+        kept = ctx.saved_tensors  # asked for once: a checkpoint gives them once
+        found = iter(reverse(dout, dmore, *kept, *ctx.others))
+        into = [None if x is None else next(found) for x in kept[:count]]
         return *into, *[None] * len(ctx.others)
 
     operator = torch.library.custom_op(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.blocks import Keys, Rows
 from parallel.context.executor import Executor
 from parallel.context.geometry import Geometry
 from parallel.context.heads import HeadExchange
@@ -189,10 +190,11 @@ def _attend(plan: Plan, rank: int, mail: Mail, inputs: Sequence[Tensor], backend
     q, k, v, dout = (
         heads.to_heads(torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], 1)[:, at]) for x in inputs
     )
-    out, lse = executor.forward(plan, q, k, v, None, scale)
-    gradients = executor.backward(plan, dout, q, k, v, out, lse, scale)
+    out, lse = executor.forward(plan, q, Keys(k, v), None, scale)
+    gradients = executor.backward(plan, Rows(q, dout, out, lse), Keys(k, v), scale)
     results = [
-        heads.to_tokens(x, of.shape[2]) for x, of in zip((out, *gradients), (inputs[3], *inputs[:3]), strict=True)
+        heads.to_tokens(x.to(of.dtype), of.shape[2])
+        for x, of in zip((out, *gradients), (inputs[3], *inputs[:3]), strict=True)
     ]
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()

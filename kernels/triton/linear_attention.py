@@ -55,7 +55,7 @@ def scan_kernel(
     C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr,
     OUTPUT: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Scan as in ``kernels.linear_attention.Scan``; out and final are contiguous, channels have stride 1.
+    """Scan as in ``kernels.linear_scan.scan``; out and final are contiguous, channels have stride 1.
 
     ``strides`` are of batch, token and head of q, k and v, and of row and column of the state.
     With ``EACH`` segments have states (``kernels.linear_scan``): without outputs the one that each adds, with
@@ -165,7 +165,7 @@ def scan(
     reverse: bool = False,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scan the tokens as ``kernels.linear_attention.Scan`` does."""
+    """Scan the tokens as ``kernels.linear_scan.scan`` does."""
     batch, length, heads, width = k.shape
     value_width = v.shape[-1]
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))

@@ -65,31 +65,24 @@ class Executor:
         return self._prefetched[0]
 
     def forward(
-        self,
-        plan: Plan,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        prefetch: int | None = None,
+        self, plan: Plan, q: Tensor, keys: Keys, sinks: Tensor | None, scale: float, prefetch: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider; ``sinks`` ``[H]``."""
         wide = torch.promote_types(q.dtype, torch.float32)
         backend = self._backend(plan, q)
         rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # of the whole team
         results: Tensors = ()
-        circulation = self._circulation(plan, (k, v), "kv", self._take(prefetch))
+        circulation = self._circulation(plan, keys, "kv", self._take(prefetch))
         staying = self.transport.gather((q,), self._team)
         stays: Tensors = ()
-        for _, tiles, (keys, values) in circulation.visits():
+        for _, tiles, (k, v) in circulation.visits():
             (queries,) = stays = stays or staying()
             if not results and (tile := only_block(tiles, rows[1], None, backend)):
-                results = block_forward(queries, keys[:, tile.k], values[:, tile.k], tile.kind, scale, backend)
+                results = block_forward(queries, k[:, tile.k], v[:, tile.k], tile.kind, scale, backend)
             else:
                 results = out, lse = _running(results or over_no_keys(rows, q, wide), wide)
-                attend_tiles_(out, lse, queries, Keys(keys, values), tiles, scale, backend)
-            del keys, values  # free them before the next round allocates
+                attend_tiles_(out, lse, queries, Keys(k, v), tiles, scale, backend)
+            del k, v  # free them before the next round allocates
         if not stays:
             staying()  # all tokens here are padding
         final = len(self._team) == 1 and sinks is None
@@ -101,33 +94,30 @@ class Executor:
             out, lse = with_sinks(out, lse, sinks)
         return out.to(q.dtype), lse
 
-    def backward(
-        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-    ) -> Tensors:
+    def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
         """Return dq, dk and dv in float32 or wider; what one block alone gives, as its kernel returns it.
 
         KV or queries circulate; their gradient follows one round behind, or as the plan says. The other stays, with
         its gradient.
         """
-        backend = self._backend(plan, q)
-        batch, tokens, heads, width = q.shape
-        of = Sizes(batch, tokens, heads, k.shape[2], width, q.element_size())
+        backend, wide = self._backend(plan, rows.q), rows.lse.dtype
+        batch, tokens, heads, width = rows.q.shape
+        of = Sizes(batch, tokens, heads, keys.k.shape[2], width, rows.q.element_size())
         moves = plan.backward_moves(of)
-        sides = (q, dout, out, lse), (k, v)
-        moving, still = sides[::-1] if moves == "kv" else sides
+        moving, still = (keys, rows) if moves == "kv" else (rows, keys)
         circulation = self._circulation(plan, moving, moves, None)
         staying = self.transport.gather(still, self._team)
         stays: Tensors = ()
         kept: Tensors = ()
         for i, tiles, held in circulation.visits():
             stays = stays or staying()
-            kept, moved = self._of_round(tiles, stays, held, kept, moves, lse.dtype, scale, backend)
+            kept, moved = self._of_round(tiles, stays, held, kept, moves, wide, scale, backend)
             circulation.send_gradient(i, moved)
             del held, moved  # free them before the next round allocates
-        brought = circulation.home() or _zeros(moving, lse.dtype)
-        kept = kept or _zeros(staying(), lse.dtype)  # tokens that nothing sees: padding
+        brought = circulation.home() or _zeros(moving, wide)
+        kept = kept or _zeros(staying(), wide)  # tokens that nothing sees: padding
         if len(self._team) > 1:
-            kept = tuple(self.transport.reduced(x, self._team) for x in _dense(kept, lse.dtype))
+            kept = tuple(self.transport.reduced(x, self._team) for x in _dense(kept, wide))
         return (*kept, *brought) if moves == "kv" else (*brought, *kept)
 
     def _of_round(
@@ -223,7 +213,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Any, scale: float, handle: int, plan: Tensor, window: Any, prefetch: Any
 ) -> tuple[Tensor, Tensor]:
     executor, taken = _executors[handle], None if prefetch is None else int(prefetch)
-    return executor.forward(_plan(plan, window, executor), q, k, v, sinks, scale, taken)
+    return executor.forward(_plan(plan, window, executor), q, Keys(k, v), sinks, scale, taken)
 
 
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -233,7 +223,7 @@ def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, out, lse, scale, handle, plan, window, _ = given
     executor = _executors[handle]
-    gradients = executor.backward(_plan(plan, window, executor), dout, q, k, v, out, lse, scale)
+    gradients = executor.backward(_plan(plan, window, executor), Rows(q, dout, out, lse), Keys(k, v), scale)
     return *gradients, None if sinks is None else sinks_gradient(dout, out, lse, sinks)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.blocks import Keys, Rows
 from parallel.context.executor import Executor
 from parallel.context.plan import Plan
 from parallel.context.transport import Tensors, Transport
@@ -110,48 +111,40 @@ class StagedExecutor(Executor):
         return False
 
     def forward(
-        self,
-        plan: Plan,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        prefetch: int | None = None,
+        self, plan: Plan, q: Tensor, keys: Keys, sinks: Tensor | None, scale: float, prefetch: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider; ``sinks`` ``[H]``."""
         heads, out = self.heads, q.new_empty(q.shape)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for keys_of, stages in self._stages(q, k):
-            keys, values = (heads.to_heads(keys_of(x)) for x in (k, v))
+        for keys_of, stages in self._stages(q, keys.k):
+            own_keys = Keys(*(heads.to_heads(keys_of(x)) for x in keys))
             for of in stages:
                 own = None if sinks is None else heads.own(of(sinks[None, None])[0, 0])
-                parts = super().forward(plan, heads.to_heads(of(q)), keys, values, own, scale)
+                parts = super().forward(plan, heads.to_heads(of(q)), own_keys, own, scale)
                 of.put(out, heads.to_tokens(parts[0]))
                 of.put(lse, heads.to_tokens(parts[1][..., None])[..., 0])
                 del parts  # before the next stage allocates
         return out, lse
 
-    def backward(
-        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-    ) -> Tensors:
+    def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
         """Return dq, dk and dv in the dtypes of q, k and v."""
-        heads, (dq, dk, dv) = self.heads, (x.new_empty(x.shape) for x in (q, k, v))
-        for keys_of, stages in self._stages(q, k):
-            keys, values = (heads.to_heads(keys_of(x)) for x in (k, v))
+        heads, (q, dout, out, lse) = self.heads, rows
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, *keys))
+        for keys_of, stages in self._stages(q, keys.k):
+            own_keys = Keys(*(heads.to_heads(keys_of(x)) for x in keys))
             sums: list[Tensor] = []
             for of in stages:
-                dout_, q_, out_, lse_ = (heads.to_heads(of(x)) for x in (dout, q, out, lse[..., None]))
-                own, *parts = super().backward(plan, dout_, q_, keys, values, out_, lse_[..., 0], scale)
-                del dout_, q_, out_, lse_  # before the exchange and the next stage allocate
+                q_, dout_, out_, lse_ = (heads.to_heads(of(x)) for x in (q, dout, out, lse[..., None]))
+                own, *parts = super().backward(plan, Rows(q_, dout_, out_, lse_[..., 0]), own_keys, scale)
+                del q_, dout_, out_, lse_  # before the exchange and the next stage allocate
                 sums = (
                     [a.add_(b) for a, b in zip(sums, parts, strict=True)] if sums else [x.to(lse.dtype) for x in parts]
                 )
                 del parts
                 of.put(dq, heads.to_tokens(own.to(q.dtype)))
                 del own
-            for gradient, total in ((dk, sums[0]), (dv, sums[1])):
-                keys_of.put(gradient, heads.to_tokens(total.to(k.dtype), keys_of.count))
+            for gradient, total in zip((dk, dv), sums, strict=True):
+                keys_of.put(gradient, heads.to_tokens(total.to(gradient.dtype), keys_of.count))
         return dq, dk, dv
 
     def _stages(self, q: Tensor, k: Tensor) -> Iterator[tuple["_Heads", list["_Heads"]]]:

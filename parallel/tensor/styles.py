@@ -26,6 +26,13 @@ def scattered(part: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(part.ndim - 2)])
 
 
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, dim: int = 0) -> None:
+    """Shard the parameters of a module itself, in place: matrices along ``dim``, vectors by entries."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        split = distribute_tensor(parameter, mesh, [Shard(dim if parameter.ndim > 1 else 0)])
+        module.register_parameter(name, nn.Parameter(split))
+
+
 class AllTokens(ParallelStyle):
     """A module that takes all tokens and returns partial sums [B, T, C]; outside, both are sharded over T.
 
@@ -90,9 +97,7 @@ class Matrix(ParallelStyle):
                 bias = bias.to_local() if self.dim == 0 else own_entries(bias)
             return linear(x, weight.to_local(), bias)
 
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            split = distribute_tensor(parameter, device_mesh, [Shard(self.dim if name == "weight" else 0)])
-            module.register_parameter(name, nn.Parameter(split))
+        shard_parameters(module, device_mesh, self.dim)
         module.forward = forward
         return module
 
@@ -136,8 +141,7 @@ class PerHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         part: Any = module
         names = [name for name, _ in module.named_parameters(recurse=False)]
-        for name in names:
-            setattr(part, name, nn.Parameter(distribute_tensor(getattr(part, name), device_mesh, [Shard(0)])))
+        shard_parameters(module, device_mesh)
         # Read at every call: FSDP replaces the parameters.
         part.forward = lambda *inputs: part.by(*inputs, **{name: getattr(part, name).to_local() for name in names})
         return module
@@ -161,9 +165,7 @@ class JointNorm(ParallelStyle):
 
         eps: Any = module.eps
         joint = getattr(module, "joint", False)
-        if module.weight is not None:
-            split = distribute_tensor(module.weight, device_mesh, [Shard(0)])  # type: ignore[arg-type]
-            module.register_parameter("weight", nn.Parameter(split))
+        shard_parameters(module, device_mesh)
         module.forward = forward
         return module
 
@@ -209,10 +211,6 @@ class Entries(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-            weight = distribute_tensor(module.weight, mesh, [Shard(0)])  # type: ignore[arg-type]
-            module.register_parameter("weight", nn.Parameter(weight))
-
         def forward(indices: Tensor) -> DTensor:
             weight: Any = module.weight
             first = first_entry(weight)
@@ -221,7 +219,7 @@ class Entries(ParallelStyle):
             x = F.embedding((indices - first).where(inside, 0), local).where(inside[..., None], 0)
             return scattered(x, device_mesh)
 
-        distribute_module(module, device_mesh, split)
+        shard_parameters(module, device_mesh)
         module.forward = forward
         return module
 

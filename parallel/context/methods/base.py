@@ -83,8 +83,11 @@ class Method:
         return self.layouts[0]
 
     def rounds(self, rank: Ranks, shape: Shape) -> Sequence[Round]:
-        """Return the rounds of ``rank``, equally many per rank; the first holds its own KV; joined KV stays joined."""
-        raise TypeError(f"{type(self).__name__} states no rounds")
+        """Return the rounds of ``rank``, equally many per rank, by default one with its own KV.
+
+        The first holds its own KV; joined KV stays joined.
+        """
+        return [Round((rank,), (), Send(rank, 1))]
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
         """Return the ranks for whose queries ``rank`` attends: gather these before, combine partial results after."""

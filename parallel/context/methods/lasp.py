@@ -3,9 +3,7 @@
 Ranks hold stretches of consecutive tokens, and of all tokens before a stretch it needs only the state after them.
 """
 
-from collections.abc import Sequence
-
-from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
+from parallel.context.methods.base import Method
 
 
 class StateMethod(Method):
@@ -13,9 +11,6 @@ class StateMethod(Method):
 
     masks = ("causal",)
     layouts = ("contiguous", "zigzag")
-
-    def rounds(self, rank: Ranks, shape: Shape) -> Sequence[Round]:
-        return [Round((rank,), (), Send(rank, 1))]
 
 
 class Lasp(StateMethod):

@@ -5,7 +5,7 @@ groups. The method alone has one group of all ranks and one round.
 """
 
 from parallel.context.errors import ContextError
-from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
+from parallel.context.methods.base import Method, Shape
 
 
 class Ulysses(Method):
@@ -13,9 +13,6 @@ class Ulysses(Method):
 
     name = "ulysses"
     splits_heads = True
-
-    def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
-        return [Round((rank,), (), Send(rank, 1))]
 
     def check(self, shape: Shape, causal: bool) -> None:
         super().check(shape, causal)

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from kernels import attention, packed
+from kernels.blocks import Keys, Rows
 from parallel.context import Plan, heads, transport
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange, StagedExecutor
@@ -161,11 +162,10 @@ def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):
         like = [x.mT.contiguous().mT for x in like] if strided else like
         q, k, v, dout = (outside.to_heads(x) for x in like)
         prefetch = executor.prefetch_kv(k, v) if executor.gathers_keys and not plan.sparse else None
-        out, lse = executor.forward(plan, q, k, v, None, width**-0.5, prefetch)
-        found = out, *executor.backward(plan, dout, q, k, v, out, lse, width**-0.5)
+        out, lse = executor.forward(plan, q, Keys(k, v), None, width**-0.5, prefetch)
+        found = out, *executor.backward(plan, Rows(q, dout, out, lse), Keys(k, v), width**-0.5)
         for x, want in zip(found, (like[3], *like[:3]), strict=True):
-            x = outside.to_tokens(x, want.shape[2])
-            assert (x.shape, x.dtype) == (want.shape, want.dtype)
+            assert outside.to_tokens(x.to(want.dtype), want.shape[2]).shape == want.shape
 
     return compute
 
@@ -175,8 +175,8 @@ def states(plan, rank, links):
     executor = StateExecutor(plan.geometry, links, rank, "chunked")
     q, k, v, dout = (torch.empty(2, plan.local_len, 4, 16, dtype=torch.bfloat16, device="meta") for _ in range(4))
     out, state = executor.forward(plan, q, k, v, [-0.1] * 4)
-    for x in (out, *executor.backward(plan, dout, q, k, v, state, [-0.1] * 4)):
-        assert (x.shape, x.dtype) == (q.shape, q.dtype)
+    for x in (out, *executor.backward(plan, dout, state, q, k, v, [-0.1] * 4)):
+        assert x.shape == q.shape
 
 
 def hybrid(outside):

@@ -5,13 +5,13 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from itertools import count, product
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-P = ParamSpec("P")
+M = TypeVar("M", bound=Callable[..., Any])
 R = TypeVar("R")
 T = TypeVar("T")
 Part = tuple[slice, ...]
@@ -88,19 +88,20 @@ def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[...,
     return decorate
 
 
-def kept_in_object(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+def kept_in_object(method: M) -> M:
     """Keep in the object what its method returns for these arguments, hashable ones by position."""
-    defaults, most = method.__defaults__ or (), method.__code__.co_argcount - 1  # type: ignore[attr-defined]
+    function: Any = method
+    defaults, most = function.__defaults__ or (), function.__code__.co_argcount - 1
 
     @wraps(method)
-    def found(self: T, *arguments: P.args, **_: P.kwargs) -> R:
-        kept = self.__dict__.setdefault(f"_kept_{method.__name__}", {})  # type: ignore[attr-defined]
+    def found(self: Any, *arguments: Any) -> Any:
+        kept = self.__dict__.setdefault(f"_kept_{function.__name__}", {})
         whole = (*arguments, *defaults[len(defaults) - most + len(arguments) :])
         if whole not in kept:
-            kept[whole] = method(self, *arguments)  # type: ignore[call-arg]
-        return kept[whole]  # type: ignore[no-any-return]
+            kept[whole] = function(self, *arguments)
+        return kept[whole]
 
-    return found
+    return cast(M, found)
 
 
 class Handles(Generic[T]):

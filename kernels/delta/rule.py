@@ -54,28 +54,20 @@ def delta_rule(
         ValueError: shapes that do not match.
         UserError: the backend does not exist.
     """
-    check(q, k, v, g, beta, state, documents)
+    check((q, k, v, g, beta), state, documents)
     name = select_delta_backend(backend, q.device.type, q.dtype, per_channel=g.ndim == 4, width=q.shape[-1])
     if name == "reference":
         return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
     if name == "fla":
-        return by_fla(q, k, v, g, beta, state, documents)
+        return by_fla((q, k, v, g, beta), state, documents)
     out, states = torch.ops.longmesh.delta_rule(q, k, v, forgetting(g, documents), beta, state, name)
     return out, states[-1]
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    documents: Sequence[int] | None = None,
-) -> None:
+def check(inputs: tuple[Tensor, ...], state: Tensor | None = None, documents: Sequence[int] | None = None) -> None:
     """Raise ValueError for the first argument of ``delta_rule`` that is wrong."""
-    batch, length, key_heads, width = q.shape
-    heads = v.shape[2]
+    q, k, v, g, beta = inputs
+    (batch, length, key_heads, width), heads = q.shape, v.shape[2]
     if k.shape != q.shape or v.shape[:2] != q.shape[:2] or heads % key_heads or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"the delta rule takes q and k [B, T, K, D] and v [B, T, H, E] of one dtype, H a multiple of K, and got q "
@@ -92,15 +84,7 @@ def check(
     check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
 
 
-def by_fla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    documents: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
+def by_fla(inputs: tuple[Tensor, ...], state: Tensor | None, documents: Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """Compute the rule by flash-linear-attention (fla.ops.gated_delta_rule), with a gate per head; differentiable.
 
     It takes 16-bit operands and differences of summed gates, and passes no states between ranks. Documents lie behind
@@ -108,6 +92,7 @@ def by_fla(
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+    q, k, v, g, beta = inputs
     batch, length = v.shape[:2]
     apart = documents is not None and len(documents) > 2
     more: dict[str, Tensor] = {}
@@ -152,7 +137,7 @@ def _backward(dout: Tensor, dstates: Tensor | None, *given: Any) -> list[Tensor]
     *inputs, _, states, backend = given
     dfinal = None if dstates is None else dstates[-1]
     with torch.autocast(dout.device.type, enabled=False):
-        *found, dstate = scans.backward(dout, dfinal, *inputs, states, backend=backend)
+        *found, dstate = scans.backward(tuple(inputs), states, dout, dfinal, backend=backend)
     return [*found, dstate.clone()]  # not all states' memory
 
 

@@ -112,24 +112,17 @@ def wide_scan(
 
 
 def backward(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    *,
-    backend: str = "auto",
+    inputs: tuple[Tensor, ...], states: Tensor, dout: Tensor, dfinal: Tensor | None, *, backend: str = "auto"
 ) -> tuple[Tensor, ...]:
     """Return dq, dk, dv, dg, dbeta and dstate, float32 or wider.
 
     Args:
-        dfinal: gradient of the state after the last token, None for 0.
+        inputs: q, k, v, g and beta.
         states: as ``scan`` returned them; everything else is computed again.
+        dfinal: gradient of the state after the last token, None for 0.
     """
-    inputs, run = (q, k, v, g, beta), slabs_by(backend, k, g).backward
+    _, k, v, g, _ = inputs
+    run = slabs_by(backend, k, g).backward
     found = [torch.empty(x.shape, dtype=states.dtype, device=x.device) for x in inputs]
     leaving = torch.zeros_like(states[0]) if dfinal is None else dfinal
     for slab, state in reversed(list(zip(_slabs(k, v), states[:-1], strict=True))):

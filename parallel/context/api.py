@@ -62,11 +62,8 @@ class SoftmaxAttention:
             ContextError: shapes or dtypes do not fit each other or the plan; a window that sees nothing or the future.
         """
         self._check_keys(k, v)
-        self._check_queries(q, k)
-        _check_sinks(sinks, q)
-        keys, values = self._heads.to_heads(k), self._heads.to_heads(v)
-        plan = self._plan if mask is None else mask.tensor
-        return self._attend(q, keys, values, None, plan, window, sinks, scale)
+        self._check_queries(q, k, sinks)
+        return self._to(k, v, self._plan if mask is None else mask.tensor, window, sinks, scale)(q)
 
     def prefetch_kv(
         self,
@@ -85,32 +82,30 @@ class SoftmaxAttention:
         if not self._gathers or mask is not None or window is not None:
             return lambda q: self(q, k, v, mask, window=window, sinks=sinks)
         self._check_keys(k, v)
-        keys, values = self._heads.to_heads(k), self._heads.to_heads(v)
-        prefetch = torch.ops.longmesh.prefetch_kv(keys.detach(), values.detach(), self._executor.handle)
+        return self._to(k, v, self._plan, None, sinks, early=True)
 
-        def attention(q: Tensor) -> Tensor:
-            self._check_queries(q, k)
-            _check_sinks(sinks, q)
-            return self._attend(q, keys, values, prefetch, self._plan, None, sinks)
-
-        return attention
-
-    def _attend(
+    def _to(
         self,
-        q: Tensor,
         k: Tensor,
         v: Tensor,
-        prefetch: Tensor | None,
         plan: Tensor,
-        window: Window | None,
-        sinks: Tensor | None,
+        window: Any,
+        sinks: Any,
         scale: float | None = None,
-    ) -> Tensor:
-        """Compute attention; the heads of k and v are already exchanged."""
-        q, sinks = self._heads.to_heads(q), None if sinks is None else self._heads.own(sinks)
-        scale, handle = q.shape[-1] ** -0.5 if scale is None else scale, self._executor.handle
-        out, _ = torch.ops.longmesh.context_attention(q, k, v, sinks, scale, handle, plan, list(window or ()), prefetch)
-        return self._heads.to_tokens(out)
+        early: bool = False,
+    ) -> Callable[[Tensor], Tensor]:
+        """Return q -> attention to these keys and values, whose gathering starts now if it is ``early``."""
+        keys, values, handle = self._heads.to_heads(k), self._heads.to_heads(v), self._executor.handle
+        prefetch = torch.ops.longmesh.prefetch_kv(keys.detach(), values.detach(), handle) if early else None
+
+        def attention(q: Tensor) -> Tensor:
+            self._check_queries(q, k, sinks)
+            own = None if sinks is None else self._heads.own(sinks)
+            rest = q.shape[-1] ** -0.5 if scale is None else scale, handle, plan, list(window or ()), prefetch
+            out, _ = torch.ops.longmesh.context_attention(self._heads.to_heads(q), keys, values, own, *rest)
+            return self._heads.to_tokens(out)
+
+        return attention
 
     def _check_keys(self, k: Tensor, v: Tensor) -> None:
         check_kind(self._geometry.method, "attend", "softmax attention", METHODS)
@@ -120,18 +115,16 @@ class SoftmaxAttention:
                 f"{self._geometry.local_len} local positions; pass [B, T_local, heads, D] of one length and dtype"
             )
 
-    def _check_queries(self, q: Tensor, k: Tensor) -> None:
+    def _check_queries(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> None:
         if q.shape[:2] != k.shape[:2] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or q.dtype != k.dtype:
             raise ContextError(
                 f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: lengths, head "
                 "widths and dtypes must be equal, and query heads a multiple of the key heads"
             )
         self._geometry.check_heads(q.shape[2], k.shape[2])
-
-
-def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    if sinks is not None and sinks.shape != q.shape[2:3]:
-        raise ContextError(f"attend: sinks {tuple(sinks.shape)} do not fit {q.shape[2]} query heads; pass one per head")
+        if sinks is not None and sinks.shape != q.shape[2:3]:
+            given = tuple(sinks.shape)
+            raise ContextError(f"attend: sinks {given} do not fit {q.shape[2]} query heads; pass one per head")
 
 
 class ContextParallel:

@@ -127,7 +127,7 @@ class DeltaAttention:
     def _checked(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None) -> Tensor:
         self._check_length("attend_delta", "q", q)
         try:
-            check(q, k, v, g, beta)
+            check((q, k, v, g, beta))
         except ValueError as error:
             raise ContextError(f"attend_delta: {error}") from error
         return (mask or self._handle).tensor

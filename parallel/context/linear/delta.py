@@ -140,7 +140,7 @@ class DeltaExecutor:
         dout, *found = wave.more
 
         def compute(part: Part, dfinal: Tensor | None = None) -> Tensor:
-            taken = part.of(dout), dfinal, *part.inputs(wave.inputs), saved[part][0]
+            taken = part.inputs(wave.inputs), saved[part][0], part.of(dout), dfinal
             *gradients, dstate = scan.backward(*taken, backend=self.backend)
             for dx, gradient in zip(found, gradients, strict=True):
                 part.put(dx, gradient)

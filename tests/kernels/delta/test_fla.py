@@ -46,7 +46,7 @@ def library(monkeypatch):
 def test_it_is_asked_for_what_the_recurrence_computes(documents, with_state, library):
     *leaves, state = inputs(Case(20, 3))
     state = state if with_state else None
-    found = by_fla(*leaves, state, documents)
+    found = by_fla(tuple(leaves), state, documents)
     for a, b in zip(found, reference.delta_rule(*leaves, state, documents=documents), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 

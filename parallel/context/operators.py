@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
 from parallel.context.plan import PLANS, Plan
 from runtime.operators import differentiable
@@ -17,9 +18,19 @@ from runtime.tensors import Handles
 
 
 def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
-    """Return a plan by its handle; raise ContextError if it is not of this geometry."""
+    """Return a plan by its handle.
+
+    Raises ContextError: it is of other ranks, another length, method or layout than ``geometry``.
+    """
     plan = PLANS[handle]
-    plan.check_fits(geometry)
+    own = plan.geometry
+    alone = own.size == geometry.size == 1 and own.padded_len == geometry.padded_len
+    if own is not geometry and own != geometry and not alone:
+        raise ContextError(
+            f"mask is of {own.method.name} over {own.seq_len} tokens on {own.size} ranks, and this attention is "
+            f"{geometry.method.name} over {geometry.seq_len} on {geometry.size}; pass a handle from under(...) of "
+            "the same object"
+        )
     return plan
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from parallel.context.arcs import ArcLayout
-from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry, PlanOptions
 from parallel.context.layout import BALANCED, Layout
 from parallel.context.mask import Mask, Reach, Window, mask_of
@@ -84,17 +83,6 @@ class Plan:
     def positions(self, rank: int) -> Tensor:
         """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
         return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
-
-    def check_fits(self, geometry: Geometry) -> None:
-        """Raise ContextError for a plan of other ranks, another length, method or layout than ``geometry``."""
-        own = self.geometry
-        alone = own.size == geometry.size == 1 and own.padded_len == geometry.padded_len
-        if own is not geometry and own != geometry and not alone:
-            raise ContextError(
-                f"mask is of {own.method.name} over {own.seq_len} tokens on {own.size} ranks, and this attention is "
-                f"{geometry.method.name} over {geometry.seq_len} on {geometry.size}; pass a handle from under(...) of "
-                "the same object"
-            )
 
     def under(self, *, documents: tuple[int, ...] | None, window: Window | None) -> "Plan":
         """Return the plan of the same geometry under another mask. Raises as ``make_plan``."""

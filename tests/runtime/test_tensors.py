@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime import tensors
-from runtime.tensors import Handles, generator_of, initial_weight_slice
+from runtime.tensors import Handles, generator_of, initial_weight_slice, kept_in_object
 
 
 def normal(tile, generator):
@@ -77,3 +77,17 @@ def test_a_tensor_keeps_its_object_alive_and_so_does_a_graph_that_saves_it():
     del y
     gc.collect()
     assert len(handles) == 0
+
+
+def test_a_method_is_asked_once_for_the_same_arguments_and_by_each_object():
+    class Counted:
+        asked = 0
+
+        @kept_in_object
+        def add(self, a, b=2):
+            self.asked += 1
+            return a + b
+
+    one, other = Counted(), Counted()
+    assert (one.add(1), one.add(1, 2), one.add(1, 3), one.asked) == (3, 3, 4, 2)
+    assert (other.add(1), other.asked) == (3, 1)

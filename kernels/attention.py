@@ -68,7 +68,8 @@ def block_forward(
         out, lse = over_no_keys(q.shape[:3], q, torch.promote_types(q.dtype, torch.float32))
         attend_tiles_(out, lse, q, Keys(k, v), [_whole(q, k, kind)], scale, backend)
         return out, lse
-    out, lse = flip_if_anti(kind, *backend.forward(*flip_if_anti(kind, q, k, v), causal, scale))
+    q, k, v = flip_if_anti(kind, q, k, v)
+    out, lse = flip_if_anti(kind, *backend.forward(q, k, v, causal, scale))
     return out, lse
 
 

@@ -52,10 +52,10 @@ def rank_operator(
     executors: Handles[Any] = Handles()
 
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        *given, handle, plan = given
+        *operands, handle, plan = given
         executor = executors[handle]
-        with torch.autocast(given[0].device.type, enabled=False):
-            found: tuple[Tensor, Tensor] = executor.forward(checked(plan, executor.transport.geometry), *given)
+        with torch.autocast(operands[0].device.type, enabled=False):
+            found: tuple[Tensor, Tensor] = executor.forward(checked(plan, executor.transport.geometry), *operands)
         return found
 
     def backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ def differentiable(
     fake: Callable[..., tuple[Tensor, Tensor]],
     backward: Callable[..., Sequence[Tensor | None]],
     *,
+    unsaved: str = "",
     saves: Sequence[int] = (),
     owner: Callable[..., object] = lambda *others: None,
 ) -> None:
@@ -25,14 +26,14 @@ def differentiable(
     Args:
         name: namespace and name, such as longmesh::delta_rule.
         tensors: types and names of those that have gradients, such as "Tensor q, Tensor? state".
-        others: those of the other arguments.
+        others: those of the other arguments; ``unsaved``: of the last ones, which the forward alone takes.
         forward: computes the results; ``fake`` returns tensors like them.
         backward: ``(dout, dmore or None, *tensors, *saved results, *others)`` -> the gradient of each tensor, whatever
             that of one that is None.
         saves: which of the two results the backward needs.
         owner: returns, given the others, an object to keep alive until the backward.
     """
-    count = tensors.count(",") + 1
+    count, end = tensors.count(",") + 1, f"{tensors}, {others}".count(",") + 1
     saved = "".join(f"Tensor saved{index}, " for index in saves)
 
     def dense(*given: Any) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,8 @@ def differentiable(
         return [dx.to(x.dtype, memory_format=torch.contiguous_format).contiguous() for dx, x in there]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.others = inputs[count:]  # the handle of a plan among them keeps the plan alive
+        ctx.others = inputs[count:end]  # the handle of a plan among them keeps the plan alive
+        ctx.unsaved = len(inputs) - end
         ctx.owner = owner(*ctx.others)
         ctx.like = {"size": output[0].shape, "dtype": output[0].dtype, "device": output[0].device}
         ctx.save_for_backward(*inputs[:count], *(output[index] for index in saves))
@@ -56,10 +58,10 @@ def differentiable(
         kept = ctx.saved_tensors  # asked for once: a checkpoint gives them once
         found = iter(reverse(dout, dmore, *kept, *ctx.others))
         into = [None if x is None else next(found) for x in kept[:count]]
-        return *into, *[None] * len(ctx.others)
+        return *into, *[None] * (len(ctx.others) + ctx.unsaved)
 
     operator = torch.library.custom_op(
-        name, dense, mutates_args=(), schema=f"({tensors}, {others}) -> (Tensor, Tensor)"
+        name, dense, mutates_args=(), schema=f"({tensors}, {others}{unsaved}) -> (Tensor, Tensor)"
     )
     operator.register_fake(fake)
     operator.register_autograd(differentiate, setup_context=save)

@@ -221,7 +221,7 @@ def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, out, lse, scale, handle, plan, window, _ = given
+    q, k, v, sinks, out, lse, scale, handle, plan, window = given
     executor = _executors[handle]
     gradients = executor.backward(_plan(plan, window, executor), Rows(q, dout, out, lse), Keys(k, v), scale)
     return *gradients, None if sinks is None else sinks_gradient(dout, out, lse, sinks)
@@ -231,8 +231,9 @@ def _backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor | None, ...]:
 differentiable(
     "longmesh::context_attention",
     "Tensor q, Tensor k, Tensor v, Tensor? sinks",
-    "float scale, int handle, Tensor plan, int[] window, Tensor? prefetch",
+    "float scale, int handle, Tensor plan, int[] window",
     *(_forward, _fake, _backward),
+    unsaved=", Tensor? prefetch",
     saves=[0, 1],
     owner=lambda scale, handle, *_: _executors[handle],
 )

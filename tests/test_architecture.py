@@ -47,20 +47,20 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 251,
     "model": 4971,
-    "kernels": 4618,
-    "parallel": 8383,
+    "kernels": 4370,
+    "parallel": 8187,
     "checkpoint": 1455,
     "data": 4609,
     "train": 5770,
-    "planner": 3180,
-    "runtime": 2375,
+    "planner": 3179,
+    "runtime": 2466,
     "slurm": 336,
     "tools": 5022,
     "parity": 713,
     "papers": 2210,
-    "bench": 3148,
+    "bench": 3147,
     "docs": 186,
-    "tests": 44859,
+    "tests": 44962,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -81,8 +81,7 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
         return config
     layouts = hybrid.layouts(config.context.context_parallel_layout)
     if mesh.context_parallel_size == 1 or len(layouts) == 1:
-        only = "contiguous" if mesh.context_parallel_size == 1 else layouts[0]
-        return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=only))
+        return replace(config, hybrid=replace(hybrid, hybrid_softmax_layout=layouts[0]))
     try:
         cluster = cluster or default_cluster(mesh.device_type)
     except ClusterError as error:

@@ -168,7 +168,8 @@ def layout_seconds(config: Config, cluster: Cluster) -> dict[HybridLayout, float
     for layout in config.hybrid.layouts(linear):
         method = config.hybrid.context(layout).context_parallel_method
         plan = make_plan(method, seq_len=seq_len, size=size, multiple=tp, layout=layout)
-        outside = make_plan("lasp", seq_len=seq_len, size=size, multiple=plan.local_len, layout=linear)
+        lies = "zigzag" if linear == "zigzag" else "auto"
+        outside = make_plan("lasp", seq_len=seq_len, size=size, multiple=plan.local_len, layout=lies)
         moved = moved_tokens(outside.geometry, plan.geometry)
         exchanged = 2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * moved
         of = sizes(plan.geometry, batch, heads, kv_heads, model.head_dim, element_size)

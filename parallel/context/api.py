@@ -253,7 +253,7 @@ class ContextParallel:
             mask: the plan of these sequences, another ``handle``; by default this object's own.
 
         Returns:
-            ``[B, T_local, H, E]`` in v's dtype, zero in padding.
+            ``[B, T_local, H, E]`` in v's dtype, 1 in padding: a model may divide by a channel of it.
 
         Raises:
             ContextError: a method for softmax attention only; shapes, heads or dtypes that do not fit; a decay outside
@@ -285,8 +285,10 @@ class ContextParallel:
         return self._without_padding(out)
 
     def _without_padding(self, x: Tensor) -> Tensor:
-        """Return x [B, T_local, H, D] with zeros for padding, which is last; the gradient likewise."""
-        return F.pad(x[:, : x.shape[1] - self._padding], (0, 0, 0, 0, 0, self._padding)) if self._padding else x
+        """Return x [B, T_local, H, D] with ones for padding, which is last and has no gradient then."""
+        if not self._padding:
+            return x
+        return F.pad(x[:, : x.shape[1] - self._padding], (0, 0, 0, 0, 0, self._padding), value=1.0)
 
 
 def context_parallel(

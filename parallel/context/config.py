@@ -170,8 +170,9 @@ class HybridConfig:
             self.hybrid_softmax_layout == "contiguous" or self.hybrid_softmax_method == "ulysses"
         ):
             raise ContextError(
-                "context_parallel_layout is zigzag, which is that of the softmax layers too; use hybrid_softmax_layout "
-                "auto with hybrid_softmax_method ring or allgather, or context_parallel_layout contiguous"
+                "context_parallel_layout is zigzag, which all layers have, and hybrid_softmax_layout is "
+                f"{self.hybrid_softmax_layout} with hybrid_softmax_method {self.hybrid_softmax_method}; use auto or "
+                "zigzag with ring or allgather, or context_parallel_layout contiguous"
             )
         if self.hybrid_softmax_layout == "zigzag" and self.hybrid_softmax_method == "ulysses":
             raise ContextError(

@@ -148,7 +148,7 @@ class Plan:
         geometry.check_heads(shape["heads"], shape["kv_heads"])
         of = sizes(geometry, **shape)
         moves = self.backward_moves(of)
-        if self.sparse:
+        if self.sparse and not geometry.method.states:
             pairs = tuple(sum(tile.pairs for tile in step.tiles) for step in self.schedule(rank).rounds)
             forward = needed_traffic(self.flow(), rank, of, None)
             return Cost(pairs, forward, needed_traffic(self.flow(moves), rank, of, moves), moves)

@@ -19,7 +19,7 @@ from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_fields, load
-from train.config.sizes import validate_entries, validate_mesh, validate_method
+from train.config.sizes import validate_entries, validate_hybrid, validate_mesh, validate_method
 from train.float8 import Float8Config
 
 CONFIG = "config.toml"
@@ -129,6 +129,8 @@ def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[Cont
         before = load(type(config), earlier)
         alike = (before.mesh.joined(world_size), before.sequence_length) == (config.mesh, config.sequence_length)
         if alike and before.context.context_parallel_method != "auto":
+            if isinstance(config, Config):
+                validate_hybrid(replace(config, context=before.context))
             return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
     return choose(config, world_size)
 

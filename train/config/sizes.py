@@ -79,7 +79,7 @@ def validate_sizes(config: CommonConfig, world_size: int) -> None:
             f"pipeline_schedule is {schedule}, which takes each backward in two parts, and softmax_type is learnable, "
             "for whose gradient attention's backward would run in both; use Interleaved1F1B, or softmax_type off-by-one"
         )
-    _validate_hybrid(config)
+    validate_hybrid(config)
     for name, entries in (("vocab_size", config.model.vocab_size), ("max_position_embeddings", table)):
         if entries is not None:
             validate_entries(entries, config.mesh.tensor_model_parallel_size, name)
@@ -156,6 +156,12 @@ def validate_method(config: Config) -> None:
             f"ulysses_head_chunks is {chunks}, and model_type {kind} has linear attention, which takes all heads of a "
             "rank at once; leave it out"
         )
+    layout = config.context.context_parallel_layout
+    if linear and method == "ulysses" and layout not in ("auto", "contiguous"):
+        raise ConfigError(
+            f"context_parallel_layout is {layout} with method ulysses, and model_type {kind} has linear attention, of "
+            "which a rank has whole sequences of some heads in any layout; leave it out, or use lasp or lasp2"
+        )
     if not linear and method in STATE_METHODS:
         raise ConfigError(
             f"context_parallel_method is {method}, which passes states of linear attention on, and model_type {kind} "
@@ -168,7 +174,7 @@ def validate_method(config: Config) -> None:
         )
 
 
-def _validate_hybrid(config: Config) -> None:
+def validate_hybrid(config: Config) -> None:
     """Check that a softmax method and layout have softmax layers, and fit the ranks and heads."""
     model, hybrid, tp = config.model, config.hybrid, config.mesh.tensor_model_parallel_size
     if not model.own_softmax_layout:

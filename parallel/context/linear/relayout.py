@@ -1,7 +1,7 @@
 """Exchange of tokens between two layouts of the same ranks, one for each kind of attention in a hybrid model.
 
-Linear attention needs consecutive tokens on each rank; the zigzag layout balances causal softmax attention. One
-all-to-all moves q, k and v into the other layout, another moves the output back.
+States pass in the fewest hops where each rank has one block of tokens; the zigzag layout balances causal softmax
+attention. One all-to-all moves q, k and v into the other layout, another moves the output back.
 """
 
 from collections.abc import Callable

@@ -54,7 +54,9 @@ class StateExecutor:
 
         like = _state_like(k, v)
         states = self._pass_states(plan, like, log_decay, intra, alone, enter)
-        kept = torch.stack([states.get(slot, torch.zeros_like(like)) for slot in range(len(outs))])
+        kept = like.new_zeros(len(outs), *like.shape)
+        for slot, state in states.items():
+            kept[slot] = state
         return _joined(outs).to(v.dtype), kept
 
     def backward(

@@ -1,6 +1,6 @@
 """LASP (Sun et al. 2024) and LASP-2 (2025): linear attention that passes a state between ranks instead of KV.
 
-Ranks hold stretches of consecutive tokens, and of all tokens before a stretch it needs only the state after them.
+Ranks hold stretches of consecutive tokens; for each, a rank needs only the state after the tokens before it.
 """
 
 from parallel.context.methods.base import Method

@@ -75,6 +75,6 @@ def test_zigzag_under_an_exchange_of_heads_is_refused():
     assert HybridConfig().layouts("zigzag") == ("zigzag",)
     for beside in (ulysses, HybridConfig(hybrid_softmax_layout="contiguous")):
         with pytest.raises(
-            ContextError, match="context_parallel_layout is zigzag, which is that of the softmax layers"
+            ContextError, match="context_parallel_layout is zigzag, which all layers have, and hybrid_softmax_layout is"
         ):
             beside.check("zigzag", seq_len=16, size=2, heads=4, kv_heads=4)

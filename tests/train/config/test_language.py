@@ -181,8 +181,8 @@ CONTRADICTIONS = """
 1 --context-parallel-method lasp | context_parallel_method is lasp | model_type llama has softmax | use ring, striped
 2 --context-parallel-size 2 --delta-rule-schedule tree |
     delta_rule_schedule is tree | model_type llama has no layers with a delta rule; leave it out
-2 --model-type transnormer --context-parallel-size 2 --context-parallel-method lasp2 --context-parallel-layout zigzag |
-    context_parallel_layout is 'zigzag' with method lasp2 | one state | use contiguous or auto
+2 --model-type transnormer --context-parallel-size 2 --context-parallel-method lasp2 --context-parallel-layout striped |
+    context_parallel_layout is 'striped' with method lasp2 | consecutive tokens | use contiguous, zigzag or auto
 2 --model-type transnormer --context-parallel-size 2 --context-parallel-method lasp --attention-backend reference |
     attention_backend is reference with context_parallel_size 2 | auto, chunked or triton
 4 --model-type linear_transformer --num-attention-heads 2 --tensor-model-parallel-size 4 |
@@ -211,6 +211,10 @@ CONTRADICTIONS = """
 4 H --softmax-every none --hybrid-softmax-method ulysses | hybrid_softmax_method is ulysses and softmax_every is
 4 H --softmax-every none --hybrid-softmax-layout zigzag | hybrid_softmax_layout is zigzag and softmax_every is
 4 H --hybrid-softmax-method ulysses --hybrid-softmax-layout zigzag | zigzag | same work in any layout; use con
+4 H --context-parallel-method ulysses --context-parallel-layout zigzag |
+    context_parallel_layout is zigzag with method ulysses | leave it out, or use lasp or lasp2
+4 H --context-parallel-layout zigzag --hybrid-softmax-layout contiguous |
+    context_parallel_layout is zigzag, which all layers have | use auto or zigzag with ring or allgather
 4 H --hybrid-softmax-method ulysses --num-attention-heads 2 |
     hybrid_softmax_method is ulysses: ulysses_degree is 4 with 2 query | degrees that fit 4 ranks: 1, 2
 4 H --context-parallel-method zigzag | context_parallel_method is zigzag | use one of lasp, lasp2, ulysses

@@ -104,9 +104,9 @@ def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count():
 
     Here KV that arrives while the other is used takes 2 C more, the partial output and lse are the whole team's, and
     this rank's own q, k and v, which autograd holds, stay beside those that were gathered: 6 C + 3. Alone, a rank's q
-    is the one it attends with: 8. Without rounds that pass KV on (C^2 = P) none arrives.
+    is the one it attends with: 8. Without rounds that pass KV on (C^2 = P) none arrives. A CPU's lse is in float64.
     """
-    lse = 1 / WIDTH
+    lse = 2 / WIDTH
     on_four = [("ring", {}), ("wallfacer", {}), ("wallfacer", {"team_size": 2})]
     for ring, one, two in run_ranks(hold, 4, on_four):
         assert ring == one == 8 + lse

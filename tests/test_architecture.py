@@ -48,10 +48,10 @@ BUDGET = {
     "entry": 251,
     "model": 4971,
     "kernels": 4370,
-    "parallel": 8187,
+    "parallel": 8192,
     "checkpoint": 1455,
     "data": 4609,
-    "train": 5770,
+    "train": 5778,
     "planner": 3179,
     "runtime": 2466,
     "slurm": 336,
@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2210,
     "bench": 3147,
     "docs": 186,
-    "tests": 44962,
+    "tests": 44969,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

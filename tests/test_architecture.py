@@ -65,8 +65,8 @@ BUDGET = {
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""
 NO_SUBJECT = ("What", "That", "Whether", "Those", "How", "Where", "Of")
-MOST_FILES = 18
-LONGEST_FILE = 440
+MOST_FILES = 17
+LONGEST_FILE = 400
 MOST_LINES_OF_RESULTS = 1480
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 KEPT = 3
 """Wrong answers that a cell tells."""
+LONGEST = 1 << 24
+"""Tokens of a prompt at most: a longer text would take minutes and gigabytes before anything is asked."""
 Answer = tuple[float, dict[str, Any]]
 """The share of it that is right, 0 to 1, and what to tell of it where that is below 1."""
 
@@ -83,7 +85,8 @@ def score_run(
 ) -> tuple[Run, list[Cell]]:
     """Ask a run at all places, of it and ascending lengths, and print a line for each; collective.
 
-    ``args`` are those of ``add_scoring``. Raises UserError: a length is beyond the model's positions, or as ``places``.
+    ``args`` are those of ``add_scoring``. Raises UserError: a length is beyond the model's positions or
+    ``LONGEST``, or as ``places``.
     """
     run = open_run(args.run, args.ckpt_step)
     lengths, table = sorted(set(args.lengths)), run.config.model.position_table
@@ -91,6 +94,10 @@ def score_run(
         raise ConfigError(
             f"lengths names {lengths[-1]}, and the model has max_position_embeddings {table}, so that prompts would be "
             "cut; give at most that"
+        )
+    if lengths[-1] > LONGEST:
+        raise ConfigError(
+            f"lengths names {lengths[-1]}, and texts of up to {LONGEST} tokens are made; give at most that"
         )
     asked = list(places(run, lengths))
     with opened(args.run, args.ckpt_step, replicas=True, choices=READING, **mesh_of(args)) as writer:

@@ -136,6 +136,11 @@ def test_what_cannot_be_asked_is_named_before_the_processes_join(run, flags, sai
         scored(run[0], *flags)
 
 
+def test_a_prompt_longer_than_any_text_is_refused(run):
+    with pytest.raises(ValueError, match="lengths names 99999999, and texts of up to 16777216 tokens are made"):
+        scored(run[0], "--lengths", "99999999")
+
+
 def test_a_prompt_beyond_the_table_of_positions_is_refused(tmp_path):
     run_of(tmp_path, TEMPLATES["chatml"], model_type="gpt")
     with pytest.raises(ValueError, match="lengths names 1000, and the model has max_position_embeddings 256"):

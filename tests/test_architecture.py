@@ -55,12 +55,12 @@ BUDGET = {
     "planner": 3179,
     "runtime": 2466,
     "slurm": 336,
-    "tools": 5022,
+    "tools": 5029,
     "parity": 713,
     "papers": 2210,
     "bench": 3147,
     "docs": 186,
-    "tests": 44969,
+    "tests": 44974,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

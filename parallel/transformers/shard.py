@@ -26,6 +26,10 @@ REFUSED = {
     "output_router_logits": "the loss of its router is of a rank's own tokens; set it to False",
 }
 """Settings of a model's configuration, and why they are refused."""
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of the dropout of attention in configurations."""
+BY_LENGTH = {"dynamic", "longrope"}
+"""Rotary positions that a model scales by the largest position it is given."""
 OF_LAYERS = {
     "causal": "the layers are causal, or refused",
     "documents": "give them with each batch, to cp.batch",
@@ -141,7 +145,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in found}.values())
 
 
-def _check_settings(model: nn.Module) -> None:
+def _check_settings(model: nn.Module, ranks: int) -> None:
     """Raise UserError for a setting of the model that a forward of a few tokens does not show."""
     if any(config._attn_implementation == NAME for config in _configs(model)):
         raise UserError(
@@ -152,9 +156,18 @@ def _check_settings(model: nn.Module) -> None:
         for name, reason in REFUSED.items():
             if getattr(config, name, False):
                 raise UserError(f"{type(config).__name__}.{name} is set: {reason}")
+        for name in DROPOUTS:
+            if rate := getattr(config, name, 0):
+                kind = type(config).__name__
+                raise UserError(f"{kind}.{name} is {rate}, which no kernel here draws; make the model with {name}=0")
     for name, module in model.named_modules():
-        if isinstance(rate := getattr(module, "attention_dropout", 0), float) and rate > 0:
-            raise UserError(f"{name} has attention_dropout {rate}, which no kernel here draws; make the model with 0")
+        kinds = getattr(module, "rope_type", ()) or ()
+        found = BY_LENGTH.intersection([kinds] if isinstance(kinds, str) else dict(kinds).values())
+        if found and ranks > 1:
+            raise UserError(
+                f"{name} has rope_type {found.pop()}, which depends on the largest position among a rank's own tokens; "
+                "use rope_type yarn or linear, or one rank"
+            )
 
 
 def shard(
@@ -180,7 +193,7 @@ def shard(
     check_kind(method_of(method), "shard", "softmax attention", METHODS)
     if wrong := sorted(OF_LAYERS.keys() & options.keys()):
         raise UserError(f"shard: {wrong[0]} is {options[wrong[0]]!r}; leave it out: {OF_LAYERS[wrong[0]]}")
-    _check_settings(model)
     size = 1 if group is None else dist.get_world_size(group)
+    _check_settings(model, size)
     context = context_parallel(method, seq_len=size, group=group, **options)
     return Sharded(model, context, dist.group.WORLD if world is None else world)  # None where nothing is joined

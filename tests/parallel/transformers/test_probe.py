@@ -7,6 +7,7 @@ from torch import nn
 from parallel.context import make_plan
 from parallel.transformers import shard
 from parallel.transformers.probe import probe
+from parallel.transformers.shard import _check_settings
 from runtime.errors import UserError
 from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
 
@@ -34,8 +35,9 @@ def made(name, config=None, **others):
         (lambda: made("RwkvForCausalLM", attention_hidden_size=24), rf"^rwkv\.blocks\.0.* cannot .*: {ITS_OWN}"),
         (
             lambda: made("LlamaForCausalLM", attention_dropout=0.1),
-            r"^model\.layers\.0\.self_attn has attention_dropout 0\.1, .*; make the model with 0",
+            r"^LlamaConfig\.attention_dropout is 0\.1, .*; make the model with attention_dropout=0",
         ),
+        (lambda: made("GPT2LMHeadModel", "GPT2Config"), r"^GPT2Config\.attn_pdrop is 0\.1"),
         (lambda: made("T5ForConditionalGeneration", "T5Config"), "T5Config.is_encoder_decoder is set"),
         (
             lambda: made("GptOssForCausalLM", output_router_logits=True, num_local_experts=4),
@@ -66,6 +68,16 @@ def test_what_the_ranks_of_a_method_cannot_do_is_refused(family, method, said):
     with pytest.raises(UserError, match=said):
         probe(sharded(family), make_plan(method, seq_len=5, size=5))
     probe(sharded(family), make_plan("zigzag", seq_len=5, size=5))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_a_ranks_own_tokens_are_refused(kind):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 30}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    model = made("LlamaForCausalLM", rope_parameters=rope)
+    with pytest.raises(UserError, match=rf"^model\.rotary_emb has rope_type {kind}, .*; use rope_type yarn or linear"):
+        _check_settings(model, ranks=2)
+    shard(model)  # one rank has all positions
 
 
 def sharded(family):

@@ -1,7 +1,9 @@
 """Look for layers that mix tokens in a way of their own, of which the ranks would know nothing.
 
 A forward over a few tokens, in which attention, convolution and delta rule let a token see itself alone, and one token
-is not a number. Whatever comes out as not a number for another token has mixed them, whoever wrote the layer.
+is not a number. Whatever comes out as not a number for another token has mixed them, whoever wrote the layer. In a
+second forward the tokens come in the opposite order, with their positions: a layer whose queries or keys of a token are
+other ones has counted its tokens itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +26,20 @@ class Alone:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._seen: list[Tensor] = []
+        self._before: list[Tensor] = []
+
+    def reverse(self) -> None:
+        """Expect the same tokens in the opposite order from here."""
+        self._before, self._seen = self._seen, []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
         """Return each head's value."""
         self._plan.geometry.check_heads(q.shape[2], k.shape[2])
+        for x in (q, k):
+            if self._before and not _near(x.flip(1), self._before[len(self._seen)]):
+                raise UserError("it counts its tokens itself, not by position_ids, and a rank has a part of them")
+            self._seen.append(x)
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -58,11 +70,17 @@ def probe(model: nn.Module, plan: Plan) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError("the model is on the meta device, where nothing can be tried; shard it once its weights exist")
     device = next(model.parameters()).device
-    tokens = torch.arange(TOKENS, device=device)[None] % 3
-    inputs = {"input_ids": tokens, "position_ids": torch.arange(TOKENS, device=device)[None], "use_cache": False}
-    inputs[CONTEXT] = Alone(plan)
+    positions, alone = torch.arange(TOKENS, device=device)[None], Alone(plan)
     with torch.no_grad(), evaluating(model), _watched(model):
-        model(**inputs)
+        for x in (positions, positions.flip(1)):
+            model(input_ids=x % 3, position_ids=x, use_cache=False, **{CONTEXT: alone})
+            alone.reverse()
+
+
+def _near(x: Tensor, y: Tensor) -> bool:
+    """Return True if two tensors [1, T, H, D] are the same up to rounding, but for the odd token."""
+    gap, largest = ((z.float().abs().index_fill(1, torch.tensor([ODD], device=z.device), 0)).max() for z in (x - y, y))
+    return bool(gap <= max(torch.finfo(x.dtype).eps, 1e-7) ** 0.5 * largest)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from runtime.errors import UserError
 REFUSED = {
     "is_encoder_decoder": "a decoder that attends to an encoder; context parallelism is for decoders alone",
     "output_router_logits": "the loss of its router is of a rank's own tokens; set it to False",
+    "attn_temperature_tuning": "it scales queries by a count of a rank's own tokens; make the model with False",
 }
 """Settings of a model's configuration, and why they are refused."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")

@@ -12,7 +12,12 @@ from runtime.errors import UserError
 from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
 
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 8, "attn_layer_indices": [1]}
-CHUNKED = {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": 8, "interleave_moe_layer_step": 9}
+CHUNKED = {
+    "attn_temperature_tuning": False,
+    "layer_types": ["chunked_attention"] * 3,
+    "attention_chunk_size": 8,
+    "interleave_moe_layer_step": 9,
+}
 ITS_OWN = "it mixes tokens otherwise than by attention"
 
 
@@ -29,6 +34,10 @@ def made(name, config=None, **others):
         (
             lambda: made("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED),
             r"model\.layers\.0\.self_attn cannot .* chunked_attention, which is neither full nor a sliding window",
+        ),
+        (
+            lambda: made("Llama4ForCausalLM", "Llama4TextConfig"),
+            r"^Llama4TextConfig\.attn_temperature_tuning is set: it scales queries by a count of a rank's own tokens",
         ),
         (lambda: made("BambaForCausalLM", **MAMBA), rf"^model\.layers\.0\.mamba.* cannot be sharded: {ITS_OWN}"),
         (lambda: made("MambaForCausalLM"), rf"^backbone\.layers\.0\.mixer.* cannot be sharded: {ITS_OWN}"),
@@ -103,6 +112,21 @@ def test_the_innermost_module_that_mixes_is_named():
     model = model_of("Llama", 2)
     model.model.layers[1].mlp = Shift(model.model.layers[1].mlp)
     with pytest.raises(UserError, match=rf"^model\.layers\.1\.mlp cannot be sharded: {ITS_OWN}"):
+        shard(model)
+
+
+class Count(nn.Module):
+    """A layer that scales tokens by their numbers, in a count of its own."""
+
+    def forward(self, x):
+        return x * (1 + 0.1 * torch.arange(x.shape[1])[None, :, None])
+
+
+def test_a_layer_that_counts_its_tokens_itself_is_named():
+    model = model_of("Llama", 2)
+    model.model.layers[1].self_attn.q_proj = nn.Sequential(model.model.layers[1].self_attn.q_proj, Count())
+    said = r"^model\.layers\.1\.self_attn cannot be sharded: it counts its tokens itself, not by position_ids"
+    with pytest.raises(UserError, match=said):
         shard(model)
 
 

@@ -148,6 +148,18 @@ def test_a_report_with_a_gradient_that_is_not_a_number_is_not_right():
     assert not Report(torch.nan, 1.0, 1.0, 1e-7, [Row("b", 1, 1e-7, 1e-7)]).right
 
 
+def test_a_process_that_was_exact_by_chance_does_not_condemn_the_ranks():
+    """In float32; in bfloat16 a thousand roundings would hide everything."""
+    rows = [Row("a", 1, 2e-5, 1e-7), Row("b", 1, 1e-7, 1e-7)]
+    report = Report(1.0, 1.0, 1.0, 2.0**-23, rows)
+    assert report.worst > 10
+    assert report.right
+    assert "wrong" not in str(report)
+    assert str(report).endswith("10 is the limit for errors above 1.2e-04")
+    assert not Report(1.0, 1.0, 1.0, 2.0**-23, [Row("a", 1, 2e-4, 1e-7), rows[1]]).right
+    assert not Report(1.0, 1.0, 1.0, 7.8e-3, [Row("a", 1, 1e-1, 1e-7), rows[1]]).right
+
+
 def refused(rank, world_size):
     """Messages about wrong uses."""
     model = model_of("Llama", HEADS)

@@ -49,7 +49,7 @@ def pack(
     input_ids: Tensor,
     labels: Tensor | None,
     position_ids: Tensor | None,
-    documents: Sequence[int] | None,
+    documents: Sequence[int] | Tensor | None,
     attention_mask: Tensor | None,
 ) -> Packed:
     """Pack a batch; arguments and errors as for ``Sharded.batch``. Labels are shifted here, before any cut."""
@@ -66,6 +66,7 @@ def pack(
         begins = (places[kept] == 0) | (positions.diff(prepend=positions[:1]) != 1)
         bounds = (*begins.nonzero().flatten().tolist(), len(ids))
     else:
+        documents = [int(x) for x in documents]
         bounds = tuple(accumulate(documents, initial=0))
         if bounds[-1] != len(ids) or min(documents, default=0) < 1:
             raise UserError(
@@ -91,16 +92,17 @@ def part(whole: Packed, context: ContextParallel) -> Batch:
 
 
 def check_same(whole: Packed, group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks of the group if they have not the same tokens and documents. One collective."""
+    """Raise UserError on all ranks of the group if their tokens, labels or documents differ. One collective."""
     if group is None:
         return
-    ids, positions = (whole.tokens[name][0] for name in ("input_ids", "position_ids"))
-    numbers = torch.arange(1, len(ids) + 1, device=ids.device)
-    mine = torch.stack([numbers[-1], (ids * numbers).sum(), (positions * numbers).sum()])
+    hashed = [x[0] for x in whole.tokens.values()] + [torch.tensor(whole.bounds)]
+    numbers = [torch.arange(1, len(x) + 1, device=x.device) for x in hashed]
+    device = hashed[0].device
+    mine = torch.stack([x.to(device) for a, b in zip(hashed, numbers, strict=True) for x in (b[-1], (a * b).sum())])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
     if others := [rank for rank, x in enumerate(every) if not torch.equal(x, every[0])]:
         raise UserError(
-            f"input_ids or documents of the group's ranks {others} are not those of its rank 0; give all ranks that "
-            "share a sequence the same samples, such as by a sampler that takes the group's number as its rank"
+            f"input_ids, labels or documents of the group's ranks {others} are not those of its rank 0; give all "
+            "ranks that share a sequence the same samples, such as by a sampler whose rank is the group's number"
         )

@@ -114,6 +114,8 @@ def compare(
     """Do as ``Sharded.check``; within ``paused()`` the model has its own attention."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     named = _trained(model)
+    if not named:
+        raise UserError("no parameter of the model is trained, so it has no gradients; check before they are frozen")
     if any(hasattr(x, "full_tensor") for x in named.values()):
         raise UserError("the model's weights are sharded; compare before fully_shard, which changes no number")
     if quantised := [name for name, x in model.named_parameters() if not x.is_floating_point()]:
@@ -121,23 +123,45 @@ def compare(
     count = (batch.whole.tokens["labels"] != IGNORED).sum()
     if not count:
         raise UserError("the batch has no labels, so no loss; give labels to cp.batch")
-    with evaluating(model):
+    with evaluating(model), torch.enable_grad():
         mine = _gradients(model, named, [(batch.inputs, batch.labels)], count)
         for x in mine if group is not None else ():
             dist.all_reduce(x, group=group)
         found = torch.zeros(len(mine), 3, dtype=torch.float64, device=mine[0].device)
+        failed: list[str | None] = [None]
         if group is None or dist.get_rank(group) == 0:
-            with paused():
-                alone = _gradients(model, named, list(_documents(batch)), count)
-                exact = deepcopy(model).double()
-                with Wide():
-                    truth = _gradients(exact, _trained(exact), list(_documents(batch)), count)
-            found.copy_(_errors(mine, alone, truth))
+            try:
+                found.copy_(_against_one_process(model, named, batch, count, mine, paused))
+            except Exception as error:  # such as no memory: the other ranks would wait for this one
+                failed = [f"{type(error).__name__}: {error}"]
     if group is not None:
+        dist.broadcast_object_list(failed, group=group, group_src=0, device=found.device)
         dist.broadcast(found, group=group, group_src=0)
+    if failed[0]:
+        raise UserError(
+            f"the group's rank 0 could not compute the model alone, {failed[0]}; where memory is short, give fewer "
+            "tokens or check the model with fewer layers"
+        )
     rounding = max(torch.finfo(x.dtype).eps for x in named.values())
     sharded, one_process, exactly = found[0].tolist()
     return Report(sharded, one_process, exactly, max(rounding, 1e-13), _rows(named, found[1:].tolist()))
+
+
+def _against_one_process(
+    model: nn.Module,
+    named: Mapping[str, Tensor],
+    batch: Batch,
+    count: Tensor,
+    mine: list[Tensor],
+    paused: Callable[[], AbstractContextManager[None]],
+) -> Tensor:
+    """Return ``_errors`` of the ranks' gradients and of the model alone, in its dtype and in float64."""
+    with paused():
+        alone = _gradients(model, named, list(_documents(batch)), count)
+        exact = deepcopy(model).double()
+        with Wide():
+            truth = _gradients(exact, _trained(exact), list(_documents(batch)), count)
+    return _errors(mine, alone, truth)
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
@@ -163,7 +187,10 @@ def _gradients(
         gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)
         filled = (torch.zeros_like(x) if g is None else g for x, g in zip(named.values(), gradients, strict=True))
         new = [total.detach(), *filled]
-        found = [a + b for a, b in zip(found, new, strict=True)] if found else new
+        del gradients, filled
+        for i, x in enumerate(found):  # one at a time, for memory; not in place, where two may be one tensor
+            found[i] = new[i] = x + new[i]
+        found = new
     return found
 
 

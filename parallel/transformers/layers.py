@@ -90,11 +90,16 @@ def _unfit(
     return next((reason for reason, found in reasons.items() if found), None)
 
 
-def mask(*, use_vmap: bool = False, **others: Any) -> None:
+def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **others: Any) -> None:
     """Make no mask, since the attention knows which tokens see which; as transformers' AttentionMaskInterface asks.
 
-    Raises UserError: a mask that is not causal, or one of the model's own.
+    Raises UserError: a mask that is not causal, one of the model's own, or padding.
     """
+    if attention_mask is not None and not attention_mask.all():
+        raise UserError(
+            "the model was given an attention_mask that is not all 1; leave it out: cp.batch(attention_mask=...) takes "
+            "it"
+        )
     if use_vmap or "allow_is_bidirectional_skip" in others:
         found = "a mask of its own over the causal one" if use_vmap else "a mask that is not causal"
         raise UserError(f"the model makes {found}, such as for images; context parallelism has causal masks alone")

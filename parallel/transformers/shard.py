@@ -66,7 +66,7 @@ class Sharded:
         labels: Tensor | None = None,
         *,
         position_ids: Tensor | None = None,
-        documents: Sequence[int] | None = None,
+        documents: Sequence[int] | Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Batch:
         """Return this rank's part of a batch, which is the same on every rank of the group. Collective.
@@ -126,18 +126,24 @@ class Sharded:
         Rank 0 of the group holds all of it, a copy of the model in float64 and three gradients, so give a short batch.
         Nothing is dropped out, and no number of the model changes.
 
-        Raises UserError: the model's weights are sharded or quantised, or the batch has no labels.
+        Raises UserError: the model is another one, paused, frozen, sharded or quantised, or too large for rank 0's
+            memory; or the batch has no labels.
         """
+        if self.model not in model.modules() and model not in self.model.modules():
+            raise UserError("the model is not the one that shard was called with, nor holds it; check that one")
+        if any(config._attn_implementation != NAME for config in _configs(self.model)):
+            raise UserError("the model has its own attention within paused(), and the ranks none; check it outside")
         return compare(model, batch, self.group, self.paused)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Give the model its own attention back, such as to generate."""
+        """Give the model its own attention back, such as to generate; afterwards it has what it had before."""
+        before = {id(config): config._attn_implementation for config in _configs(self.model)}
         self._set(self._own)
         try:
             yield
         finally:
-            self._set({})
+            self._set(before)
 
 
 def _configs(model: nn.Module) -> list[Any]:

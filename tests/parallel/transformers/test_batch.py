@@ -31,6 +31,7 @@ def test_documents_come_from_position_ids_or_lengths():
     assert by_lengths["bounds"] == (0, 2, 4, 8)
     assert by_lengths["position_ids"] == [0, 1, 0, 1, 0, 1, 2, 3]
     assert by_lengths["labels"] == [6, IGNORED, 8, IGNORED, 10, 11, 12, IGNORED]
+    assert by_lengths == packed(documents=torch.tensor([2, 2, 4]))
     later = packed(position_ids=POSITIONS + 3)  # such as of the later half of a document
     assert later["bounds"] == (0, 2, 4, 8)
     assert later["position_ids"] == [3, 4, 3, 4, 3, 4, 5, 6]

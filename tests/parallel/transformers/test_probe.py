@@ -143,6 +143,17 @@ def test_a_forward_without_its_batch_is_refused_and_a_paused_one_is_the_models_o
     assert torch.allclose(model(**cp.batch(ids).inputs).logits, before, atol=1e-6)
 
 
+def test_padding_that_is_given_to_the_model_is_refused():
+    model = model_of("Llama", 2).eval()
+    inputs = shard(model).batch(tokens(9)[0]).inputs
+    every = torch.ones(1, 9)
+    assert torch.equal(model(**inputs, attention_mask=every).logits, model(**inputs).logits)
+    with pytest.raises(
+        UserError, match=r"an attention_mask that is not all 1; leave it out: cp\.batch\(attention_mask"
+    ):
+        model(**inputs, attention_mask=every.index_fill(1, torch.tensor([0]), 0))
+
+
 def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
     model = model_of("Llama", 2).eval()
     before, cp = model.config._attn_implementation, shard(model)

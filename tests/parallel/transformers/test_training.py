@@ -160,19 +160,31 @@ def test_a_process_that_was_exact_by_chance_does_not_condemn_the_ranks():
     assert not Report(1.0, 1.0, 1.0, 7.8e-3, [Row("a", 1, 1e-1, 1e-7), rows[1]]).right
 
 
+def no_memory():
+    raise MemoryError("64 GiB")
+
+
 def refused(rank, world_size):
     """Messages about wrong uses."""
     model = model_of("Llama", HEADS)
     cp = shard(model, dist.group.WORLD)
     batch = cp.batch(*tokens(LENGTH), documents=PACKED)
-    quantised = model_of("Llama", HEADS)
+    quantised, frozen, large = (model_of("Llama", HEADS) for _ in range(3))
+    of_quantised, of_frozen, of_large = (shard(x, dist.group.WORLD) for x in (quantised, frozen, large))
+    frozen.requires_grad_(False)
+    large.double = no_memory  # of its copy, on rank 0 alone
     quantised.lm_head.weight = torch.nn.Parameter(quantised.lm_head.weight.char(), requires_grad=False)
     said = []
     for call in (
         lambda: cp.batch(tokens(LENGTH)[0] + rank),
         lambda: cp.batch(tokens(LENGTH)[0], documents=(LENGTH - 1 - rank, 1 + rank)),
+        lambda: cp.batch(tokens(LENGTH)[0], tokens(LENGTH)[0] + rank),
+        lambda: cp.batch(tokens(8)[0], position_ids=torch.arange(8)[None], documents=(4 + rank, 4 - rank)),
         lambda: cp.check(model, cp.batch(tokens(LENGTH)[0])),
+        lambda: of_quantised.check(quantised, batch),
         lambda: cp.check(quantised, batch),
+        lambda: of_frozen.check(frozen, batch),
+        lambda: of_large.check(large, batch),
         lambda: cp.check(fully_shard(model), batch),
     ):
         with pytest.raises(UserError) as error:
@@ -184,11 +196,14 @@ def refused(rank, world_size):
 def test_wrong_uses_are_refused_on_every_rank():
     said, other = run_ranks(refused, 2)
     assert said == other
-    for message in said[:2]:
-        assert message.startswith("input_ids or documents of the group's ranks [1] are not those of its rank 0")
-    assert said[2].startswith("the batch has no labels, so no loss")
-    assert said[3].startswith("lm_head.weight is quantised")
-    assert said[4].startswith("the model's weights are sharded; compare before fully_shard")
+    for message in said[:4]:
+        assert message.startswith("input_ids, labels or documents of the group's ranks [1] are not those of its rank 0")
+    assert said[4].startswith("the batch has no labels, so no loss")
+    assert said[5].startswith("lm_head.weight is quantised")
+    assert said[6].startswith("the model is not the one that shard was called with")
+    assert said[7].startswith("no parameter of the model is trained")
+    assert said[8].startswith("the group's rank 0 could not compute the model alone, MemoryError: 64 GiB")
+    assert said[9].startswith("the model's weights are sharded; compare before fully_shard")
 
 
 def gathered(rank, world_size):
@@ -238,6 +253,22 @@ def adapted(rank, world_size):
 def test_adapters_are_trained_as_in_one_process():
     pytest.importorskip("peft")
     assert max(run_ranks(adapted, 2)[0]) < 1e-10
+
+
+def test_check_is_refused_while_paused_and_needs_no_gradient_mode():
+    model = model_of("Llama", 2)
+    cp = shard(model)
+    batch, ours = cp.batch(*tokens(9)), model.config._attn_implementation
+    with cp.paused(), cp.paused():
+        own = model.config._attn_implementation
+    with cp.paused():
+        with cp.paused():
+            pass
+        assert model.config._attn_implementation == own != ours
+        with pytest.raises(UserError, match=r"the model has its own attention within paused\(\), .*; check it outside"):
+            cp.check(model, batch)
+    with torch.no_grad():
+        assert cp.check(model, batch).right
 
 
 def test_without_ranks_the_loss_is_the_mean_over_labels():

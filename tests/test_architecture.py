@@ -48,7 +48,7 @@ BUDGET = {
     "entry": 251,
     "model": 4971,
     "kernels": 4370,
-    "parallel": 8192,
+    "parallel": 8302,
     "checkpoint": 1455,
     "data": 4609,
     "train": 5778,
@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2210,
     "bench": 3147,
     "docs": 186,
-    "tests": 44974,
+    "tests": 45079,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

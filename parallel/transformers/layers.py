@@ -23,6 +23,10 @@ NAME = __name__.replace(".", "_")
 """Name of the attention in transformers' registry; a checkout and a written package beside it have their own."""
 PASSED_ON = {"position_ids", "is_causal", "use_cache", "cache_position"}
 """Keyword arguments that say nothing that the context does not."""
+NO_BATCH = (
+    "the model was called without its batch; call model(**cp.batch(...).inputs), and generate or call it as it was "
+    "within cp.paused()"
+)
 L2_EPSILON = 1e-6
 
 
@@ -76,8 +80,7 @@ def _unfit(
     unknown = sorted(given - PASSED_ON)
     causal = others.get("is_causal")
     reasons = {
-        "the model was called without its batch; call model(**cp.batch(...).inputs), and generate or call it as it was "
-        "within cp.paused()": cp is None,
+        NO_BATCH: cp is None,
         "it has a mask of its own; leave attention_mask out: cp.batch takes it": mask is not None,
         "its attention is not causal": not (getattr(module, "is_causal", True) if causal is None else causal),
         f"it soft-caps its scores (softcap {others.get('softcap')}), which no kernel here does": "softcap" in unknown,

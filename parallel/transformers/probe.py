@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.context import ContextError, Plan
-from parallel.transformers.layers import CONTEXT
+from parallel.transformers.layers import CONTEXT, NO_BATCH
 from runtime.errors import UserError
 
 TOKENS, ODD = 11, 5
@@ -73,8 +73,15 @@ def probe(model: nn.Module, plan: Plan) -> None:
     positions, alone = torch.arange(TOKENS, device=device)[None], Alone(plan)
     with torch.no_grad(), evaluating(model), _watched(model):
         for x in (positions, positions.flip(1)):
-            model(input_ids=x % 3, position_ids=x, use_cache=False, **{CONTEXT: alone})
+            out = model(input_ids=x % 3, position_ids=x, use_cache=False, **{CONTEXT: alone})
             alone.reverse()
+            logits = getattr(out, "logits", None)
+            if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != (1, TOKENS):
+                found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+                raise UserError(
+                    f"it returns {found} for {TOKENS} tokens, and the loss here is of logits [1, {TOKENS}, V]; give a "
+                    "causal language model, such as AutoModelForCausalLM makes"
+                )
 
 
 def _near(x: Tensor, y: Tensor) -> bool:
@@ -114,16 +121,28 @@ def _watched(model: nn.Module) -> Iterator[None]:
         _check(out, running[-1])
         running.pop()
 
+    embeddings: Any = getattr(model, "get_input_embeddings", None)
+    if embeddings is None:
+        raise UserError(
+            f"{type(model).__name__} has no get_input_embeddings; give a causal language model of transformers"
+        )
     with ExitStack() as hooks:
-        embeddings: Any = model.get_input_embeddings
         hooks.callback(embeddings().register_forward_hook(odd).remove)
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_pre_hook(entering(name), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
         try:
             yield
-        except UserError as error:
-            raise UserError(f"{running[-1] or type(model).__name__} cannot be sharded: {error}") from None
+        except Exception as error:
+            reason = str(error)
+            if NO_BATCH in reason:
+                reason = "the layers around it do not pass keyword arguments on, by which it would get its batch"
+            elif not isinstance(error, UserError):
+                reason = (
+                    f"its forward of {TOKENS} tokens without a mask failed, {type(error).__name__}: {reason}; see that "
+                    "the model runs as it is, and needs no mask besides its attention's"
+                )
+            raise UserError(f"{running[-1] or type(model).__name__} cannot be sharded: {reason}") from error
 
 
 def _check(values: Any, name: str) -> None:

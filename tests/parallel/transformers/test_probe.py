@@ -7,7 +7,7 @@ from torch import nn
 from parallel.context import make_plan
 from parallel.transformers import shard
 from parallel.transformers.probe import probe
-from parallel.transformers.shard import _check_settings
+from parallel.transformers.shard import _check_settings, _configs
 from runtime.errors import UserError
 from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
 
@@ -46,6 +46,20 @@ def made(name, config=None, **others):
             lambda: made("LlamaForCausalLM", attention_dropout=0.1),
             r"^LlamaConfig\.attention_dropout is 0\.1, .*; make the model with attention_dropout=0",
         ),
+        (lambda: nn.Linear(2, 2), "^Linear has no get_input_embeddings; give a causal language model"),
+        (lambda: made("LlamaModel", "LlamaConfig"), r"^LlamaModel cannot .*: it returns no logits for 11 tokens"),
+        (
+            lambda: made("LlamaForSequenceClassification", "LlamaConfig"),
+            r"^LlamaForSeq.*: it returns logits of shape \(1, 2\) for 11 tokens, .* give a causal language model",
+        ),
+        (
+            lambda: made("MptForCausalLM", d_model=24, n_heads=4, n_layers=2),
+            r"^transformer.* cannot be sharded: its forward of 11 tokens without a mask failed, AttributeError: 'None",
+        ),
+        (
+            lambda: made("StableLmForCausalLM"),
+            r"^model\.layers\.0\.self_attn cannot .*: the layers around it do not pass keyword arguments on",
+        ),
         (lambda: made("GPT2LMHeadModel", "GPT2Config"), r"^GPT2Config\.attn_pdrop is 0\.1"),
         (lambda: made("T5ForConditionalGeneration", "T5Config"), "T5Config.is_encoder_decoder is set"),
         (
@@ -60,10 +74,10 @@ def made(name, config=None, **others):
 )
 def test_what_ranks_cannot_do_is_refused_by_layer_and_reason(model, said):
     model = model()
-    before = model.config._attn_implementation
+    before = [config._attn_implementation for config in _configs(model)]
     with pytest.raises(UserError, match=said):
         shard(model)
-    assert model.config._attn_implementation == before
+    assert [config._attn_implementation for config in _configs(model)] == before
 
 
 @pytest.mark.parametrize(

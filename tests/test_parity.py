@@ -52,7 +52,6 @@ LLAMA = """
     pp=2 dp=2 legacy_ddp --eval-interval 3
     pp=2 tp=2 attention_boundary GPipe --eval-interval 3
     dp=2 tp=2 ddp --eval-interval 3
-    dp=2 cp=2 zero2 --eval-interval 3
     dp=2 cp=2 fsdp copies=2 --eval-interval 3
 """
 SLOW_LLAMA = """
@@ -60,7 +59,7 @@ SLOW_LLAMA = """
     cp=4 striped
     tp=2 cp=1|2
     dp=2 tp=2 legacy_ddp --eval-interval 3
-    dp=2 cp=2 zero1 --eval-interval 3
+    dp=2 cp=2 zero1|zero2 --eval-interval 3
     cp=1|4 ring|allgather
     cp=4 ulysses
     tp=4
@@ -76,11 +75,11 @@ SLOW_LINEAR = """
     dp=4 zero1 none
 """
 DELTA_CASES = """
-    dp=2 zero1 none
     tp=2 pp=2 none
     cp=2 dp=2 exchange zero2
 """
 SLOW_DELTA = """
+    dp=2 zero1 none
     cp=3 zigzag
     cp=2 tp=2 ring
 """

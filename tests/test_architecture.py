@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2210,
     "bench": 3147,
     "docs": 186,
-    "tests": 45079,
+    "tests": 45078,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -28,7 +28,7 @@ from kernels import linear_scan, reference
 from kernels.linear_scan import rates_of
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
-from runtime.operators import differentiable
+from runtime.tensors import differentiable
 
 BACKENDS = ("chunked", "triton", "reference")
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
-from runtime.cards import card_of
 from runtime.errors import UserError
+from runtime.machine import card_of
 
 CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
 Kernel = Literal["", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4"]

@@ -239,17 +239,16 @@ def leave() -> None:
     group's single worker works in order: once it has released the last tensor, it holds no other.
     """
     groups = [g for g in dist.distributed_c10d._world.pg_map if "gloo" in str(dist.get_backend_config(g))]
-    dropped = [_sent_round(group) for group in groups]
+    dropped = list[weakref.ref[torch.Tensor]]()
+    for group in groups:
+        tensor = torch.zeros(1)  # not a barrier, which keeps earlier tensors alive
+        dist.all_reduce(tensor, group=group)
+        dropped.append(weakref.ref(tensor))
+        del tensor
     deadline = time.monotonic() + SECONDS_TO_ANSWER
     while any(tensor() is not None for tensor in dropped) and time.monotonic() < deadline:
         time.sleep(0.001)
     dist.destroy_process_group()
-
-
-def _sent_round(group: dist.ProcessGroup) -> weakref.ref[torch.Tensor]:
-    tensor = torch.zeros(1)  # not a barrier, which keeps earlier tensors alive
-    dist.all_reduce(tensor, group=group)
-    return weakref.ref(tensor)
 
 
 @contextmanager

@@ -1,21 +1,41 @@
-"""Raise errors on all ranks together: a failure on one rank must not leave the others waiting."""
+"""Raise errors on all ranks together, since a rank that fails alone leaves the others waiting; name lost ranks.
 
+Errors of a lost peer are recognised by the texts of gloo and the store. Not measured under NCCL, whose watchdog ends
+the process in C++ before Python sees an error.
+"""
+
+import os
 import pickle
+import re
+import signal
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from runtime.processes import launched_world_size, meet
+from runtime.processes import NODE, in_time, launched_world_size, meet
+from runtime.slurm import AGAIN, leave_ending
 
 T = TypeVar("T")
 RAISED = "(raised on rank {})"
 """Note of an error that all ranks raise."""
+CLOSED = re.compile(
+    r"(Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout)[^\n.]*(\.\d+[^\n.]*)*"
+)
+TIMED_OUT = re.compile(
+    r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds waiting for clients)[^\n.]*", re.I
+)
+TURN, SLOWED = 0.05, 10
+"""Seconds between two looks at the store, which are counted, as load slows all ranks alike; by how much it may."""
+GRACE = 1.5
+"""Seconds, on an idle machine, for a rank whose connection closed to hear that another one timed out."""
 _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
@@ -41,28 +61,25 @@ def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) 
         return [fn()]
     error: Exception | None = None
     mine: Any = None
+    sent: Exception | None = None
+    own_rank, everyone = dist.get_rank(group), list[Any]([None] * dist.get_world_size(group))
     try:
         mine = fn()
     except Exception as caught:
         error = caught
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (mine, error and _portable(error, dist.get_rank(group))), group=group)
+        sent = RuntimeError(f"rank {own_rank} failed:\n{''.join(traceback.format_exception(error))}")
+        with suppress(Exception):  # its class is local, or its constructor needs more than the message
+            if isinstance(error, (ValueError, OSError)):
+                sent = pickle.loads(pickle.dumps(error))
+    dist.all_gather_object(everyone, (mine, sent), group=group)
     for rank, (_, failure) in enumerate(everyone):
-        if failure is not None and error is not None and rank == dist.get_rank(group):
+        if failure is not None and error is not None and rank == own_rank:
             error.add_note(RAISED.format(rank))
             raise error
         if failure is not None:
             failure.add_note(RAISED.format(rank))
             raise failure from error
     return [answer for answer, _ in everyone]
-
-
-def _portable(error: Exception, rank: int) -> Exception:
-    """Return an error as other ranks raise it: itself, or its traceback's text where it is of no type that is kept."""
-    with suppress(Exception):  # its class is local, or its constructor needs more than the message
-        if isinstance(error, (ValueError, OSError)):
-            return pickle.loads(pickle.dumps(error))
-    return RuntimeError(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")
 
 
 def from_first(fn: Callable[[], T]) -> T:
@@ -109,7 +126,8 @@ def first_to_report(seconds: float) -> Iterator[bool]:
     with suppress(RuntimeError, ValueError):
         size = dist.get_world_size() if dist.is_initialized() else launched_world_size()
         if size > 1:
-            store = _store(seconds)
+            shared = dist.is_initialized()
+            store = dist.distributed_c10d._get_default_store() if shared else meet(timedelta(seconds=seconds))[0]
             first = store.add("failed ranks", 1) == 1
     yield first
     deadline = time.monotonic() + seconds
@@ -121,8 +139,79 @@ def first_to_report(seconds: float) -> Iterator[bool]:
                 time.sleep(0.02)
 
 
-def _store(seconds: float) -> dist.Store:
-    """Return the process group's store or, before there is a group, the launcher's."""
+def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
+    """Print one line if a collective failed because of a peer; return False, silently, for any other error.
+
+    Ranks that timed out call the roll through the store for up to ``seconds``; one of them names the ranks that do not
+    answer: stopped, hanging or gone. A rank whose connection closed reports only that.
+    """
+    timed_out = TIMED_OUT.search(str(error))
+    if (found := timed_out or CLOSED.search(str(error))) is None:
+        return False
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    alone = f"rank {rank} ends because a peer of it did ({found[0]})"
+    leave_ending(AGAIN, alone)
+
+    def end(*_: object) -> NoReturn:
+        print(alone, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    # The launcher ends this rank as soon as it sees that another ended.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, end) if is_main else None
+    line: str | None = alone
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
-    return meet(timedelta(seconds=seconds))[0]
+        line = in_time(lambda: _line_of_roll(alone, timed_out, seconds), SLOWED * seconds)
+    if line is None:
+        advice = "the store does not answer either, which rank 0 holds where torchrun does not: look at rank 0"
+        line = f"{alone}; {advice}" if timed_out else alone
+    if before is not None:
+        signal.signal(signal.SIGTERM, before)
+    print(line, end="\n" * bool(line), file=sys.stderr, flush=True)
+    time.sleep(0.5)  # let the speaker print: the launcher ends all ranks once one has ended
+    return True
+
+
+def _line_of_roll(alone: str, timed_out: re.Match[str] | None, seconds: float) -> str:
+    """Call the roll; return the line that this rank is to say, empty where another one names the silent ranks."""
+    store, name = own_connection(), "longmesh/answer of rank"
+    another = "longmesh/timed out"
+    if timed_out:
+        store.set(another, "")
+    else:
+        call_roll(store, name, "", min(GRACE, seconds))
+        if not store.check([another]):
+            return alone
+    silent = sorted(set(range(dist.get_world_size())) - call_roll(store, name, "", seconds).keys())
+    if store.add("longmesh/speaker", 1) > 1:
+        return ""
+    reason, advice = alone.partition(" (")[2], "where they are only slow, give a longer --distributed-timeout-minutes"
+    if not silent:
+        return f"ranks waited in vain for each other ({reason}, and all of them answer now; {advice}"
+    keys = {other: NODE.format(other) for other in silent}
+    nodes = {other: store.get(key).decode() if store.check([key]) else "" for other, key in keys.items()}
+    names = ", ".join(f"{other}{node and f' on {node}'}" for other, node in nodes.items())
+    ranks = "ranks" if len(silent) > 1 else "rank"
+    return f"{ranks} {names} did not answer ({reason}: stopped, hanging or lost, and so the others end; {advice}"
+
+
+def own_connection() -> dist.Store:
+    """Return the ranks' store on a connection of its own, as other threads may wait on the shared one."""
+    shared: Any = dist.distributed_c10d._get_default_store()
+    return shared.clone()
+
+
+def call_roll(store: dist.Store, name: str, said: str, seconds: float) -> dict[int, str]:
+    """Answer a roll call and wait until all ranks have; return what each rank says that answers in time."""
+    keys = [f"{name} {rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], said)
+    wait_for(lambda: store.check(keys), seconds)
+    return {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+
+
+def wait_for(holds: Callable[[], bool], seconds: float) -> None:
+    """Look until it holds, or so many seconds of looks are over."""
+    for _ in range(round(seconds / TURN)):
+        if holds():
+            return
+        time.sleep(TURN)

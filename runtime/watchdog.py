@@ -1,11 +1,9 @@
-"""Ranks that no longer answer: a roll call that names them, and a watchdog that ends a run without steps.
+"""End a run whose ranks no longer make steps: who waits where, and the stacks of all."""
 
-Errors of a lost peer are recognised by the texts of gloo and the store. Not measured under NCCL, whose watchdog ends
-the process in C++ before Python sees an error.
-"""
-
+import ctypes
+import faulthandler
+import json
 import os
-import re
 import signal
 import socket
 import statistics
@@ -16,120 +14,27 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 import torch.distributed as dist
 
-from runtime.processes import NODE, in_time
-from runtime.slurm import AGAIN, leave_ending
-from runtime.stacks import own_process, place, write_of, write_own
-from runtime.together import gather_results
+from runtime.processes import ROOT, in_time
+from runtime.slurm import AGAIN
+from runtime.together import SLOWED, call_roll, gather_results, own_connection, wait_for
 
-CLOSED = re.compile(
-    r"(Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout)[^\n.]*(\.\d+[^\n.]*)*"
-)
-TIMED_OUT = re.compile(
-    r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds waiting for clients)[^\n.]*", re.I
-)
-HUNG = AGAIN
-"""Exit status of all ranks that hang: to be started again without the nodes in EXCLUDE."""
 FOLDER, EXCLUDE = "hangs", "hung_nodes.txt"
 """In a run's folder: the stacks; and the nodes of ranks that did not answer, a line each."""
 LEAST_STEPS = 3
-TURN, SLOWED = 0.05, 10
-"""Seconds between two looks at the store, which are counted, as load slows all ranks alike; by how much it may."""
-GRACE, ROLL, WRITE = 1.5, 2.5, 10.0
-"""Seconds, on an idle machine, for a rank whose connection closed to hear that another one timed out; for a hang's roll
-call; and for ranks that answered it to write their stacks."""
-HANG, ALONE, SPEAKER = "longmesh/hang", "longmesh/timed out", "longmesh/speaker"
+ROLL, WRITE = 2.5, 10.0
+"""Seconds, on an idle machine, for a hang's roll call; and for ranks that answered it to write their stacks."""
+HANG = "longmesh/hang"
+DUMP = signal.SIGUSR2
+"""Makes a `Process` write its Python stacks into its file, even if no thread of it can take the GIL."""
 Places = dict[int, Sequence[str]]
 """Each rank, and what its `place` returns."""
-
-
-def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
-    """Print one line if a collective failed because of a peer; return False, silently, for any other error.
-
-    Ranks that timed out call the roll through the store for up to ``seconds``; one of them names the ranks that do not
-    answer: stopped, hanging or gone. A rank whose connection closed reports only that.
-    """
-    timed_out = TIMED_OUT.search(str(error))
-    if (found := timed_out or CLOSED.search(str(error))) is None:
-        return False
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-    alone = f"rank {rank} ends because a peer of it did ({found[0]})"
-    leave_ending(AGAIN, alone)
-    before = _at_sigterm(alone)  # the launcher ends this rank as soon as it sees that another ended
-    line: str | None = alone
-    if dist.is_initialized():
-        line = in_time(lambda: _line_of_roll(alone, timed_out, seconds), SLOWED * seconds)
-    if line is None:
-        advice = "the store does not answer either, which rank 0 holds where torchrun does not: look at rank 0"
-        line = f"{alone}; {advice}" if timed_out else alone
-    if before is not None:
-        signal.signal(signal.SIGTERM, before)
-    _say(line)
-    time.sleep(0.5)  # let the speaker print: the launcher ends all ranks once one has ended
-    return True
-
-
-def _line_of_roll(alone: str, timed_out: re.Match[str] | None, seconds: float) -> str:
-    """Call the roll; return the line that this rank is to say, empty where another one names the silent ranks."""
-    store, name = _connection(), "longmesh/answer of rank"
-    if timed_out:
-        store.set(ALONE, "")
-    else:
-        _call_roll(store, name, "", min(GRACE, seconds))
-        if not store.check([ALONE]):
-            return alone
-    silent = sorted(set(range(dist.get_world_size())) - _call_roll(store, name, "", seconds).keys())
-    if store.add(SPEAKER, 1) > 1:
-        return ""
-    reason, advice = alone.partition(" (")[2], "where they are only slow, give a longer --distributed-timeout-minutes"
-    if not silent:
-        return f"ranks waited in vain for each other ({reason}, and all of them answer now; {advice}"
-    keys = {other: NODE.format(other) for other in silent}
-    nodes = {other: store.get(key).decode() if store.check([key]) else "" for other, key in keys.items()}
-    names = ", ".join(f"{other}{node and f' on {node}'}" for other, node in nodes.items())
-    ranks = "ranks" if len(silent) > 1 else "rank"
-    return f"{ranks} {names} did not answer ({reason}: stopped, hanging or lost, and so the others end; {advice}"
-
-
-def _at_sigterm(line: str) -> Any:
-    """Make SIGTERM print ``line`` and end the process; return the old handler, None if not on the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return None
-
-    def end(*_: object) -> NoReturn:
-        _say(line)
-        os._exit(1)
-
-    return signal.signal(signal.SIGTERM, end)
-
-
-def _say(line: str) -> None:
-    print(line, end="\n" * bool(line), file=sys.stderr, flush=True)
-
-
-def _connection() -> dist.Store:
-    """Return the ranks' store on a connection of its own, as other threads may wait on the shared one."""
-    shared: Any = dist.distributed_c10d._get_default_store()
-    return shared.clone()
-
-
-def _call_roll(store: dist.Store, name: str, said: str, seconds: float) -> dict[int, str]:
-    """Answer a roll call and wait until all ranks have; return what each rank says that answers in time."""
-    keys = [f"{name} {rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], said)
-    _wait_for(lambda: store.check(keys), seconds)
-    return {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
-
-
-def _wait_for(holds: Callable[[], bool], seconds: float) -> None:
-    for _ in range(round(seconds / TURN)):
-        if holds():
-            return
-        time.sleep(TURN)
 
 
 class Watchdog:
@@ -152,9 +57,9 @@ class Watchdog:
             return
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self._rank, self._ranks = dist.get_rank(), gather_results(lambda: (node, own_process()))
-        self._store = _connection()
+        self._store = own_connection()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        self._threads += [threading.Thread(target=self._listen, args=(_connection(),), name="hangs", daemon=True)]
+        self._threads += [threading.Thread(target=self._listen, args=(own_connection(),), name="hangs", daemon=True)]
         for thread in self._threads:
             thread.start()
 
@@ -205,7 +110,17 @@ class Watchdog:
             time.sleep(60)  # another rank has woken this one for its stacks, and is about to kill it
         waited, mine = time.monotonic() - self._since, place()
         self._write(self._rank, write_own)
-        places = in_time(lambda: self._places(mine), SLOWED * ROLL)
+
+        def roll() -> Places:
+            self._store.set(HANG, "")
+            said = call_roll(self._store, HANG, "\n".join(mine), ROLL)
+            return {rank: lines.split("\n") for rank, lines in said.items()}
+
+        def meet() -> None:
+            self._store.add(f"{HANG} written", 1)
+            wait_for(lambda: self._store.add(f"{HANG} written", 0) >= len(places or ()), WRITE)
+
+        places = in_time(roll, SLOWED * ROLL)
         near = {rank: of for rank, (node, of) in enumerate(self._ranks) if node == self._ranks[self._rank][0]}
         if places is None:  # the store's holder is silent
             lost = [rank for rank, process in near.items() if rank != self._rank and not process.runs]
@@ -219,20 +134,10 @@ class Watchdog:
         for rank, process in silent.items():
             self._write(rank, lambda out, process=process: write_of(out, process, until))  # type: ignore[misc]
         if places:
-            in_time(lambda: self._meet(len(places)), SLOWED * WRITE)
+            in_time(meet, SLOWED * WRITE)  # a launcher ends all ranks once one has ended
         for process in silent.values():
             process.send(signal.SIGKILL)
-        os._exit(HUNG)
-
-    def _places(self, mine: Sequence[str]) -> Places:
-        """Tell all ranks of the hang, and return the places of those that answer."""
-        self._store.set(HANG, "")
-        return {rank: said.split("\n") for rank, said in _call_roll(self._store, HANG, "\n".join(mine), ROLL).items()}
-
-    def _meet(self, count: int) -> None:
-        """Wait for the others: a launcher ends all ranks once one has ended."""
-        self._store.add(f"{HANG} written", 1)
-        _wait_for(lambda: self._store.add(f"{HANG} written", 0) >= count, WRITE)
+        os._exit(AGAIN)  # to be started again without the nodes in EXCLUDE
 
     def _tell(self, waited: float, answers: Places | None, own: Places, lost: list[int]) -> None:
         """Name the ranks that did not answer, and those that wait together, the fewest first."""
@@ -263,3 +168,110 @@ class Watchdog:
             (self._folder / FOLDER).mkdir(exist_ok=True)
             with (self._folder / FOLDER / f"rank-{rank}.txt").open("w", encoding="utf-8") as out:
                 stacks(out)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this host; ``born`` tells it from a later one with its number."""
+
+    pid: int
+    born: str
+    stacks: int
+    """Its nameless file, which DUMP writes to; it is empty unless another process wants them."""
+
+    @property
+    def runs(self) -> bool:
+        """Return whether it is there and not stopped."""
+        stat = _stat(self.pid)
+        return bool(stat) and stat[0] not in "TtZX" and _born(self.pid) == self.born
+
+    def send(self, *signals: signal.Signals) -> None:
+        """Signal it, if it is there."""
+        if _born(self.pid) == self.born:
+            for number in signals:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, number)
+
+
+@cache
+def own_process() -> Process:
+    """Return this process, which heeds DUMP from now on."""
+    with tempfile.TemporaryFile() as file:
+        stacks = os.dup(file.fileno())
+    faulthandler.register(DUMP, stacks, all_threads=True)
+    return Process(os.getpid(), _born(os.getpid()), stacks)
+
+
+def place() -> tuple[str, str]:
+    """Return the oldest collective that this process waits for, empty if none, and its main thread's line of ours.
+
+    The collective is from torch's flight recorder, which records gloo's and NCCL's, but not gloo's messages between two
+    ranks.
+    """
+    import torch._C._distributed_c10d as c10d
+
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and frame.f_back:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and not path.relative_to(ROOT).parts[0].startswith("."):
+            break
+        frame = frame.f_back
+    line = f"{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno}" if frame else "its end"
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        for entry in json.loads(getattr(c10d, dump)()).get("entries", []) if hasattr(c10d, dump) else []:
+            if not entry["retired"]:
+                name = entry["profiling_name"].rpartition(":")[2]
+                return f"{name} {entry['collective_seq_id']} of {entry['process_group'][1]}", line
+    return "", line
+
+
+def write_own(out: IO[str]) -> None:
+    """Write this process's stacks, Python's and the kernel's."""
+    print("Python:", file=out, flush=True)
+    faulthandler.dump_traceback(out, all_threads=True)
+    print(_native(os.getpid()), file=out)
+
+
+def write_of(out: IO[str], process: Process, until: float) -> None:
+    """Write another process's stacks. If it is stopped, this wakes it, as Python's stacks come from itself.
+
+    Waits for them till ``until``, of ``time.monotonic``, and for a second at least.
+    """
+    print(f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:", file=out, flush=True)
+    stacks, size, before = Path(f"/proc/{process.pid}/fd/{process.stacks}"), 1, 0
+    with suppress(OSError):  # it is gone
+        os.truncate(stacks, 1)  # so that it knows, however late it writes them
+        # By its main thread itself: another one may find its frames torn, as it runs on meanwhile.
+        ctypes.CDLL(None).tgkill(process.pid, process.pid, DUMP)
+        process.send(signal.SIGCONT)
+        until = max(until, time.monotonic() + 1)
+        while (size == 1 or size != before) and time.monotonic() < until:  # till all of them are written
+            time.sleep(0.5)
+            size, before = stacks.stat().st_size, size
+        out.write(stacks.read_text(errors="replace").strip("\0"))
+
+
+def _native(pid: int) -> str:
+    """Return what Linux tells of a process's threads; the kernel's stack, and others' system calls, only to root."""
+    lines = ["\nNative, per thread: name | state | kernel function | system call | kernel stack"]
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        found = {}
+        for name in ("comm", "status", "wchan", "syscall", "stack"):
+            try:
+                found[name] = " <- ".join((task / name).read_text(errors="replace").splitlines())
+            except OSError as error:
+                found[name] = f"({name}: {error.strerror})"
+        found["status"] = found["status"].partition("State:\t")[2].partition(" <- ")[0]
+        lines.append(f"{task.name} {' | '.join(found.values())}")
+    return "\n".join(lines)
+
+
+def _born(pid: int) -> str:
+    return "".join(_stat(pid)[19:20])
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on; empty if there is no such process, or no Linux."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []

@@ -24,8 +24,7 @@ from runtime.files import FULL, InUseError, not_a_file, owned, unwritable, write
 from runtime.processes import launched_world_size
 from runtime.signals import end_with_launcher
 from runtime.slurm import AGAIN, leave_ending
-from runtime.together import first_to_report, from_first, is_first, raise_together
-from runtime.watchdog import report_unresponsive_ranks
+from runtime.together import first_to_report, from_first, is_first, raise_together, report_unresponsive_ranks
 from train import apex_adam
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError, read_toml, write_toml

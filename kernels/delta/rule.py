@@ -21,8 +21,7 @@ from kernels import reference
 from kernels.delta import scan as scans
 from kernels.delta.scan import select_delta_backend
 from kernels.linear_attention import check_sequence
-from runtime.operators import differentiable
-from runtime.tensors import to_device
+from runtime.tensors import differentiable, to_device
 
 
 def delta_rule(

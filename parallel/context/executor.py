@@ -34,8 +34,7 @@ from parallel.context.operators import plan_of
 from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes
 from parallel.context.transport import Arrival, Tensors, Transport
-from runtime.operators import differentiable
-from runtime.tensors import Handles
+from runtime.tensors import Handles, differentiable
 
 
 @dataclass(eq=False)

@@ -13,8 +13,7 @@ from torch import Tensor
 from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
 from parallel.context.plan import PLANS, Plan
-from runtime.operators import differentiable
-from runtime.tensors import Handles
+from runtime.tensors import Handles, differentiable
 
 
 def plan_of(handle: Tensor, geometry: Geometry) -> Plan:

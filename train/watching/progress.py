@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kernels.products import linear
-from runtime.cards import card_of
+from runtime.machine import card_of
 from runtime.progress import clock_time
 from train.config.common import LoopConfig
 from train.objectives.base import Objective

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.cluster import CLUSTERS, load_cluster
-from runtime.cards import CARDS, card_of
+from runtime.machine import CARDS, card_of
 
 
 @pytest.mark.parametrize(

@@ -47,20 +47,20 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 251,
     "model": 4971,
-    "kernels": 4370,
-    "parallel": 8302,
+    "kernels": 4369,
+    "parallel": 8300,
     "checkpoint": 1455,
     "data": 4609,
-    "train": 5778,
+    "train": 5777,
     "planner": 3179,
-    "runtime": 2466,
+    "runtime": 2427,
     "slurm": 336,
     "tools": 5029,
     "parity": 713,
     "papers": 2210,
     "bench": 3147,
     "docs": 186,
-    "tests": 45078,
+    "tests": 45069,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -8,6 +8,7 @@ nodes in order.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -226,6 +227,7 @@ def needed_of_all(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: in
     return inside, between
 
 
+@lru_cache(maxsize=4096)
 def backward_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
     """Count a backward's buffers: what a block's kernel gives, and what circulates or is gathered, and its gradients.
 

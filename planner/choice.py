@@ -5,12 +5,13 @@ A run on other processes than its mesh's sizes are for goes on with the same glo
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,12 +19,10 @@ import torch.distributed as dist
 from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
 from planner.delta_cost import fastest_schedule
-from planner.documents import known_documents
 from planner.levers import settings
-from planner.ranking import Candidate, nothing_left
-from planner.search import arrangements, numbers, rank, suits
+from planner.search import Candidate, arrangements, nothing_left, numbers, rank, suits
 from planner.step_cost import delta_cost
-from planner.workload import layout_seconds
+from planner.workload import known_documents, layout_seconds
 from runtime.errors import UserError
 from runtime.processes import launched_world_size, process_group
 from runtime.progress import counted, duration
@@ -34,6 +33,9 @@ from train.config.entries import Config
 from train.config.flags import ConfigError, read_toml
 
 C = TypeVar("C", bound=CommonConfig)
+PREDICTED, PROFILED = 0.10, 0.036
+"""Errors of predicted seconds and of those of a few profiled iterations: standard deviations of their logarithms within
+a setting of ``bench.link.choices``, on 2026-11-23."""
 
 
 def fastest_method(config: CommonConfig, world_size: int, *, steps: bool = True) -> tuple[ContextConfig, str]:
@@ -264,3 +266,14 @@ def _fitting(config: CommonConfig, processes: int) -> str:
         return any(suits(one, size) for one in divided(config, size))
 
     return ", ".join(str(size) for size in sizes if fits(size)) or "more"
+
+
+def combine_prediction_and_profile(predicted: Sequence[float], profiled: Sequence[float]) -> list[float]:
+    """Return candidates' seconds by prediction and profile together, weighed by the inverse squares of their errors.
+
+    Of predictions the ratios count: by how much all are off is found from the profiles.
+    """
+    share = PROFILED**-2 / (PROFILED**-2 + PREDICTED**-2)
+    pairs = [(math.log(said), math.log(real)) for said, real in zip(predicted, profiled, strict=True)]
+    off = fmean(real - said for said, real in pairs)
+    return [math.exp(share * real + (1 - share) * (said + off)) for said, real in pairs]

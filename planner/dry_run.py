@@ -14,10 +14,10 @@ from data.text.config import blend
 from data.tokenizer import load_tokenizer
 from planner.choice import CHOICES, with_ways
 from planner.cluster import Cluster, default_cluster, load_cluster
-from planner.documents import known_documents
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, fake_process_group, rehearse
 from planner.search import ROOM, predicted
+from planner.workload import known_documents
 from runtime.errors import UserError
 from runtime.progress import Progress, amount, counted, duration
 from train.config.derive import complete, with_joined_ranks, with_method

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.cluster import Cluster
-from planner.levers import STAGES, in_order, in_turn, least_memory, moved, settings, without_needless
-from planner.ranking import described, nothing_left
-from planner.search import ROOM, arrangements, candidates_of, predicted, rank, suits, weigh
+from planner.levers import STAGES, described, in_order, in_turn, least_memory, moved, settings, without_needless
+from planner.search import ROOM, arrangements, candidates_of, nothing_left, predicted, rank, suits, weigh
 from runtime.errors import UserError
 from runtime.progress import Progress, counted
 from train.config.entries import Config

@@ -1,4 +1,4 @@
-"""The levers by which a run takes less memory, in one table, and the settings that they lead to.
+"""The levers by which a run takes less memory, in one table, the settings that they lead to, and these in words.
 
 A lever sets fields of one section to one of a few values, each of which takes less memory than the one before.
 """
@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from parallel.context.methods.registry import METHODS
+from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from runtime.errors import UserError
 
@@ -156,3 +157,30 @@ def not_pulled(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
     levers = [lever for lever in dict.fromkeys(ORDER) if lever is not STAGES]
     ends = [zip(lever.fields, lever.of(config), lever.values(config, cluster)[-1], strict=True) for lever in levers]
     return tuple(name for end in ends for name, own, least in end if least and own != least)
+
+
+def method_of(config: AnyConfig) -> str:
+    """Describe the method in a few words."""
+    context = config.context
+    return context.title + (f", {context.context_parallel_placement}" if context.context_parallel_team_size > 1 else "")
+
+
+def mesh_of(config: AnyConfig) -> str:
+    """Describe the mesh in a few words."""
+    named = ((name.split("_")[0], getattr(config.mesh, name)) for name in SIZES)
+    return ", ".join(f"{name} {size}" for name, size in named if size > 1) or "data"
+
+
+def memory_of(config: AnyConfig) -> str:
+    """Describe the sharding and what is computed again, in chunks or moved, in a few words."""
+    again = config.recompute
+    chunks = [name for name, size in (("loss", again.loss_chunk_size), ("FFN", again.ffn_chunk_size)) if size]
+    words = [config.data_parallel.strategy, again.recompute_granularity]
+    words += [f"{' and '.join(chunks)} in chunks"] * bool(chunks) + ["offload"] * again.recompute_offload
+    words += ["moments on the host"] * config.optimizer.optimizer_cpu_offload
+    return ", ".join(word for word in words if word != "none")
+
+
+def described(config: AnyConfig) -> str:
+    """Describe the method, the mesh and the memory, as far as there is something to say."""
+    return ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))

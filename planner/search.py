@@ -1,8 +1,8 @@
-"""Enumerate the arrangements of a run and predict each."""
+"""Enumerate the arrangements of a run, predict each, and rank those that fit."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -11,12 +11,10 @@ from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
 from parallel.context.methods.registry import METHODS, STATE_METHODS
 from planner.cluster import Cluster
-from planner.documents import typical_documents
-from planner.levers import MOMENTS, OFFLOAD, AnyConfig, ladder, not_pulled
-from planner.ranking import Candidate, Ranking, described
-from planner.step_cost import Prediction, predict
+from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, not_pulled
+from planner.step_cost import Prediction, step_seconds
 from planner.step_memory import Arrangement, StepShape, memory_of, pinned
-from planner.workload import with_softmax_layers, workload_of
+from planner.workload import typical_documents, with_softmax_layers, workload_of
 from runtime.errors import UserError
 from runtime.progress import Progress
 from train.config.common import CommonConfig
@@ -29,35 +27,70 @@ ROOM = 0.9
 """Share of the memory that varied settings take where some do: an allocator needs the rest."""
 
 
-def predicted(
-    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None = None
-) -> Prediction:
-    """Predict time and memory of a validated configuration with a method, or of one rank without.
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration and its prediction."""
 
-    ``documents`` are those of a typical micro-batch, where documents attend apart.
-    """
-    work, plan, arranged = numbers(config, world_size, cluster, documents)
-    cluster = cluster.running(config.context.attention_backend, config.packed)
-    return predict(with_softmax_layers(work, config, cluster), plan, arranged, cluster)
+    config: Any
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Configurations that fit, fastest first; refusals by reason; what does not fit in memory."""
+
+    candidates: list[Candidate]
+    refused: Counter[str]
+    over_memory: list[float]
+    """Bytes that each of the others needs, in the settings that need least."""
+    over_host_memory: list[float]
+    """Bytes that each of those that would fit moves to host memory, which has less."""
+    saving: tuple[str, ...] = ()
+    """Fields by which a configuration takes less memory, and which were not tried."""
+    moving: tuple[str, ...] = ()
+    """Fields by which all that was tried moves something to host memory."""
 
 
 class Weighed(NamedTuple):
-    """A configuration, and the bytes that its busiest rank takes on the device and on the host."""
+    """A configuration as the cost model takes it, and the bytes of its busiest rank by cause, and on the host."""
 
     config: AnyConfig
-    device: float
+    shape: tuple[StepShape, Plan, Arrangement]
+    memory: dict[str, float]
     host: float
+
+    @property
+    def device(self) -> float:
+        """Return the bytes on the device."""
+        return sum(self.memory.values())
 
     def fits(self, cluster: Cluster) -> bool:
         """Return whether a process has enough memory, and its host, where known, for what is moved there."""
         known = bool(cluster.host_gb_per_s)
         return self.device <= 1e9 * cluster.memory_gb and not (known and self.host > 1e9 * cluster.host_memory_gb)
 
+    def predicted(self, cluster: Cluster) -> Prediction:
+        """Predict the time too, which takes far longer."""
+        work, plan, arranged = self.shape
+        cluster = cluster.running(self.config.context.attention_backend, self.config.packed)
+        seconds, links = step_seconds(with_softmax_layers(work, self.config, cluster), plan, arranged, cluster)
+        return Prediction(seconds, self.memory, links, self.host)
+
 
 def weigh(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> Weighed:
-    """Count the memory of a configuration, which takes far less than to predict its time."""
-    found = numbers(config, world_size, cluster, documents)
-    return Weighed(config, sum(memory_of(*found).values()), pinned(*found))
+    """Count the memory of a validated configuration with a method, or of one rank without.
+
+    ``documents`` are those of a typical micro-batch, where documents attend apart.
+    """
+    shape = numbers(config, world_size, cluster, documents)
+    return Weighed(config, shape, memory_of(*shape), pinned(*shape))
+
+
+def predicted(
+    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None = None
+) -> Prediction:
+    """Predict time and memory of what ``weigh`` takes."""
+    return weigh(config, world_size, cluster, documents).predicted(cluster)
 
 
 def numbers(
@@ -213,10 +246,10 @@ def rank(
                 for one in more:
                     progress(f"searching: {described(one)}, candidate {number} of {len(every)}")
                     tried.append(weigh(one, world_size, cluster, documents))
-                if fit := [one.config for one in tried if one.fits(cluster)]:
+                if fit := [one for one in tried if one.fits(cluster)]:
                     break
             if fit:
-                found = [Candidate(one, predicted(one, world_size, cluster, documents)) for one in fit]
+                found = [Candidate(one.config, one.predicted(cluster)) for one in fit]
                 roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
                 fitting.append(min(roomy or found, key=lambda one: one.prediction.time))
             elif inside := [one.host for one in tried if one.device <= 1e9 * cluster.memory_gb]:
@@ -225,10 +258,28 @@ def rank(
                 over_memory.append(min(one.device for one in tried))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
     saving = not_pulled(configs[0], cluster) if configs and not vary else ()
-    return Ranking(fitting, refused, over_memory, over_host_memory, saving, _on_host(configs[:1], vary is not None))
+    on_host = (OFFLOAD, MOMENTS) if vary is None else (MOMENTS,)
+    moving = tuple(lever.fields[0] for one in configs[:1] for lever in on_host if lever.of(one) == (True,))
+    return Ranking(fitting, refused, over_memory, over_host_memory, saving, moving)
 
 
-def _on_host(configs: Sequence[AnyConfig], varied: bool) -> tuple[str, ...]:
-    """Return the fields by which all that was tried moves something to host memory."""
-    levers = (MOMENTS,) if varied else (OFFLOAD, MOMENTS)
-    return tuple(lever.fields[0] for one in configs for lever in levers if lever.of(one) == (True,))
+def nothing_left(found: Ranking, cluster: Cluster) -> str:
+    """Say why there is no candidate, and what to do."""
+    if found.over_memory:
+        least = min(found.over_memory)
+        more = "".join(f", {name}" for name in found.saving)
+        asked = " (python -m tools.plan --fits says what brings most)" if found.saving else ""
+        return (
+            f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
+            f"{len(found.over_memory)} tried takes {least / 1e9:.1f}; use more processes{more} or a lower seq_length"
+            f"{asked}"
+        )
+    if found.over_host_memory:
+        without = f", or leave {' or '.join(found.moving)} out" if found.moving else ""
+        return (
+            f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of "
+            f"{len(found.over_host_memory)} tried moves there {min(found.over_host_memory) / 1e9:.1f}; "
+            f"use more processes or a lower seq_length{without}"
+        )
+    reason = next(iter(found.refused), "there is no arrangement of these processes")
+    return f"context_parallel_method is auto, and no method suits: {reason}"

@@ -42,6 +42,14 @@ class Prediction:
 
 def predict(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> Prediction:
     """Predict time and memory of one step of ``work``, with the attention's ``plan`` over cp."""
+    seconds, links = step_seconds(work, plan, arranged, cluster)
+    return Prediction(seconds, memory_of(work, plan, arranged), links, pinned(work, plan, arranged))
+
+
+def step_seconds(
+    work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster
+) -> tuple[dict[str, float], Links]:
+    """Return the seconds of a step by cause, and the bytes of a layer's attention."""
     tp = arranged.tp
     of = own_sizes(work, plan, tp)
     layers = -(-work.layers // arranged.pp)
@@ -78,7 +86,7 @@ def predict(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(cluster.exposed_share * exchanged, exchanged - hidden)
-    return Prediction(seconds, memory_of(work, plan, arranged), links, pinned(work, plan, arranged))
+    return seconds, links
 
 
 def _pointwise(work: StepShape, rows: int, arranged: Arrangement, cluster: Cluster) -> float:

@@ -57,7 +57,7 @@ ALLOWED = {
     },
     "speed.md": {
         "7.0": "a setting",
-        "3.6": "a weight of planner/ranking.py",
+        "3.6": "a weight of planner/choice.py",
         "1,197": "rows counted on a plan",
         "1.02": "a quotient of two medians",
         "1.33": "a ratio of pairs, counted on a plan",

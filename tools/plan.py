@@ -32,15 +32,14 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import load_tokenizer
-from planner.choice import with_layout
+from planner.choice import combine_prediction_and_profile, with_layout
 from planner.cluster import CLUSTERS, Cluster, default_cluster, endless, load_cluster
-from planner.documents import heaviest_documents, typical_documents
 from planner.dry_run import rehearsed, verdict
 from planner.extremes import changes, fewest, longest, of_length
-from planner.levers import settings
-from planner.ranking import combine_prediction_and_profile, described, memory_of, mesh_of, method_of, nothing_left
+from planner.levers import described, memory_of, mesh_of, method_of, settings
 from planner.recorder import CAUSES
-from planner.search import arrangements, rank
+from planner.search import arrangements, nothing_left, rank
+from planner.workload import heaviest_documents, typical_documents
 from runtime.errors import at_least
 from runtime.files import write_text
 from runtime.processes import launched_world_size

@@ -11,7 +11,8 @@ from typing import Any
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from planner.dry_run import tightly
-from planner.ranking import Candidate, Ranking, described, memory_of, mesh_of, method_of
+from planner.levers import described, memory_of, mesh_of, method_of
+from planner.search import Candidate, Ranking
 from runtime.progress import amount, counted, duration
 from tools.common.report import aligned, markdown
 from train.config.derive import beyond_rope

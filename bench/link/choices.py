@@ -23,8 +23,8 @@ from bench.link.cases import RANKS, VOCAB_SIZE, Case, case_for, command_line, co
 from bench.link.network import Network, prepare_machine
 from bench.link.ranks import calibrated, profile
 from bench.shapes import AttentionShape
+from planner.choice import combine_prediction_and_profile
 from planner.cluster import Cluster
-from planner.ranking import combine_prediction_and_profile
 from planner.search import rank
 from runtime.errors import UserError
 from runtime.machine import describe, results_file, stamp

@@ -9,8 +9,8 @@ from data.text.config import DataConfig
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from planner.cluster import load_cluster
-from planner.documents import DocumentsError, heaviest_documents, typical_documents
 from planner.search import rank
+from planner.workload import DocumentsError, heaviest_documents, typical_documents
 from runtime.errors import DataError
 from tests.data.text.corpora import write_documents
 from tests.planner.test_search import config

@@ -10,8 +10,7 @@ from planner import levers
 from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, _last, changes, fewest, fits, longest, of_length
 from planner.levers import least_memory, settings
-from planner.ranking import nothing_left
-from planner.search import Weighed, arrangements, candidates_of, rank, weigh
+from planner.search import Weighed, arrangements, candidates_of, nothing_left, rank, weigh
 from runtime.errors import UserError
 from tests.planner.test_search import A100
 from tests.planner.test_search import config as small
@@ -137,7 +136,9 @@ def test_what_was_tried_is_not_advised_and_not_tried_twice(config, monkeypatch):
     assert "more processes, loss_chunk_size, ffn_chunk_size, recompute_granularity, recompute_offload, opt" in as_given
     assert "offload" not in nothing_left(rank([config], 8, nowhere := replace(small, host_gb_per_s=0.0)), nowhere)
     asked = []
-    monkeypatch.setattr("planner.search.weigh", lambda one, *_: asked.append(one) or Weighed(one, 1e12, 0.0))
+    monkeypatch.setattr(
+        "planner.search.weigh", lambda one, *_: asked.append(one) or Weighed(one, (), {"all": 1e12}, 0.0)
+    )
     for vary in (least_memory, settings):
         asked.clear()
         said = nothing_left(rank([config], 8, small, vary=vary), small)

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.link.choices import LENGTHS, LINKS, MODELS, judged, markdown, settings
-from planner.ranking import combine_prediction_and_profile
+from planner.choice import combine_prediction_and_profile
 
 ROW = {
     "predicted": {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0},

@@ -30,7 +30,7 @@ from train.loop import Trainer
 from train.objectives.language import NextToken, corpus_entropy
 from train.resume import find_start
 from train.run import open_log, reserve_run_folder, run_entry
-from train.watching.ruler import Curve
+from train.watching.validation import Curve
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from data.loader import Batch
 from parallel.data import to_local
-from train.objectives.base import Objective
+from train.objectives import Objective
 
 INSIDE = r"(attention|mlp)(_post)?_norm|mlp|attention|attention\.(wq|wk|wv|wu|q_norm|k_norm|norm)"
 WATCHED = re.compile(rf"x_embedder|(position_)?embedding|sinusoids|norm|final_layer|layers\.\d+(\.({INSIDE}))?")

@@ -72,32 +72,24 @@ class AttentionCost:
         """Return the seconds of a backward, without recomputing its forward."""
         return self._seconds(self.plan.backward_moves(self.of), BACKWARD, 3 * SCAN)
 
-    def _seconds(self, moves: Moves | None, operations: int, scan: int) -> float:
-        """Time a backward that moves KV or queries, or (None) a forward."""
-        if self.plan.geometry.method.states:
-            return self._state_seconds(scan, reverse=moves is not None)
-        return self._rounds_seconds(moves, operations)
-
     def links(self) -> Links:
         """Return the bytes on each kind of link, forward and backward, as the plan counts them."""
         moves = self.plan.backward_moves(self.of)
-        ways = (self._bytes(way) for way in (None, moves))
+        plan, per_node = self.plan, max(1, self.cluster.gpus_per_node // self.tp)
+        if plan.sparse and not plan.geometry.method.states:
+            ways = [needed_of_all(plan, self.of, way, per_node) for way in (None, moves)]
+        else:
+            ways = [bytes_of_all(plan.geometry, self.of, way, per_node, plan.boundaries) for way in (None, moves)]
         return Links(*map(sum, zip(*ways, strict=True)))
 
-    def _bytes(self, moves: Moves | None) -> tuple[int, int]:
-        if self.plan.sparse and not self.plan.geometry.method.states:
-            return needed_of_all(self.plan, self.of, moves, self._per_node)
-        return bytes_of_all(self.plan.geometry, self.of, moves, self._per_node, self.plan.boundaries)
+    def _seconds(self, moves: Moves | None, operations: int, scan: int) -> float:
+        """Time a backward that moves KV or queries, or (None) a forward: linear attention by the ``scan``'s operations.
 
-    @property
-    def _per_node(self) -> int:
-        return max(1, self.cluster.gpus_per_node // self.tp)
-
-    def _rounds_seconds(self, moves: Moves | None, operations: int) -> float:
-        """Time the rounds of a softmax attention, each beside what is in transit meanwhile, and its collectives.
-
-        Ranks of a method that keeps own KV in place need not keep step: the busiest rank or link decides.
+        The rounds of a softmax attention are timed beside what is in transit meanwhile, and its collectives. Ranks of a
+        method that keeps own KV in place need not keep step: the busiest rank or link decides.
         """
+        if self.plan.geometry.method.states:
+            return self._state_seconds(scan, reverse=moves is not None)
         plan, busy = self.plan, self._busy(moves, operations)
         joint = collectives(plan.geometry, self.of, moves, holders_join=not plan.sparse)
         waited = sum(self._transfer(_joint(collective)) for collective in joint)

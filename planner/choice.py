@@ -137,7 +137,16 @@ def fitted_to_world(asked: C, validate: Callable[[C, int], None]) -> Iterator[tu
     """
     processes = launched_world_size()
     if not asked.mesh.allow_resize:
-        _check(asked, processes, validate)
+        try:
+            validate(asked, processes)
+        except UserError as error:
+            full = recorded(asked) or processes
+            if full == processes or not suits(asked, full, validate):
+                raise  # the number of processes is not what is wrong
+            raise ConfigError(
+                f"{error}; or give --allow-resize: the run is for {counted(full, 'process')}, and the planner "
+                "arranges these"
+            ) from None
         yield (_of(asked, processes),) * 2
         return
     timeout = timedelta(minutes=asked.mesh.distributed_timeout_minutes)
@@ -152,20 +161,6 @@ def fitted_to_world(asked: C, validate: Callable[[C, int], None]) -> Iterator[tu
 
 def _of(config: C, full: int) -> C:
     return replace(config, mesh=replace(config.mesh, full_world_size=full))
-
-
-def _check(config: C, processes: int, validate: Callable[[C, int], None]) -> None:
-    """Validate; where the run began on other processes, which its sizes do fit, name the flag."""
-    try:
-        validate(config, processes)
-    except UserError as error:
-        full = recorded(config) or processes
-        if full == processes or not suits(config, full, validate):
-            raise  # the number of processes is not what is wrong
-        raise ConfigError(
-            f"{error}; or give --allow-resize: the run is for {counted(full, 'process')}, and the planner "
-            "arranges these"
-        ) from None
 
 
 def recorded(config: CommonConfig) -> int | None:

@@ -135,7 +135,10 @@ class DeltaCost:
         return found
 
     def _seconds(self, *, reverse: bool) -> float:
-        sent = sum(self._transfer(one) for one in self.rounds(reverse=reverse) if one)
+        sent = 0.0
+        for ranks, peers, size in (np.array(one).T for one in self.rounds(reverse=reverse) if one):
+            together = [Sent(ranks, peers, size.astype(np.float64), 1)]
+            sent += float(transfer_seconds(together, self.plan.size, self.cluster, self.tp))
         return float(self._busy(reverse=reverse) + sent + self._composing(reverse=reverse))
 
     def _composing(self, *, reverse: bool) -> float:
@@ -171,12 +174,6 @@ class DeltaCost:
             passed = (1 + reverse) * PASSES * (of.channels + of.outputs) * self.element_size
             seconds += passed * self.batch * self.plan.local_len / (cluster.memory_gb_per_s * GB)
         return seconds
-
-    def _transfer(self, sent: list[tuple[int, int, int]]) -> float:
-        """Time a round's messages."""
-        ranks, peers, size = np.array(sent).T
-        one = Sent(ranks, peers, size.astype(np.float64), 1)
-        return float(transfer_seconds([one], self.plan.size, self.cluster, self.tp))
 
 
 LONGEST_GATHER = 64

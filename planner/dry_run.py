@@ -74,7 +74,10 @@ def dry_run(
     ran = "a forward, a backward and an optimizer's step ran"
     print(f"dry run of {counted(world_size, 'process')} on {cluster.name}: {ran}")
     fits, said = verdict(found, cluster)
-    print("\n".join([*_table(found), _time(config, world_size, cluster), *[said] * fits, *notes]))
+    seconds = predicted(config, world_size, cluster, known_documents(config))
+    parts = ", ".join(f"{name} {duration(count)}" for name, count in seconds.seconds.items() if count)
+    time = f"time: {duration(seconds.time)} a step, predicted: {parts}"
+    print("\n".join([*_table(found), time, *[said] * fits, *notes]))
     print("\n".join(_commands([*arguments, *lacking], entry, cluster, world_size, asked)), flush=True)
     if not fits:
         raise DoesNotFitError(f"{said}; python -m tools.plan --fits with the same flags says what to change")
@@ -162,13 +165,6 @@ def _table(found: Sequence[Rehearsal]) -> Iterator[str]:
         counts = [*(one.memory.get(cause, 0) for cause in CAUSES), one.bytes, one.host][: len(heads)]
         counts += [one.sent.get(link, 0) for link in (INSIDE, BETWEEN)]
         yield f"| {one.stage} | {one.rank} | {' | '.join(f'{count / 1e9:.3f}' for count in counts)} |"
-
-
-def _time(config: Any, world_size: int, cluster: Cluster) -> str:
-    """Return the planner's seconds."""
-    found = predicted(config, world_size, cluster, known_documents(config))
-    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.seconds.items() if seconds)
-    return f"time: {duration(found.time)} a step, predicted: {parts}"
 
 
 def _commands(arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, asked: Any) -> Iterator[str]:

@@ -134,7 +134,10 @@ def changes(
 
 def _pulled(config: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> Any | None:
     """Return the configuration with the first levers with which it fits, leaving room if it can; None if none do."""
-    larger = list(_more_context_parallel(config, world_size))
+    dp, cp = config.mesh.data_parallel_size(world_size), config.mesh.context_parallel_size
+    train, larger = replace(config.train, global_batch_size=config.train.batch_size(dp)), [config]
+    for more in (n for n in range(2, dp + 1) if dp % n == 0):  # ranks of cp take the place of data-parallel ones
+        larger.append(replace(config, mesh=replace(config.mesh, context_parallel_size=more * cp), train=train))
 
     def fits(one: Any) -> bool:
         return one != config and suits(one, world_size) and weigh(one, world_size, limited, documents).fits(limited)
@@ -146,15 +149,6 @@ def _pulled(config: Any, world_size: int, cluster: Cluster, documents: tuple[int
             if found := [without_needless(one, config, cluster, fits) for one in tried if fits(one)]:
                 return min(found, key=lambda one: predicted(one, world_size, cluster, documents).time)
     return None
-
-
-def _more_context_parallel(config: Any, world_size: int) -> Iterator[Any]:
-    """Yield the configuration, then with more context- and fewer data-parallel ranks and the same global batch."""
-    dp, cp = config.mesh.data_parallel_size(world_size), config.mesh.context_parallel_size
-    yield config
-    train = replace(config.train, global_batch_size=config.train.batch_size(dp))
-    for more in (n for n in range(2, dp + 1) if dp % n == 0):
-        yield replace(config, mesh=replace(config.mesh, context_parallel_size=more * cp), train=train)
 
 
 def _ordered(

@@ -22,7 +22,7 @@ from parallel.context import executor
 from parallel.mesh import Mesh
 from parallel.offload import SEVERAL, Offload, in_slabs
 from planner.delta_cost import DeltaShape
-from train import host_moments
+from train import adamw
 from train.config.common import CommonConfig
 
 CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "attention", "logits", "passing")
@@ -91,10 +91,39 @@ def key_of(func: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
     return func, *map(one, leaves)
 
 
-class Tapes(TorchDispatchMode):
-    """Recorder of storages' lives, in order, and of bytes sent; an operator's call is kept, to replay it."""
+@dataclass(frozen=True)
+class Rehearsal:
+    """Resources of a rank: bytes of memory at the peak of a step, by cause; bytes sent in a micro-batch, by link.
 
-    def __init__(self) -> None:
+    ``host`` are the bytes in host memory: of a GPU's process those that torch pins.
+    """
+
+    rank: int
+    stage: int
+    memory: dict[str, int]
+    sent: dict[str, int]
+    host: int
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of memory together."""
+        return sum(self.memory.values())
+
+
+class Recorder(TorchDispatchMode):
+    """Record what fake tensors would allocate and free, in order, and what a rank would send.
+
+    Softmax attention is run by its own code, round by round; a call is kept, to replay it. What takes no fake tensor,
+    such as the number of a plan, is computed.
+    """
+
+    def __init__(self, rank: int, per_node: int, entries: int = 0, tell: Callable[[str], None] | None = None) -> None:
+        """Set up for a rank that has ``entries`` of the vocabulary, by whose width logits are known.
+
+        ``tell`` is told how far it is.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
         super().__init__()
         self.kind, self.sent = "weights", Counter[str]()
         self.events: list[tuple[int, int]] = []
@@ -102,6 +131,91 @@ class Tapes(TorchDispatchMode):
         self._kinds, self._sizes = list[str](), list[int]()
         self._numbers = WeakIdKeyDictionary()
         self._tapes: dict[Any, Tape] = {}
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.rank = rank
+        self.kept: dict[int, int] = {}
+        """Bytes of the storages that forwards left for their backwards."""
+        self._per_node, self._paused, self._entries = per_node, False, entries
+        self._resized = set[int]()
+        self.doing, self._operators, self._tell = "building the model", 0, tell
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Make every tensor a fake one, and record what happens to it, until the block ends."""
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        shapes, resize = "_propagate_tensor_meta_non_cached", torch.UntypedStorage.resize_
+        asked = getattr(ShardingPropagator, shapes)
+
+        def unrecorded(*args: Any) -> Any:  # it makes tensors as large as those of all ranks together
+            self._paused = True
+            try:
+                return asked(*args)
+            finally:
+                self._paused = False
+
+        def resized(storage: torch.UntypedStorage, size: int) -> None:  # so FSDP frees and allocates whole weights
+            resize(storage, size)
+            if (number := self._numbers.get(storage)) is not None:
+                self._resized.add(number)
+                self._set(number, size)
+
+        def labelled(made: Callable[..., Tensor], which: str) -> Callable[..., Tensor]:
+            def called(*args: Any) -> Tensor:
+                kind, self.kind = self.kind, which
+                try:
+                    return made(*args)
+                finally:
+                    self.kind = kind
+
+            return called
+
+        with (
+            patch.object(Offload, "buffer", labelled(Offload.buffer, KEPT)),
+            patch.object(adamw, "on_host", labelled(adamw.on_host, MOMENTS)),
+            patch.object(ShardingPropagator, shapes, unrecorded),
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(executor, "select_backend", lambda *_: SHAPES),
+            patch.object(scan, "slabs_by", lambda *_: SLABS),
+            self._fake,
+            self,
+        ):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch._library.custom_ops import OPDEFS
+        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+        from torch.distributed.tensor import DTensor
+
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operators on local tensors
+        if self._paused:
+            return func(*args, **kwargs)
+        self._operators += 1
+        if self._tell is not None:
+            self._tell(f"{self.doing}, {self._operators:,} operators so far")
+        if func.namespace == "longmesh" and not func.name().startswith(SCANS):
+            return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        meta, to = any(x.is_meta for x in tensors) or not tensors, kwargs.get("device")
+        stays = to.type == "meta" if meta and to else bool(tensors)  # not what to_empty and factories make
+        if stays and not any(isinstance(x, FakeTensor) for x in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional") and not func.name().startswith(SILENT):
+            from torch.distributed._tools.fake_collectives import CollectiveOp
+
+            argument, part = SENT[func.name().partition(".")[0]]
+            ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
+            count = part(len(ranks)) * sum(x.nbytes for x in tree_leaves(args[argument]))
+            self.count(count, [self.rank, ranks[args[2]]] if func.name().startswith("c10d::send") else ranks)
+        out = func(*args, **kwargs)
+        for x in tree_leaves(out):
+            if isinstance(x, FakeTensor) and x.device.type != "meta" and x.untyped_storage() not in self._numbers:
+                logits = self.kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
+                self._made(x.untyped_storage(), "logits" if logits else self.kind)
+        return out
 
     def _by_its_code(self, func: Any, code: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator's own code, or replay an earlier call with the same layouts, as each layer has.
@@ -157,131 +271,6 @@ class Tapes(TorchDispatchMode):
     def _set(self, number: int, size: int) -> None:
         self.events.append((number, size - self._sizes[number]))
         self._sizes[number] = size
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """Resources of a rank: bytes of memory at the peak of a step, by cause; bytes sent in a micro-batch, by link.
-
-    ``host`` are the bytes in host memory: of a GPU's process those that torch pins.
-    """
-
-    rank: int
-    stage: int
-    memory: dict[str, int]
-    sent: dict[str, int]
-    host: int
-
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of memory together."""
-        return sum(self.memory.values())
-
-
-class Recorder(Tapes):
-    """Record what fake tensors would allocate and free, in order, and what a rank would send.
-
-    Softmax attention is run by its own code, round by round. What takes no fake tensor, such as the number of a plan,
-    is computed.
-    """
-
-    def __init__(self, rank: int, per_node: int, entries: int = 0, tell: Callable[[str], None] | None = None) -> None:
-        """Set up for a rank that has ``entries`` of the vocabulary, by whose width logits are known.
-
-        ``tell`` is told how far it is.
-        """
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        super().__init__()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.rank = rank
-        self.kept: dict[int, int] = {}
-        """Bytes of the storages that forwards left for their backwards."""
-        self._per_node, self._paused, self._entries = per_node, False, entries
-        self._resized = set[int]()
-        self.doing, self._operators, self._tell = "building the model", 0, tell
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Make every tensor a fake one, and record what happens to it, until the block ends."""
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-        shapes, resize = "_propagate_tensor_meta_non_cached", torch.UntypedStorage.resize_
-        asked = getattr(ShardingPropagator, shapes)
-
-        def unrecorded(*args: Any) -> Any:  # it makes tensors as large as those of all ranks together
-            self._paused = True
-            try:
-                return asked(*args)
-            finally:
-                self._paused = False
-
-        def resized(storage: torch.UntypedStorage, size: int) -> None:  # so FSDP frees and allocates whole weights
-            resize(storage, size)
-            if (number := self._numbers.get(storage)) is not None:
-                self._resized.add(number)
-                self._set(number, size)
-
-        def labelled(made: Callable[..., Tensor], which: str) -> Callable[..., Tensor]:
-            def called(*args: Any) -> Tensor:
-                kind, self.kind = self.kind, which
-                try:
-                    return made(*args)
-                finally:
-                    self.kind = kind
-
-            return called
-
-        with (
-            patch.object(Offload, "buffer", labelled(Offload.buffer, KEPT)),
-            patch.object(host_moments, "on_host", labelled(host_moments.on_host, MOMENTS)),
-            patch.object(ShardingPropagator, shapes, unrecorded),
-            patch.object(torch.UntypedStorage, "resize_", resized),
-            patch.object(executor, "select_backend", lambda *_: SHAPES),
-            patch.object(scan, "slabs_by", lambda *_: SLABS),
-            self._fake,
-            self,
-        ):
-            yield
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch._library.custom_ops import OPDEFS
-        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-        from torch.distributed.tensor import DTensor
-
-        kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back as operators on local tensors
-        if self._paused:
-            return func(*args, **kwargs)
-        self._operators += 1
-        if self._tell is not None:
-            self._tell(f"{self.doing}, {self._operators:,} operators so far")
-        if func.namespace == "longmesh" and not func.name().startswith(SCANS):
-            return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        meta, to = any(x.is_meta for x in tensors) or not tensors, kwargs.get("device")
-        stays = to.type == "meta" if meta and to else bool(tensors)  # not what to_empty and factories make
-        if stays and not any(isinstance(x, FakeTensor) for x in tensors):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional") and not func.name().startswith(SILENT):
-            self._communication(func, args)
-        out = func(*args, **kwargs)
-        for x in tree_leaves(out):
-            if isinstance(x, FakeTensor) and x.device.type != "meta" and x.untyped_storage() not in self._numbers:
-                logits = self.kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
-                self._made(x.untyped_storage(), "logits" if logits else self.kind)
-        return out
-
-    def _communication(self, func: Any, args: Any) -> None:
-        from torch.distributed._tools.fake_collectives import CollectiveOp
-
-        name = func.name().partition(".")[0]
-        argument, part = SENT[name]
-        ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
-        count = part(len(ranks)) * sum(x.nbytes for x in tree_leaves(args[argument]))
-        self.count(count, [self.rank, ranks[args[2]]] if name == "c10d::send" else ranks)
 
     def count(self, count: float, ranks: Collection[int]) -> None:
         """Count bytes that this rank sends among ``ranks``; a group that leaves a node sends between nodes."""

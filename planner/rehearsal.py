@@ -30,8 +30,7 @@ from runtime.processes import join
 from train.assemble import Run, build_runner
 from train.config.common import CommonConfig
 from train.config.entries import DiTRunConfig
-from train.ema import Ema
-from train.optim import build_optimizer
+from train.optim import Ema, build_optimizer
 
 C = TypeVar("C", bound=CommonConfig)
 Build = Callable[[C, Mesh], Run[C]]

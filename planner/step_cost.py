@@ -58,7 +58,10 @@ def step_seconds(
     output = work.vocab * work.hidden
     products = 2 * rows * (work.matrix_weights - output) / work.layers / tp / rate  # a layer's seconds forward
     head = 2 * rows * output / tp / rate
-    between = _pointwise(work, rows, arranged, cluster)
+    between = 0.0  # a layer's norms, activations, rotations and sums forward
+    if cluster.memory_gb_per_s:
+        passed = (COMPILED if arranged.compiled else POINTWISE) * rows * (work.hidden + work.ffn / 2)
+        between = passed * work.element_size / tp / (cluster.memory_gb_per_s * GB)
     layer = products + between
     forward, backward, links = _mean_attention(work, plan, of, cluster, tp)
     passes = 2 + work.trained_share  # forward, and backward to the inputs and to the weights
@@ -67,12 +70,15 @@ def step_seconds(
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
     inside = (3 if work.gated else 2) * work.hidden * work.ffn * work.layers / (work.matrix_weights - output)
     again += layers * (layer * inside if arranged.ffn_chunk else 0.0)  # the share inside the feed-forward
+    # 4 all-gathers and reduce-scatters of a layer forward, and as many backward (sequence parallelism)
+    sent = rows * work.hidden * work.element_size * (tp - 1) / tp
+    shared = 8 * _ring_seconds(sent, tp, 1, cluster) if tp > 1 else 0.0
     steps = work.micro_batches + arranged.pp - 1  # fills and drains the pipeline
     seconds = {
         "attention": steps * layers * (forward + backward),
         "linear": steps * linear,
         "recompute": steps * again,
-        "tensor parallel": steps * layers * _tensor(work, plan, tp, cluster),
+        "tensor parallel": steps * layers * shared,
         "pipeline": steps * _pipeline(work, plan, arranged, cluster),
     }
     if arranged.offload and cluster.host_gb_per_s:
@@ -87,15 +93,6 @@ def step_seconds(
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(cluster.exposed_share * exchanged, exchanged - hidden)
     return seconds, links
-
-
-def _pointwise(work: StepShape, rows: int, arranged: Arrangement, cluster: Cluster) -> float:
-    """Time a layer's norms, activations, rotations and sums forward, if the rate of a processor's memory is known."""
-    if not cluster.memory_gb_per_s:
-        return 0.0
-    passes = COMPILED if arranged.compiled else POINTWISE
-    count = passes * rows * (work.hidden + work.ffn / 2) * work.element_size / arranged.tp
-    return count / (cluster.memory_gb_per_s * GB)
 
 
 def _mean_attention(work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
@@ -138,12 +135,6 @@ def _delta(cost: DeltaCost) -> tuple[float, float]:
     if cost.plan.geometry.options.delta_rule_schedule == "auto":
         cost = replace(cost, schedule=fastest_schedule(cost))
     return cost.forward(), cost.backward()
-
-
-def _tensor(work: StepShape, plan: Plan, tp: int, cluster: Cluster) -> float:
-    """Time a layer's 4 all-gathers and reduce-scatters forward, and as many backward (sequence parallelism)."""
-    count = work.micro_batch * plan.local_len * work.hidden * work.element_size * (tp - 1) / tp
-    return 8 * _ring_seconds(count, tp, 1, cluster) if tp > 1 else 0.0
 
 
 def _pipeline(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:

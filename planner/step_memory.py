@@ -14,7 +14,7 @@ from parallel.offload import FETCH_AHEAD, SEVERAL, in_slabs
 from parallel.pipeline.stages import PipelineConfig
 from planner.attention_cost import backward_buffers
 from planner.delta_cost import DeltaShape
-from train.host_moments import MOMENTS, PIECE
+from train.adamw import MOMENTS, PIECE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,13 @@ def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Mo
         first_layer=waiting + first,
         end=0,
     )
-    return activations, Moments(_loss_bytes(work, tokens, arranged), layer, layer, layer + again, 0)
+    # The logits and their gradients, of a low precision in float32 a few rows at a time.
+    scores, size = min(tokens, arranged.loss_chunk or tokens), work.element_size
+    width = max(1, work.vocab / arranged.tp)
+    rows = min(scores, work.wide_logits / width)
+    loss = width * ((2 * size * scores + 8 * rows) if size < 4 else (size + 4) * scores)
+    loss += _loss_kept(work, tokens, arranged) if arranged.loss_chunk else 0
+    return activations, Moments(loss, layer, layer, layer + again, 0)
 
 
 def _loss_kept(work: StepShape, tokens: int, arranged: Arrangement) -> float:
@@ -189,15 +195,6 @@ def _loss_kept(work: StepShape, tokens: int, arranged: Arrangement) -> float:
     if arranged.loss_chunk:
         return work.hidden * (4 * width + tokens * work.element_size / arranged.tp)
     return width * work.element_size * tokens
-
-
-def _loss_bytes(work: StepShape, tokens: int, arranged: Arrangement) -> float:
-    """Count the logits and their gradients, of a low precision in float32 a few rows at a time."""
-    scores, size = min(tokens, arranged.loss_chunk or tokens), work.element_size
-    width = max(1, work.vocab / arranged.tp)
-    rows = min(scores, work.wide_logits / width)
-    count = width * ((2 * size * scores + 8 * rows) if size < 4 else (size + 4) * scores)
-    return count + (_loss_kept(work, tokens, arranged) if arranged.loss_chunk else 0)
 
 
 def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float:

@@ -53,7 +53,7 @@ from tools.common.ceilings import (
     told_ceilings,
 )
 from train.run import run_entry
-from train.watching.moments import say
+from train.watching import say
 from train.watching.progress import peak_flops
 
 Figures = dict[str, tuple[Any, str]]

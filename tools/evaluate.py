@@ -47,7 +47,7 @@ from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes
 from train.objectives.language import NextToken
 from train.run import check_writable, run_entry
-from train.watching.moments import say
+from train.watching import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

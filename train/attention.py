@@ -41,7 +41,11 @@ def context_of(config: Config, group: dist.ProcessGroup | None, like: Context | 
         return _hybrid_context_of(config, group, like)
     if config.model.traits.delta:
         cp, softmax = softmax_context(config, group, sdpa, outer)
-        return cp, HybridAttention(_delta_of(config, cp), softmax)
+        if config.mesh.context_parallel_size > 1:
+            return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)
+        alone = OneDevice(_documents, "reference" if config.context.attention_backend == "reference" else "auto")
+        compiled = config.packed and config.train.compile
+        return cp, HybridAttention(_uncompiled(alone, alone.convolve) if compiled else alone, softmax)
     if config.model.linear_attention:
         return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size, outer)
     return softmax_context(config, group, sdpa, outer)
@@ -76,14 +80,6 @@ def _hybrid_context_of(
     # Padded to the same length, so that tokens can change layout.
     outside, linear = _linear_context_of(config, group, inside.plan.local_len, outer)
     return outside, HybridAttention(linear, softmax if alone else InsideAttention(inside, outside))
-
-
-def _delta_of(config: Config, cp: ContextParallel) -> DeltaAttend:
-    """Return the delta rule and its convolution, in whatever layout the softmax layers have."""
-    if config.mesh.context_parallel_size > 1:
-        return _uncompiled(cp.attend_delta, cp.convolve)
-    alone = OneDevice(_documents, "reference" if config.context.attention_backend == "reference" else "auto")
-    return _uncompiled(alone, alone.convolve) if config.packed and config.train.compile else alone
 
 
 def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) -> DeltaAttend:

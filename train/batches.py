@@ -20,7 +20,7 @@ from runtime.signals import ASKING, StopRequest
 from runtime.together import is_first, raise_together
 from train.assemble import Run
 from train.config.common import CommonConfig
-from train.watching.moments import DATA, UPDATE, Step, Watcher
+from train.watching import DATA, UPDATE, Step, Watcher
 
 T = TypeVar("T")
 

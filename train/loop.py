@@ -17,18 +17,15 @@ from runtime.watchdog import Watchdog
 from train.assemble import Run, build_runner
 from train.batches import Batches, Clock, Prefetcher, summed
 from train.config.common import CommonConfig
-from train.optim import reduce_and_clip
+from train.optim import reduce_and_clip, schedule_of
 from train.resume import Start
-from train.schedule import schedule_of
+from train.watching import UPDATE, Step, Watcher, say
 from train.watching.health import Health, Heartbeat
 from train.watching.metrics import RunLog
-from train.watching.moments import UPDATE, Step, Watcher, say
-from train.watching.profile import Profiler
+from train.watching.profile import Profiler, Stragglers
 from train.watching.progress import Report, few_samples, peak_flops
-from train.watching.ruler import Curve, Ruler
 from train.watching.saving import Saving
-from train.watching.stragglers import Stragglers
-from train.watching.validation import Validation
+from train.watching.validation import Curve, Ruler, Validation
 
 
 @dataclass(kw_only=True)
@@ -102,7 +99,9 @@ class Trainer:
             "mfu": flops / self.peak_flops,
             "memory_gb": memory_gb(run.mesh.device),
         }
-        return Step(batch.micro_batches, batch.valid, loss, record, ahead.wait, last=self._is_last(progress.iteration))
+        train, at = run.config.train, progress.iteration
+        last = at == train.train_iters or (train.exit_interval is not None and at % train.exit_interval == 0)
+        return Step(batch.micro_batches, batch.valid, loss, record, ahead.wait, last)
 
     def train(self, request: StopRequest | None = None) -> None:
         """Train from ``progress`` to train_iters, or until told to stop; save the last iteration.
@@ -134,7 +133,8 @@ class Trainer:
         """Yield what stands beside the step, in the order in which each moment calls it."""
         run, config, device = self.run, self.run.config, self.run.mesh.device
         objective, interval, save = run.objective, config.logging.log_interval, config.checkpoint.save
-        good = self.log.good_steps(objective.loss_name) if self.log else []
+        kept = [r for r in self.log.records if not r.get("skipped_in_a_row")] if self.log else []
+        good = [(record[objective.loss_name], record["grad_norm"]) for record in kept]
         self._health = Health(config.health, save, good, self.progress)
         if config.profiling.profile:
             yield Profiler(config.profiling, save, device)
@@ -185,11 +185,6 @@ class Trainer:
                 if step.last or self._health.rolls_back:
                     break
         return self._health.rolls_back
-
-    def _is_last(self, iteration: int) -> bool:
-        train = self.run.config.train
-        exits = train.exit_interval is not None and iteration % train.exit_interval == 0
-        return exits or iteration == train.train_iters
 
 
 def memory_gb(device: torch.device) -> float:

@@ -1,9 +1,10 @@
-"""Optimizer, learning-rate settings and gradient clipping."""
+"""The optimizer: AdamW, its learning rate, clipped gradients, and averages of the weights."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.data import finish_gradients, untracked_replicas
+from parallel.data import finish_gradients, reshard, to_local, untracked_replicas
 from parallel.pipeline.runner import Runner
 from runtime.errors import UserError, at_least, require
-from train.apex_adam import ApexAdamW, Backend
-from train.host_moments import HostAdamW
+from train.adamw import ApexAdamW, Backend, HostAdamW
 
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
@@ -91,6 +91,90 @@ class OptimizerConfig:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The settings of a learning-rate schedule without defaults that depend on train_iters; OptimizerConfig's names.
+
+    The formulas are those of ``megatron.core.optimizer_param_scheduler``, which counts completed iterations: its rate
+    in iteration n + 1 is the one here in iteration n, so that a warm-up's first iteration learns.
+    """
+
+    lr: float
+    min_lr: float
+    lr_decay_style: str
+    lr_warmup_iters: int
+    lr_warmup_init: float
+    lr_decay_iters: int | None
+    """None if the style has no end."""
+    lr_wsd_decay_iters: int | None
+    """None if the style is not WSD."""
+    lr_wsd_decay_style: str
+
+    def rate(self, iteration: int) -> float:
+        """Return the learning rate of ``iteration``; the first is 1."""
+        warmup, style, end = self.lr_warmup_iters, self.lr_decay_style, self.lr_decay_iters
+        if iteration <= warmup:
+            return self.lr_warmup_init + (self.lr - self.lr_warmup_init) * iteration / warmup
+        if style == "constant":
+            return self.lr
+        if end is not None and iteration > end:
+            return self.min_lr
+        if style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(warmup, 1) / iteration))
+        return self.min_lr + (self.lr - self.min_lr) * self._share(iteration)
+
+    def _share(self, iteration: int) -> float:
+        """Return the share of the way from min_lr to lr that is left; 1 where the decay begins, 0 where it ends."""
+        assert self.lr_decay_iters is not None
+        style, begin = self.lr_decay_style, self.lr_warmup_iters
+        if style == "WSD":
+            assert self.lr_wsd_decay_iters is not None
+            style, begin = self.lr_wsd_decay_style, self.lr_decay_iters - self.lr_wsd_decay_iters
+        decay = self.lr_decay_iters - begin
+        progress = max(0.0, (iteration - begin) / decay)
+        if style == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        if style == "exponential":
+            return 2 * 0.5**progress - 1
+        if style == "minus_sqrt":
+            return 1 - math.sqrt(progress)
+        return min(1.0, (decay - (iteration - begin)) / decay)
+
+    def taken_by(self, config: OptimizerConfig) -> OptimizerConfig:
+        """Return ``config`` with this schedule."""
+        return replace(config, **asdict(self), lr_warmup_fraction=None)
+
+
+def schedule_of(config: OptimizerConfig, train_iters: int) -> Schedule:
+    """Return the schedule of a run of ``train_iters`` iterations.
+
+    If lr_decay_iters is not set, a run too short for its warm-up takes a tenth of its iterations instead, and caps
+    lr_wsd_decay_iters at the rest: a shorter run needs no other configuration. The default of lr_wsd_decay_iters never
+    reaches into the warm-up.
+    """
+    end = config.lr_decay_iters or train_iters
+    warmup = config.lr_warmup_iters
+    if config.lr_warmup_fraction is not None:
+        warmup = min(round(config.lr_warmup_fraction * end), end - 1)
+    decay = config.lr_wsd_decay_iters or max(1, end // 10)
+    if config.lr_decay_iters is None:
+        warmup = warmup if warmup < end else min(max(1, end // 10), end - 1)
+    if config.lr_decay_iters is None or config.lr_wsd_decay_iters is None:
+        decay = max(1, min(decay, end - warmup))
+    wsd = config.lr_decay_style == "WSD"
+    endless = config.lr_decay_style == "inverse-square-root" and config.lr_decay_iters is None
+    return Schedule(
+        lr=config.lr,
+        min_lr=config.min_lr,
+        lr_decay_style=config.lr_decay_style,
+        lr_warmup_iters=warmup,
+        lr_warmup_init=config.lr_warmup_init,
+        lr_decay_iters=None if endless or config.lr_decay_style == "constant" else end,
+        lr_wsd_decay_iters=decay if wsd else None,
+        lr_wsd_decay_style=config.lr_wsd_decay_style if wsd else "linear",
+    )
+
+
 def build_optimizer(config: OptimizerConfig, *parts: nn.Module) -> torch.optim.AdamW:
     """Build a fused AdamW; only matrices decay, since shrinking a norm's weight or a bias regularises nothing."""
     parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
@@ -116,22 +200,18 @@ def gradient_norm(
     Args:
         copies: ranks that hold each shard, besides those its mesh shows (``parallel.data.untracked_replicas``).
     """
+    from torch.distributed.tensor import DTensor
+
     alike: dict[Any, list[Tensor]] = defaultdict(list)  # one launch for all of them
-    for own, held in (_own(p.grad) for p in parameters if p.grad is not None):
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        own, held = to_local(gradient), 1
+        if isinstance(gradient, DTensor):
+            sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+            held = math.prod(size for size, placement in sizes if placement.is_replicate())
         alike[own.device, own.dtype, held].append(own)
     squares = torch.stack([_square(own) / held for (*_, held), own in alike.items()]).sum() / copies
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
-
-
-def _own(gradient: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's part of a gradient, and how many ranks hold that part."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(gradient, DTensor):
-        return gradient, 1
-    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return gradient.to_local(), math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:
@@ -174,3 +254,61 @@ def reduce_and_clip(runner: Runner, replicas: DeviceMesh, largest: float, loss: 
     found, norm = torch.stack((loss.double(), size)).tolist()
     clip_gradients([p for part in runner.parts for p in part.parameters()], norm, largest)
     return found, norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """Averages of the weights over the iterations."""
+
+    ema_decay: float | None = None
+    """Share of the average that an iteration keeps, such as 0.9999; validation and samples take the averages. 0 or
+    none keeps none."""
+
+    def __post_init__(self) -> None:
+        decay = self.ema_decay
+        require(self, decay is None or 0 <= decay < 1, "ema_decay", "it must be 0 or more and below 1, such as 0.9999")
+
+
+class Ema:
+    """Averages of this rank's shards in float32; ranks do not communicate."""
+
+    def __init__(self, decay: float, parts: Sequence[nn.Module]) -> None:
+        """Start from the weights of ``parts``, this rank's initialised parts of the model."""
+        self.decay, self._parts = decay, parts
+        self._copies: dict[str, list[nn.Parameter]] = {}
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                self._copies.setdefault(name, []).append(parameter)
+        self.weights: dict[str, Tensor] = {name: copies[0].detach().clone() for name, copies in self._copies.items()}
+        """The averages by parameter name, sharded like the weights."""
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Reset the averages to the current weights."""
+        for name, copies in self._copies.items():
+            to_local(self.weights[name]).copy_(to_local(copies[0]))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages by ``1 - decay`` of the way to the weights."""
+        weights = [to_local(copies[0]) for copies in self._copies.values()]
+        torch._foreach_lerp_([to_local(average) for average in self.weights.values()], weights, 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Swap the averages in for the weights inside the block; restore the exact weights after it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for part in self._parts:
+            reshard(part)  # weights still gathered after a forward would not be gathered again
+        for name, copies in self._copies.items():
+            average, kept = to_local(self.weights[name]), to_local(copies[0]).clone()
+            for parameter in copies:
+                to_local(parameter).copy_(average)
+            average.copy_(kept)

@@ -18,11 +18,9 @@ from model.lora import is_adapter
 from parallel.data import copy_whole
 from runtime.errors import printable
 from runtime.together import is_first, raise_together
-from train import schedule
 from train.config.common import CommonConfig
 from train.config.flags import spelled
-from train.ema import Ema
-from train.schedule import schedule_of, shortened
+from train.optim import Ema, OptimizerConfig, Schedule, schedule_of
 from train.watching.health import Progress
 
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -100,7 +98,7 @@ def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]
     changed = changes(config, manifest.extra, contents)
     _check_allowed(path, changed, config.checkpoint.allow_changed)
     train = config.train.train_iters
-    optimizer, scheduled = schedule.continued(config.optimizer, train, path, manifest.extra, progress.iteration)
+    optimizer, scheduled = continued(config.optimizer, train, path, manifest.extra, progress.iteration)
     notes = [f"resumed from {path}, {progress.consumed_samples} samples consumed"]
     notes += [] if scheduled is None else [scheduled]
     notes += [f"note: {line}" for line in changed.values()]
@@ -260,3 +258,79 @@ def _check_allowed(path: Path, changed: Mapping[str, str], allowed: Sequence[str
             f"{path} was trained otherwise: {'. '.join(changed[name] for name in refused)}. Keep it, or give "
             f"--allow-changed {' '.join(dict.fromkeys(by_setting[name] for name in refused))}"
         )
+
+
+def shortened(config: OptimizerConfig, train_iters: int) -> list[str]:
+    """Return a note for each setting that a short run reduces."""
+    schedule = schedule_of(config, train_iters)
+    wanted: dict[str, int | None] = {
+        "lr_warmup_iters": config.lr_warmup_iters if config.lr_warmup_fraction is None else None
+    }
+    if schedule.lr_wsd_decay_iters is not None:
+        wanted["lr_wsd_decay_iters"] = config.lr_wsd_decay_iters
+    return [
+        f"note: {name} is {value}, too many for train_iters {train_iters}: it is {taken} in this run; "
+        f"--{name.replace('_', '-')} N chooses another"
+        for name, value in wanted.items()
+        if value is not None and (taken := getattr(schedule, name)) < value
+    ]
+
+
+def continued(
+    optimizer: OptimizerConfig, train_iters: int, path: Path, extra: dict[str, Any], iteration: int
+) -> tuple[OptimizerConfig, str | None]:
+    """Choose the schedule of a run from ``iteration`` of a checkpoint on; return it and a note on the choice.
+
+    The checkpoint's, if only train_iters changed, so that a longer run has no jump, unless its learning rate reaches 0
+    before the run ends; the configuration's, if anything else of it changed. The flags of OptimizerConfig override.
+    Raises CheckpointError: the checkpoint's schedule is not valid.
+    """
+    own = schedule_of(optimizer, train_iters)
+    before = _saved_schedule(optimizer, own, path, extra)
+    if before is None:
+        wanted = optimizer.use_checkpoint_opt_param_scheduler
+        return optimizer, f"note: {path} keeps no schedule: this configuration's is taken" if wanted else None
+    ahead = range(iteration + 1, train_iters + 1)[:: max(1, (train_iters - iteration) // 100_000)]  # each, or some
+    differs = next((n for n in ahead if before.rate(n) != own.rate(n)), None) if before != own else None
+    if differs is None:
+        return optimizer, None
+    longer = schedule_of(optimizer, before.lr_decay_iters or train_iters) == before
+    keep = longer and before.rate(train_iters) > 0 and not optimizer.override_opt_param_scheduler
+    keep |= optimizer.use_checkpoint_opt_param_scheduler
+    other = asdict(own)
+    differing = [f"{name} was {was} and is {other[name]}" for name, was in asdict(before).items() if was != other[name]]
+    end = before.lr_decay_iters
+    later = f" ({before.rate(end + 1):.6E} after iteration {end})" if end is not None else ""
+    choice = (
+        "it goes on with the checkpoint's; --override-opt-param-scheduler takes the other"
+        if keep
+        else "it goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
+    )
+    rates = before.rate(differs), own.rate(differs)
+    there, here = (f"{rate:.6E}" for rate in rates)
+    there, here = (there, here) if there != here else map(str, rates)
+    note = (
+        f"note: lr at iteration {differs} is {there} by the checkpoint's schedule{later} and {here} by this "
+        f"configuration's ({', '.join(differing)}): {choice}"
+    )
+    return before.taken_by(optimizer) if keep else optimizer, note
+
+
+def _saved_schedule(optimizer: OptimizerConfig, own: Schedule, path: Path, extra: dict[str, Any]) -> Schedule | None:
+    """Return the saved schedule; None in a checkpoint of imported weights."""
+    if "schedule" not in extra:
+        return None
+    try:
+        known = {field.name: extra["schedule"][field.name] for field in fields(Schedule)}
+        for field in fields(Schedule):
+            value: Any = known[field.name]
+            fits = isinstance(value, field.type) and not isinstance(value, bool)  # type: ignore[arg-type]
+            if not fits or (isinstance(value, (int, float)) and not 0 <= value < 1 << 53):
+                raise ValueError(f"{field.name} is {value!r:.40}")
+        before = replace(own, **known)
+        before.taken_by(optimizer)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} keeps a schedule that makes no sense ({type(error).__name__}: {error}); load another one"
+        ) from error
+    return before

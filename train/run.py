@@ -25,7 +25,7 @@ from runtime.processes import launched_world_size
 from runtime.signals import end_with_launcher
 from runtime.slurm import AGAIN, leave_ending
 from runtime.together import first_to_report, from_first, is_first, raise_together, report_unresponsive_ranks
-from train import apex_adam
+from train import adamw
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError, read_toml, write_toml
 from train.watching.health import FAILURES, Progress, read_failures
@@ -129,7 +129,7 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
     with ExitStack() as held:
         with raise_together():
             if config.optimizer.optimizer_backend == "apex":
-                apex_adam.load()
+                adamw.load()
             if is_first() and config.checkpoint.save is not None:
                 folder = Path(config.checkpoint.save)
                 check_writable(folder, "save")
@@ -223,8 +223,12 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
     with raise_together():
         if is_first():
             folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-            if _is_over(config, folder, progress.iteration):
-                return RunLog(None, LoggingConfig(), {}, progress.iteration)
+            if progress.iteration >= config.train.train_iters:  # no steps, but perhaps a validation that is missing
+                there = folder is not None and (folder / METRICS).exists()
+                kept = read_metrics(folder / METRICS) if folder is not None and there else []
+                kept = [record for record in kept if record["iteration"] <= progress.iteration]
+                if not (config.train.eval_iters and lacks_validation(kept, progress.iteration)):
+                    return RunLog(None, LoggingConfig(), {}, progress.iteration)
             device = torch.cuda.get_device_name() if config.mesh.device_type == "cuda" else "cpu"
             log = RunLog(folder, config.logging, asdict(config), progress.iteration, device)
             if folder is not None and progress.iteration < config.train.train_iters:
@@ -232,15 +236,6 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
                     write_text(folder / "config.toml", write_toml(config))
                     _copy_hf_files(given, folder)
     return log
-
-
-def _is_over(config: CommonConfig, folder: Path | None, iteration: int) -> bool:
-    """Return whether a start has nothing to record: no steps, and no validation that the last start was ended in."""
-    if iteration < config.train.train_iters:
-        return False
-    kept = read_metrics(folder / METRICS) if folder is not None and (folder / METRICS).exists() else []
-    lacking = lacks_validation([record for record in kept if record["iteration"] <= iteration], iteration)
-    return not (lacking and config.train.eval_iters)
 
 
 def _copy_hf_files(given: CheckpointConfig, folder: Path) -> None:

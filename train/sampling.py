@@ -156,18 +156,12 @@ class Sampler:
             part, owner = self._parts[stage // ranks], stage % ranks
             if owner == self._mesh.pp.get_local_rank():
                 x = part(x, self._positions, times, labels).contiguous()
-            x = _handed_on(x, dist.get_global_rank(group, owner), group)
+            source, described = dist.get_global_rank(group, owner), [(x.shape, x.dtype)]
+            dist.broadcast_object_list(described, src=source, group=group)  # the others know neither shape nor dtype
+            shape, dtype = described[0]
+            x = x if dist.get_rank() == source else torch.empty(shape, dtype=dtype, device=x.device)
+            dist.broadcast(x, src=source, group=group)
         return x.float()
-
-
-def _handed_on(x: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """Broadcast the tensor of rank ``source``, of which the others know neither shape nor dtype."""
-    described: list[Any] = [(x.shape, x.dtype)]
-    dist.broadcast_object_list(described, src=source, group=group)
-    shape, dtype = described[0]
-    found = x if dist.get_rank() == source else torch.empty(shape, dtype=dtype, device=x.device)
-    dist.broadcast(found, src=source, group=group)
-    return found
 
 
 def write_grid(path: Path, latents: Tensor, columns: int) -> None:

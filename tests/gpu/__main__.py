@@ -26,7 +26,7 @@ from tests.gpu import rates
 from tests.steps import SkippedStep, Step, asked, check, launched, tests
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.ceilings import ceilings
-from train.apex_adam import load
+from train.adamw import load
 
 RUN = {
     "cuda": "--bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --vocab-size 32000",

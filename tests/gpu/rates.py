@@ -29,7 +29,7 @@ from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
 from tools.common.ceilings import ceilings
 from tools.common.report import Column, Table
-from train.apex_adam import Backend
+from train.adamw import Backend
 from train.optim import OptimizerConfig, build_optimizer
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)

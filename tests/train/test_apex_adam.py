@@ -22,8 +22,8 @@ from tests.pretraining import TINY, flags_of, on_rank
 from tests.test_architecture import ROOT, imports, sources
 from tests.train import apex_stub
 from tests.train.test_host_moments import everything, model, steps
-from train import apex_adam
-from train.apex_adam import ApexAdamW
+from train import adamw
+from train.adamw import ApexAdamW
 from train.config.common import validate_run
 from train.config.flags import ConfigError
 from train.config.language import parse_args
@@ -32,7 +32,7 @@ from train.optim import OptimizerConfig, build_optimizer
 from train.watching.metrics import METRICS
 
 STRATEGIES = get_args(Strategy)
-TORCH, APEX = (OptimizerConfig(lr=1e-2, optimizer_backend=backend) for backend in get_args(apex_adam.Backend))
+TORCH, APEX = (OptimizerConfig(lr=1e-2, optimizer_backend=backend) for backend in get_args(adamw.Backend))
 ORDERS = ((TORCH, TORCH), (APEX, APEX), (TORCH, APEX), (APEX, TORCH))
 """Backends of the steps before a checkpoint and after it."""
 
@@ -41,7 +41,7 @@ ORDERS = ((TORCH, TORCH), (APEX, APEX), (TORCH, APEX), (APEX, TORCH))
 def stub(monkeypatch):
     """Have apex's modules for a test, with torch's arithmetic."""
     given = dict(sys.modules)
-    monkeypatch.setattr(apex_adam, "EMULATED", True)
+    monkeypatch.setattr(adamw, "EMULATED", True)
     apex_stub.install(modules=given)
     for name in ("apex", "apex.multi_tensor_apply", "amp_C"):
         monkeypatch.setitem(sys.modules, name, given[name])
@@ -69,7 +69,7 @@ def test_the_kernels_own_arithmetic_is_adamw_and_its_other_mode_is_not(stub):
     want = torch.cat([x.flatten() for x in trained(TORCH)])
     start = torch.cat([x.flatten() for x in model()])
     for mode, least, most in ((1, 0.0, 1e-6), (0, 1e-3, 1.0)):
-        stub.setattr(apex_adam, "ADAM_W", mode)
+        stub.setattr(adamw, "ADAM_W", mode)
         found = torch.cat([x.flatten() for x in trained(APEX)])
         error = (found - want)[: len(start)].norm() / (want[: len(start)] - start).norm()
         assert least <= error < most, (mode, error)
@@ -78,7 +78,7 @@ def test_the_kernels_own_arithmetic_is_adamw_and_its_other_mode_is_not(stub):
 def test_the_check_of_a_gpu_times_both_and_sees_a_wrong_kernel(stub):
     for mode, wrong in ((1, 0), (0, 1)):
         stub.setattr(sys.modules["amp_C"], "multi_tensor_adam", apex_stub.as_apex)
-        stub.setattr(apex_adam, "ADAM_W", mode)
+        stub.setattr(adamw, "ADAM_W", mode)
         found = gpu_check.optimizer("cpu", Path())
         assert set(found["seconds"]) == {"torch", "apex"}
         assert len(found["wrong"]) == wrong, found
@@ -247,4 +247,4 @@ def test_one_module_imports_apex():
         for path in sources(ROOT)
         if {name.split(".")[0] for name in imports(path, ROOT)} & {"apex", "amp_C"}
     ]
-    assert importing == ["train/apex_adam.py"]
+    assert importing == ["train/adamw.py"]

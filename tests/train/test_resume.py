@@ -14,15 +14,14 @@ from model.diffusion import DiffusionConfig
 from parallel.mesh import MeshConfig
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.train.test_run import with_checkpoint
-from train import schedule
+from train import resume
 from train.config.derive import IMPORTED, config_as_trained
 from train.config.entries import Config, DiTRunConfig, TrainConfig
 from train.config.flags import ConfigError
 from train.config.language import parse_args
-from train.optim import OptimizerConfig
+from train.optim import OptimizerConfig, schedule_of
 from train.resume import _check_allowed, changes, checkpoint_extra, find_start
 from train.run import claim_folder, open_log
-from train.schedule import schedule_of
 from train.watching.health import Progress
 
 PATH = Path("runs/x/iter_0000120")
@@ -38,7 +37,7 @@ def saved(before, contents=None):
 
 
 def continued(now, path, extra, iteration):
-    optimizer, note = schedule.continued(now.optimizer, now.train.train_iters, path, extra, iteration)
+    optimizer, note = resume.continued(now.optimizer, now.train.train_iters, path, extra, iteration)
     return replace(now, optimizer=optimizer), note or ""
 
 

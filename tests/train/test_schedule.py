@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from train.optim import OptimizerConfig
-from train.schedule import schedule_of, shortened
+from train.optim import OptimizerConfig, schedule_of
+from train.resume import shortened
 
 
 def rates(train_iters, *iterations, **config):

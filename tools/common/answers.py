@@ -17,7 +17,7 @@ from train.config.derive import beyond_rope
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import check_writable
-from train.watching.moments import say
+from train.watching import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

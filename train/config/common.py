@@ -16,11 +16,10 @@ from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from runtime.errors import at_least, require
-from train import apex_adam
+from train import adamw
 from train.config.flags import ConfigError, value_of
 from train.float8 import Float8Config
-from train.optim import OptimizerConfig
-from train.schedule import schedule_of
+from train.optim import OptimizerConfig, schedule_of
 from train.watching.health import HealthConfig
 from train.watching.metrics import LoggingConfig
 from train.watching.profile import ProfileConfig
@@ -189,7 +188,7 @@ def validate_run(config: CommonConfig) -> None:
                 "optimizer_backend is apex and optimizer_cpu_offload is set, whose steps on moments in host memory are "
                 "torch's kernel; leave one out"
             )
-        if config.mesh.device_type == "cpu" and not apex_adam.EMULATED:
+        if config.mesh.device_type == "cpu" and not adamw.EMULATED:
             raise ConfigError(
                 "optimizer_backend is apex and device is cpu, where its kernel does not run; leave it out, or use "
                 "--device cuda"

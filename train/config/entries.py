@@ -19,7 +19,7 @@ from parallel.context.config import FullContextConfig, HybridConfig
 from runtime.errors import at_least
 from train.config.common import CommonConfig, LoopConfig
 from train.config.flags import ENTRIES
-from train.ema import EmaConfig
+from train.optim import EmaConfig
 from train.sampling import SamplingConfig
 
 

@@ -30,9 +30,9 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
     Iterations, intervals and seeds take no memory and have no bound here.
     """
     for name, field in config_fields(type(config)).items():
-        value = value_of(config, name)
         if field.base is not int or name == "seed" or name.endswith(("_iters", "_interval", "_step")):
             continue
+        value = value_of(config, name)
         largest = LARGEST.get(name, LARGEST_ELSEWHERE)
         if max((value or (0,)) if field.many else (value or 0,)) > largest:
             raise ConfigError(f"{name} is {value}, which no machine can hold; it can be {largest:,} at most")
@@ -104,7 +104,16 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
             f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
         )
     _validate_shares(config.model, tp)
-    _validate_context(config)
+    # With allow_resize the cluster is what the mesh is chosen for.
+    context = replace(config.context, cluster=None) if config.mesh.allow_resize else config.context
+    context.check(
+        seq_len=config.joined_length,
+        size=cp,
+        heads=config.model.num_attention_heads // tp,
+        kv_heads=max(1, config.model.query_groups // tp),
+        ranks_per_node=config.mesh.context_ranks_per_node,
+        causal=config.causal,
+    )
     dp, micro, batch = world_size // (pp * cp * tp), config.train.micro_batch_size, config.train.global_batch_size
     if batch is not None and batch % (micro * dp):
         below = batch // (micro * dp)
@@ -199,21 +208,6 @@ def validate_hybrid(config: Config) -> None:
     except ContextError as error:
         # The plan knows one method and names its options.
         raise ConfigError(f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}") from error
-
-
-def _validate_context(config: CommonConfig) -> None:
-    """Check that the method fits its ranks, and the heads that tensor parallelism leaves to each."""
-    model, mesh, tp = config.model, config.mesh, config.mesh.tensor_model_parallel_size
-    # With allow_resize the cluster is what the mesh is chosen for.
-    context = replace(config.context, cluster=None) if mesh.allow_resize else config.context
-    context.check(
-        seq_len=config.joined_length,
-        size=mesh.context_parallel_size,
-        heads=model.num_attention_heads // tp,
-        kv_heads=max(1, model.query_groups // tp),
-        ranks_per_node=mesh.context_ranks_per_node,
-        causal=config.causal,
-    )
 
 
 def divisors(number: int) -> list[int]:

@@ -14,7 +14,7 @@ from model.dit import patchify
 from model.dit_config import DiTConfig
 from parallel.context import ContextParallel
 from runtime.tensors import generator_of, to_device
-from train.objectives.base import Objective
+from train.objectives import Objective
 
 CONDITIONING = ("t_embedder.", "y_embedder.")
 """Modules of every pipeline stage, since only hidden states pass between stages."""

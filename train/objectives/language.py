@@ -18,7 +18,7 @@ from parallel.context import ContextParallel
 from parallel.context.plan import PLANS, PlanHandle
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
 from runtime.tensors import to_device
-from train.objectives.base import Objective
+from train.objectives import Objective
 
 PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "examples": 0}
 """Values of padding, by what a rank holds of a batch."""

@@ -1,1 +1,55 @@
-"""Watchers of a training loop, called at its moments."""
+"""The moments of training: one small interface of what stands beside the step, listed in the order of the calls."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from data.loader import Batch
+from runtime.together import is_first
+
+DATA, UPDATE, SAVING = "longmesh: data", "longmesh: update", "longmesh: saving"
+"""Parts of a step whose time is taken apart: the wait for a batch, the optimizer's update, a save."""
+
+
+@dataclass
+class Step:
+    """A finished step, as the moments after it see it."""
+
+    micro_batches: list[Batch]
+    valid: int
+    """All ranks' tokens with loss in them."""
+    loss: float
+    """Their mean before the update."""
+    record: dict[str, Any]
+    """A record of metrics.jsonl; moments add to it."""
+    wait: Callable[[], None]
+    """Waits until the next step's batch is made, so that no thread runs while processes are forked."""
+    last: bool
+    """True if the run ends after it."""
+
+    @property
+    def iteration(self) -> int:
+        """Its number; the first is 1."""
+        return int(self.record["iteration"])
+
+
+class Watcher:
+    """Something that stands beside the training step. All ranks call its moments together: each may be collective."""
+
+    def begin(self, iteration: int) -> None:
+        """Act before the first step of this start, which goes on from ``iteration``."""
+
+    def before(self, iteration: int) -> None:
+        """Act before an iteration takes its batch."""
+
+    def after(self, step: Step) -> None:
+        """Act after an iteration's update."""
+
+    def end(self, iteration: int) -> None:
+        """Act after the last step of this start, ``iteration``."""
+
+
+def say(line: str) -> None:
+    """Print a line on the first rank."""
+    if is_first():
+        print(line, flush=True)

@@ -18,7 +18,7 @@ from runtime.errors import UserError, require
 from runtime.files import read_own, write_text
 from runtime.together import from_first
 from runtime.watchdog import Watchdog
-from train.watching.moments import Step, Watcher
+from train.watching import Step, Watcher
 
 MOST_SKIPPED_IN_A_ROW = 10
 MOST_FAILURES = 3

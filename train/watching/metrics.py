@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from checkpoint.manifest import is_count
 from runtime.errors import at_least
 from runtime.files import read_own, reason, replacing, write_text
 from train.config.flags import ConfigError
-from train.watching.stragglers import PHASES
+from train.watching.profile import PHASES
 
 METRICS = "metrics.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
@@ -72,10 +71,6 @@ class RunLog:
                 with (folder / STARTS).open("a") as starts:
                     starts.write(json.dumps({"time": time.time(), "iteration": iteration, "device": device}) + "\n")
 
-    def good_steps(self, loss_name: str) -> list[tuple[float, float]]:
-        """Return loss and gradient norm of the steps that were not skipped."""
-        return [(r[loss_name], r["grad_norm"]) for r in self.records if not r.get("skipped_in_a_row")]
-
     def rewind(self, iteration: int) -> None:
         """Drop the records after an iteration, from which the run goes on."""
         self.records = [record for record in self.records if record["iteration"] <= iteration]
@@ -87,7 +82,13 @@ class RunLog:
         self.records.append(record)
         if self._folder is not None:
             with disk_errors(self._folder):
-                _append(self._file, (json.dumps(record) + "\n").encode())
+                end, left = self._file.tell(), (json.dumps(record) + "\n").encode()
+                try:
+                    while left:
+                        left = left[self._file.write(left) :]
+                except OSError:
+                    self._file.truncate(end)  # on a full disk a line is written whole or not at all
+                    raise
         for writer in self._writers:
             writer(record)
 
@@ -125,17 +126,6 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
     return {n: v if isinstance(v, list) or math.isfinite(v) else None for n, v in record.items()}
 
 
-def _append(file: FileIO, line: bytes) -> None:
-    """Write a line whole or, if the disk is full, not at all."""
-    end, left = file.tell(), line
-    try:
-        while left:
-            left = left[file.write(left) :]
-    except OSError:
-        file.truncate(end)
-        raise
-
-
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
     """Turn errors of ``--save``'s disk into a ConfigError of one line; for a full disk it says how full."""
@@ -161,7 +151,14 @@ def parse_records(path: Path, lines: Sequence[str], first: int = 1) -> list[dict
     for number, line in enumerate(lines, first):
         try:
             record = json.loads(line)
-            _check_record(record)
+            if not is_count(record["iteration"]):
+                raise TypeError(f"iteration is {record['iteration']!r:.40}")
+            if not any(name in record for name in LOSSES):
+                raise KeyError(" or ".join(LOSSES))
+            for name, value in record.items():
+                numbers = value if isinstance(value, list) and name in PHASES else [value]
+                if not all(n is None or is_count(n) or (type(n) is float and abs(n) < 1e40) for n in numbers):
+                    raise TypeError(f"{name} is {value!r:.40}")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"{path}, line {number} is no record of an iteration ({type(error).__name__}: {error}); "
@@ -169,18 +166,6 @@ def parse_records(path: Path, lines: Sequence[str], first: int = 1) -> list[dict
             ) from error
         records.append(record)
     return records
-
-
-def _check_record(record: dict[str, Any]) -> None:
-    """Raise KeyError or TypeError for what no iteration writes."""
-    if not is_count(record["iteration"]):
-        raise TypeError(f"iteration is {record['iteration']!r:.40}")
-    if not any(name in record for name in LOSSES):
-        raise KeyError(" or ".join(LOSSES))
-    for name, value in record.items():
-        numbers = value if isinstance(value, list) and name in PHASES else [value]
-        if not all(n is None or is_count(n) or (type(n) is float and abs(n) < 1e40) for n in numbers):
-            raise TypeError(f"{name} is {value!r:.40}")
 
 
 def loss_name(record: dict[str, Any]) -> str:

@@ -11,9 +11,9 @@ from kernels.products import linear
 from runtime.machine import card_of
 from runtime.progress import clock_time
 from train.config.common import LoopConfig
-from train.objectives.base import Objective
+from train.objectives import Objective
+from train.watching import Step, Watcher, say
 from train.watching.metrics import RunLog
-from train.watching.moments import Step, Watcher, say
 
 COLUMNS = 110
 """Maximum width of a training line."""

@@ -14,9 +14,9 @@ from train.assemble import Run
 from train.batches import StopAgreement, summed
 from train.config.common import CommonConfig
 from train.resume import AVERAGED, Start, checkpoint_extra, find_start
+from train.watching import SAVING, Step, Watcher, say
 from train.watching.health import Health
 from train.watching.metrics import RunLog
-from train.watching.moments import SAVING, Step, Watcher, say
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
-from train.watching.moments import DATA, SAVING
+from train.watching import DATA, SAVING
 from train.watching.profile import ProfileConfig, covered, spent, table
 
 

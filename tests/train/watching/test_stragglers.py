@@ -10,7 +10,7 @@ from runtime.ranks import run_ranks
 from tests.train.test_loop import run_with, settings
 from tools import watch
 from train.watching.metrics import METRICS, LoggingConfig, read_metrics
-from train.watching.stragglers import PHASES, slowest
+from train.watching.profile import PHASES, slowest
 
 
 def slowed(trainer):

@@ -1,6 +1,7 @@
-"""The method and the layout that ``auto`` takes."""
+"""The method and the layout that ``auto`` takes, and the mesh of a run on other processes."""
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
@@ -8,16 +9,18 @@ import tomli_w
 from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.context.config import FullContextConfig, HybridConfig
-from planner.choice import CHOICES, with_layout, with_schedule
+from planner import choice
+from planner.choice import CHOICES, divided, fitted_to_world, rearranged, with_layout, with_schedule
 from planner.cluster import CLUSTERS, load_cluster
 from planner.rehearsal import fake_process_group
 from planner.search import predicted, rank
+from runtime.errors import UserError
 from tests.planner.test_search import A100, config
 from tests.pretraining import pretrain
 from train.config import diffusion
 from train.config.derive import config_to_save, with_method
 from train.config.flags import ConfigError
-from train.config.language import load_config
+from train.config.language import load_config, parse_args, validate
 
 
 def hybrid(size, **fields):
@@ -100,3 +103,108 @@ def test_a_linear_run_with_auto_trains_by_states(name, default_data, tmp_path):
     linear = ("--config", str(CLUSTERS.parent / f"{name}.toml"), "--num-query-groups", "none", "--num-layers", "4")
     assert len(pretrain(2, default_data, tmp_path / "run", *flags, *linear)) == 2
     assert load_config(tmp_path / "run" / "config.toml").context.context_parallel_method in ("lasp", "lasp2")
+
+
+FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --device cpu --data-path x"
+FLAGS += " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 --context-parallel-size 2"
+
+
+@pytest.fixture(autouse=True)
+def tokenizer(monkeypatch):
+    monkeypatch.setattr(choice, "tokenizer_of", lambda config: SimpleNamespace(vocab_size=512))
+
+
+def flagged(*more):
+    return parse_args([*FLAGS.split(), *more])
+
+
+def yielded(asked, processes, monkeypatch):
+    monkeypatch.setattr(choice, "launched_world_size", lambda: processes)
+    with fitted_to_world(asked, validate) as found:
+        return found
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
+def test_every_number_of_processes_keeps_the_batch_and_the_method(method):
+    asked = flagged("--context-parallel-method", method, "--data-parallel-sharding-strategy", "zero1")
+    for processes in (1, 2, 4, 8):
+        found, why = rearranged(asked, processes)
+        validate(found, processes)
+        dp = found.mesh.data_parallel_size(processes)
+        assert found.train.micro_batches(dp) * dp * found.train.micro_batch_size == 4
+        assert found.context.context_parallel_method == method
+        assert (found.data_parallel, found.recompute, found.model) == (
+            asked.data_parallel,
+            asked.recompute,
+            asked.model,
+        )
+        assert why.startswith("predicted to take ")
+
+
+def test_each_mesh_has_its_largest_micro_batch_and_a_pipeline_smaller_ones_too():
+    found = [(one.mesh.pipeline_model_parallel_size, one.train.micro_batch_size) for one in divided(flagged(), 2)]
+    assert sorted(found) == [(1, 2), (1, 2), (1, 2), (2, 1), (2, 2)]
+    asked = flagged("--micro-batch-size", "4", "--global-batch-size", "12")
+    data = [one for one in divided(asked, 6) if one.mesh.data_parallel_size(6) == 6]
+    assert [one.train.micro_batch_size for one in data] == [2], "2 divides 4 and the 12 / 6 of a rank"
+
+
+def test_sharding_gives_way_where_memory_is_short(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.0045 "))
+    flags = ("--data-parallel-sharding-strategy", "ddp", "--allow-resize", "--cluster", str(path))
+    found, _ = rearranged(flagged(*flags), 2)
+    assert (found.data_parallel, found.recompute) != (flagged(*flags[:2]).data_parallel, flagged().recompute)
+    validate(found, 2)
+    path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.0001 "))
+    with pytest.raises(ConfigError, match=r"memory_gb of .* is 0.0001 and the smallest of"):
+        rearranged(flagged(*flags), 2)
+
+
+def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch):
+    """Two copies of the optimizer's shards, and 3 processes."""
+    asked = flagged("--full-world-size", "8", "--num-distributed-optimizer-instances", "2")
+    line = r"^allow_resize is set, and no mesh of 3 processes suits the model and keeps global_batch_size 4 of the run "
+    with pytest.raises(ConfigError, match=line + r"for 8; on 2, 4, 6, 8 there would be one$"):
+        rearranged(asked, 3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"; on 6 there would be one$"):
+        rearranged(asked, 3)
+
+
+def test_without_the_flag_the_refusal_names_it(tmp_path, monkeypatch):
+    (tmp_path / "config.toml").write_text("[mesh]\nfull_world_size = 4\n")
+    hint = r"^context_parallel_size is 2, which does not divide the 3 .*; or give --allow-resize: the run is for 4 "
+    with pytest.raises(ConfigError, match=hint):
+        yielded(flagged("--load", str(tmp_path)), 3, monkeypatch)
+    for more, processes in (
+        ((), 3),
+        (("--load", str(tmp_path / "none")), 3),
+        (("--load", str(tmp_path), "--finetune"), 3),
+        (("--load", str(tmp_path), "--global-batch-size", "5"), 3),  # which 4 processes do not suit either
+    ):
+        with pytest.raises(UserError) as refused:
+            yielded(flagged(*more), processes, monkeypatch)
+        assert "allow-resize" not in str(refused.value)
+
+
+def test_without_the_flag_the_sizes_are_for_the_processes_here(tmp_path, monkeypatch):
+    (tmp_path / "config.toml").write_text("[mesh]\nfull_world_size = 4\n")
+    asked = flagged("--load", str(tmp_path))
+    found, written = yielded(asked, 2, monkeypatch)
+    assert (found, written) == (asked, asked)
+    assert written.mesh.full_world_size == 2
+
+
+def test_the_number_of_processes_must_fit_the_sizes(monkeypatch):
+    with pytest.raises(ConfigError, match="context_parallel_size is 2, which does not divide the 3 processes"):
+        yielded(flagged("--allow-resize", "--full-world-size", "3"), 1, monkeypatch)
+    with pytest.raises(UserError, match="full_world_size is 0; it must be 1 or more"):
+        flagged("--full-world-size", "0")
+
+
+def test_a_cluster_may_be_named_for_it():
+    named = ("--cluster", str(CLUSTERS / "cpu.toml"))
+    validate(flagged(*named, "--allow-resize"), 2)
+    with pytest.raises(UserError, match="which leaves nothing to choose; leave it out, use method auto, or give"):
+        validate(flagged(*named), 2)

@@ -1,15 +1,23 @@
-"""The layouts of a hybrid's softmax layers, weighed by what they compute and send."""
+"""Documents of a micro-batch, drawn or read, and the layouts of a hybrid's softmax layers by what they cost."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from data.text.config import DataConfig
+from data.text.megatron import build_datasets
+from data.tokenizer import load_tokenizer
 from model.config import ModelConfig
 from parallel.context.config import HybridConfig
 from parallel.mesh import MeshConfig
 from planner.choice import with_layout
 from planner.cluster import CLUSTERS, load_cluster
-from planner.workload import layout_seconds
+from planner.search import rank
+from planner.workload import DocumentsError, heaviest_documents, layout_seconds, typical_documents
+from runtime.errors import DataError
+from tests.data.text.corpora import write_documents
+from tests.planner.test_search import config
 from train.config.entries import Config, TrainConfig
 
 
@@ -50,3 +58,83 @@ def test_auto_takes_the_faster_layout():
             assert chosen[length, fast] == min(costs, key=costs.get)
     assert chosen[1024, "h100_pod"] == "contiguous"
     assert {chosen[1 << 20, fast] for fast in ("h100_pod", "cpu")} == {"zigzag"}
+
+
+def packed(size=4, data_path=(), **fields):
+    found = config(size)
+    data = DataConfig(data_path=data_path, reset_attention_mask=True, reset_position_ids=True)
+    return replace(found, data=data, train=replace(found.train, **fields))
+
+
+def test_a_micro_batch_s_documents_have_the_stated_lengths_and_end_with_samples():
+    found = typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
+    assert found[0] == 0
+    assert found[-1] == 3000
+    assert {1000, 2000} <= set(found)
+    assert max(np.diff(found)) == 90
+    assert min(np.diff(found)) > 0
+    assert found == typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
+    assert typical_documents(config(4), (40, 90)) is None
+
+
+def test_whole_documents_are_fitted_where_the_run_packs_them():
+    asked = packed(seq_length=1000, micro_batch_size=3)
+    asked = replace(asked, data=replace(asked.data, pack_documents=True))
+    found = typical_documents(asked, (40, 90))
+    assert (found[0], found[-1]) == (0, 3000)
+    assert {1000, 2000} <= set(found)
+    rests = [length for length in np.diff(found) if length not in (40, 90)]
+    assert len(rests) <= 3  # padding, at a sample's end
+    assert sum(rests) < 100
+    assert set(np.diff(typical_documents(asked, (1500,)))) <= {1000, 500}
+    assert found == typical_documents(asked, (40, 90))
+
+
+def test_lengths_are_those_of_the_data_by_weight(tmp_path):
+    short = write_documents(tmp_path / "short", [[1] * 10] * 50)
+    long = write_documents(tmp_path / "long", [[1] * 400] * 5)
+    found = typical_documents(packed(data_path=("0.9", short, "0.1", long), seq_length=40000))
+    lengths = np.diff(found)
+    assert lengths[lengths == 10].sum() / 40000 == pytest.approx(0.9, abs=0.05)
+    by_size = np.diff(typical_documents(packed(data_path=(short, long), seq_length=40000)))
+    assert by_size[by_size == 10].sum() / 40000 == pytest.approx(0.2, abs=0.08)
+    asked = packed(data_path=(short, long), seq_length=40000)
+    blended = np.diff(typical_documents(replace(asked, data=replace(asked.data, blend_by_length=("100:0.3",)))))
+    assert blended[blended == 10].sum() / 40000 == pytest.approx(0.7, abs=0.05)
+
+
+def test_unknown_lengths_are_refused(tmp_path):
+    with pytest.raises(DocumentsError, match="--document-lengths"):
+        typical_documents(packed())
+    with pytest.raises(DocumentsError, match="document_lengths has 0"):
+        typical_documents(packed(), (3, 0))
+    with pytest.raises(DataError, match="does not exist"):
+        typical_documents(packed(data_path=(str(tmp_path / "none"),)))
+
+
+def test_an_exchange_is_chosen_for_packed_documents_over_nodes_and_offered_for_nothing_else():
+    cluster = replace(load_cluster("configs/clusters/h100_pod.toml"), gpus_per_node=4)
+    asked = packed(16, seq_length=131072)
+    found = rank([asked], 16, cluster, (300, 2000, 20000)).candidates
+    assert found[0].config.context.context_parallel_method == "exchange"
+    assert found[0].config.context.context_parallel_ranks_per_node == 4
+    whole = replace(asked, data=DataConfig())
+    assert "exchange" not in {c.config.context.context_parallel_method for c in rank([whole], 16, cluster).candidates}
+
+
+def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_whose_documents_attend_to_most(default_data, tmp_path):
+    tokenizer = load_tokenizer(f"{default_data}.model")
+    own = [[tokenizer.eod + 1] * (length - 1) + [tokenizer.eod] for length in (100, 100, 100, 1900) * 20]
+    mixed = write_documents(tmp_path / "mixed", own)
+    asked = packed(data_path=(mixed,), seq_length=2048, micro_batch_size=2, train_iters=3)
+    asked = replace(asked, data=replace(asked.data, tokenizer_model=f"{default_data}.model"))
+    samples, _, _ = build_datasets(asked.data, 2048, asked.train.seed, tokenizer)
+    ends = []
+    for begin in (0, 2, 4):
+        starts = np.concatenate([samples[n]["starts"] for n in (begin, begin + 1)])
+        ends.append((*np.flatnonzero(starts).tolist(), 4096))
+    pairs = [np.square(np.diff(bounds)).sum() for bounds in ends]
+    assert len(set(pairs)) == 3
+    assert np.argmax(pairs) > 0, "negative control: the run's first is another"
+    assert heaviest_documents(asked) == ends[np.argmax(pairs)]
+    assert {2048, 4096} <= set(ends[0])

@@ -1,13 +1,19 @@
-"""The vocabulary that a run takes from its tokenizer."""
+"""Configurations that are derived from a run's, and flags of packed documents with what they go with."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+import pretrain_gpt
 from model.config import ModelConfig
+from runtime.errors import UserError
 from tests.planner.test_search import config
-from train.config.derive import with_vocabulary
+from train.config import diffusion
+from train.config.derive import with_joined_ranks, with_vocabulary
+from train.config.entries import Config, DiTRunConfig
 from train.config.flags import ConfigError
+from train.config.language import parse_args, validate
 
 
 def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_named():
@@ -16,3 +22,73 @@ def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_named():
     assert with_vocabulary(config(1), 300) == config(1)
     with pytest.raises(ConfigError, match="vocab_size is 512 and the tokenizer has 513 entries"):
         with_vocabulary(config(1), 513)
+
+
+DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
+GPT = "--model-type gpt --max-position-embeddings 251 --seq-length 251"
+APART, JOINED = "--reset-attention-mask", "--balance-over dp_cp --reset-attention-mask"
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, f"{APART} --reset-position-ids {GPT}"),
+        (1, f"--reset-position-ids {GPT}"),
+        (1, f"{APART} --model-type transnormer --context-parallel-method none"),
+        (4, f"{JOINED} --context-parallel-method wallfacer --context-parallel-team-size 2"),
+        (1, JOINED),
+    ],
+)
+def test_the_flags_are_independent_otherwise(processes, flags):
+    validate(parse_args([*DATA, *flags.split()]), processes)
+
+
+def test_a_diffusion_transformer_has_no_documents_to_join():
+    with pytest.raises(UserError, match="balance_over is dp_cp"):
+        diffusion.validate(diffusion.parse_args(["--balance-over", "dp_cp"]), 4)
+
+
+def test_joined_ranks_are_those_of_a_larger_context_and_have_the_same_samples():
+    sizes = "--context-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16"
+    apart = parse_args([APART, *sizes.split()])
+    asked = replace(apart, mesh=replace(apart.mesh, balance_over="dp_cp"))
+    assert with_joined_ranks(apart, 16) == apart
+    joined = with_joined_ranks(asked, 16)
+    assert (joined.mesh.context_parallel_size, joined.train.micro_batch_size) == (8, 8)
+    assert (joined.mesh.data_parallel_size(16), apart.mesh.data_parallel_size(16)) == (1, 4)
+    assert joined.train.micro_batches(1) == apart.train.micro_batches(4) == 2
+    assert with_joined_ranks(joined, 16) == joined
+    assert with_joined_ranks(asked, 6) == asked, "sizes that do not fit are left for validate to name"
+
+
+def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_attend_apart():
+    sizes = ["--micro-batch-size", "3", "--seq-length", "100"]
+    assert parse_args([*sizes, APART]).joined_length == 300
+    assert parse_args([*sizes, "--reset-position-ids"]).joined_length == 100
+    assert (Config().joined_length, DiTRunConfig().joined_length) == (1024, 256)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "64 tokens"),
+        ("--reset-position-ids", "64 tokens of packed documents, each with positions from 0"),
+        (APART, "64 tokens of packed documents, each attending to itself alone"),
+        (f"{APART} --reset-position-ids", "64 tokens of packed documents, each by itself"),
+        (f"{APART} --reset-position-ids --sft", "64 tokens of packed conversations, each by itself"),
+        ("--pack-documents", "64 tokens of packed documents, none cut that fits, 0.25% padding"),
+        (
+            f"--pack-documents {APART} --reset-position-ids",
+            "64 tokens of packed documents, each by itself, none cut that fits, 0.25% padding",
+        ),
+        (
+            "--blend-by-length 40:0.2 320:0.5",
+            "64 tokens, of documents of up to 40 tokens: 30%, up to 320 tokens: 20%, more: 50%",
+        ),
+    ],
+)
+def test_the_first_line_says_how_sequences_are_packed(flags, words):
+    config = parse_args([*DATA, "--seq-length", "64", "--vocab-size", "300", *flags.split()])
+    mesh = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    run = SimpleNamespace(config=config, mesh=mesh, summary=lambda *parts: parts[-1])
+    assert pretrain_gpt.described(run, 0.9975) == f"sequences of {words}"

@@ -14,7 +14,7 @@ from data.latents.dataset import build_latent_datasets
 from model.architecture import architecture_of
 from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_parameters
 from parallel.mesh import Mesh, distributed_mesh
-from planner.choice import CHOICES, fitted_to_world
+from planner.choice import fastest_method, fitted_to_world
 from planner.dry_run import dry_run
 from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
@@ -54,7 +54,7 @@ def build_trainer(
 ) -> Trainer:
     """Build and load everything for training; collective. ``asked`` is as ``fitted_to_world`` yields it."""
     asked, processes = asked or config, dist.get_world_size()
-    config = with_method(with_joined_ranks(config, processes), processes, CHOICES.method)
+    config = with_method(with_joined_ranks(config, processes), processes, fastest_method)
     start = find_start(config, architecture_of(config.model), from_first(config.contents))
     run = resolve(start.config, mesh)
     model, train = run.config.model, run.config.train

@@ -28,7 +28,7 @@ from runtime.processes import launched_world_size, process_group
 from runtime.progress import counted, duration
 from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
-from train.config.derive import CONFIG, Choices, tokenizer_of, with_vocabulary
+from train.config.derive import CONFIG, tokenizer_of, with_vocabulary
 from train.config.entries import Config
 from train.config.flags import ConfigError, read_toml
 
@@ -119,10 +119,8 @@ def with_ways(config: Config, cluster: Cluster | None = None) -> Config:
     return with_schedule(with_layout(config, cluster), cluster)
 
 
-CHOICES = Choices(fastest_method, with_ways)
-"""Choices of a run that trains."""
-READING = CHOICES._replace(method=partial(fastest_method, steps=False))
-"""Choices of a model that only reads and writes."""
+method_to_read = partial(fastest_method, steps=False)
+"""Chooses the method of a model that only reads and writes."""
 
 
 @contextmanager

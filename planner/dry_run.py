@@ -12,7 +12,7 @@ from typing import Any
 from data.latents.dataset import DIGITS
 from data.text.config import blend
 from data.tokenizer import load_tokenizer
-from planner.choice import CHOICES, with_ways
+from planner.choice import fastest_method, with_ways
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, fake_process_group, rehearse
@@ -61,10 +61,10 @@ def dry_run(
     with fake_process_group(0, world_size, cluster.gpus_per_node):
         validate(config, world_size)
         config = with_joined_ranks(config, world_size)
-        choices, language = CHOICES._replace(layout=partial(with_ways, cluster=cluster)), isinstance(config, Config)
-        config = (
-            complete(config, _entries(config), choices) if language else with_method(config, world_size, choices.method)
-        )
+        if isinstance(config, Config):
+            config = complete(config, _entries(config), fastest_method, partial(with_ways, cluster=cluster))
+        else:
+            config = with_method(config, world_size, fastest_method)
     if named is None:
         notes.append(
             f"note: predicted for {cluster.name}, this machine's device; --cluster FILE predicts for other machines, "

@@ -16,7 +16,7 @@ from typing import Any
 from checkpoint.manifest import CheckpointError
 from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from model.generate import DivergedError, Draw
-from planner.choice import READING
+from planner.choice import method_to_read
 from runtime.errors import DataError
 from runtime.together import is_first
 from tools.common.arguments import at_least, parser_for, positive, refuse_folder
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     run = open_run(args.load, args.ckpt_step)
     tokenizer = run.tokenizer
     texts, stop = _prompts(args), [tokenizer.eod, *(_token(tokenizer, text) for text in args.stop)]
-    with opened(args.load, args.ckpt_step, choices=READING, **mesh_of(args)) as writer:
+    with opened(args.load, args.ckpt_step, choose=method_to_read, **mesh_of(args)) as writer:
         _sample(writer, run, args, texts, stop, draw)
 
 

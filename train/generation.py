@@ -37,7 +37,7 @@ from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import Context, context_of
-from train.config.derive import Choices, config_as_trained, fitted, with_method
+from train.config.derive import Method, config_as_trained, fitted, with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_file
 from train.config.language import load_config
@@ -54,7 +54,7 @@ def opened(
     *,
     context_parallel_method: str | None = None,
     replicas: bool = False,
-    choices: Choices | None = None,
+    choose: Method | None = None,
     dtype: torch.dtype | None = None,
     **sizes: int,
 ) -> Iterator["Writer"]:
@@ -62,9 +62,9 @@ def opened(
 
     Args:
         ckpt_step: iteration of the checkpoint; by default the newest whole one.
-        context_parallel_method: by default the run's own on as many ranks, else striped; auto is left to ``choices``.
+        context_parallel_method: by default the run's own on as many ranks, else striped; auto is left to ``choose``.
         replicas: let several times as many processes write, each replica of the model its own texts.
-        choices: choose the method auto.
+        choose: chooses the method for auto.
         dtype: of the weights; by default float32, and bfloat16 on cuda for a run in it or an imported model.
         sizes: those of the mesh, named as in ``parallel.mesh.SIZES``; by default 1.
 
@@ -81,7 +81,7 @@ def opened(
         )
     config = fitted(config, processes, context_parallel_method, **sizes)
     with distributed_mesh(config.mesh) as joined:
-        yield Writer(config, joined, checkpoint_of(run, ckpt_step), dtype, choices)
+        yield Writer(config, joined, checkpoint_of(run, ckpt_step), dtype, choose)
 
 
 class Writer:
@@ -93,18 +93,18 @@ class Writer:
         mesh: Mesh,
         folder: Path,
         dtype: torch.dtype | None = None,
-        choices: Choices | None = None,
+        choose: Method | None = None,
     ) -> None:
-        """Load a checkpoint; collective; ``dtype``, ``choices`` as in `opened`. Raises UserError if it does not fit."""
+        """Load a checkpoint; collective; ``dtype``, ``choose`` as in `opened`. Raises UserError if it does not fit."""
         with raise_together():
             manifest = read_manifest(folder)
             size = config.model.vocab_size or manifest.architecture["vocab_size"]
             for entries in filter(None, (size, config.model.position_table)):
                 validate_entries(entries, mesh.tp.size())
             config = config_as_trained(replace(config, model=replace(config.model, vocab_size=size)), manifest.extra)
-        if choices is not None:
+        if choose is not None:
             config = replace(config, checkpoint=CheckpointConfig())  # nothing is resumed, whatever the run began with
-            config = with_method(config, dist.get_world_size(), choices.method)
+            config = with_method(config, dist.get_world_size(), choose)
         dtype = dtype or (torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32)
         # Of a hybrid's layouts the one that moves no tokens.
         layout: HybridLayout = "zigzag" if config.context.context_parallel_layout == "zigzag" else "contiguous"

@@ -10,7 +10,7 @@ from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.context.config import FullContextConfig, HybridConfig
 from planner import choice
-from planner.choice import CHOICES, divided, fitted_to_world, rearranged, with_layout, with_schedule
+from planner.choice import divided, fastest_method, fitted_to_world, rearranged, with_layout, with_schedule
 from planner.cluster import CLUSTERS, load_cluster
 from planner.rehearsal import fake_process_group
 from planner.search import predicted, rank
@@ -76,17 +76,17 @@ def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kin
         path = tmp_path / f"{latency}.toml"
         path.write_bytes(tomli_w.dumps(fields).encode())
         wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
-        chosen.append(with_method(replace(linear, context=wanted), 16, CHOICES.method).context.context_parallel_method)
+        chosen.append(with_method(replace(linear, context=wanted), 16, fastest_method).context.context_parallel_method)
     assert chosen == ["lasp", "lasp2"]
 
 
 def test_a_diffusion_transformer_gets_what_is_planned_first_for_it():
     dit = replace(diffusion.load_config(CLUSTERS.parent / "dit_tiny.toml"), mesh=config(2).mesh)
     wanted = replace(dit, context=FullContextConfig(context_parallel_method="auto"))
-    chosen = with_method(wanted, 2, CHOICES.method)
+    chosen = with_method(wanted, 2, fastest_method)
     assert chosen.context == rank([wanted], 2, load_cluster(CLUSTERS / "cpu.toml")).candidates[0].config.context
     assert chosen.context.context_parallel_method in ("ring", "allgather", "ulysses", "wallfacer", "double_ring")
-    assert with_method(dit, 2, CHOICES.method) == dit
+    assert with_method(dit, 2, fastest_method) == dit
 
 
 def test_auto_says_why_it_finds_nothing(tmp_path):
@@ -94,7 +94,7 @@ def test_auto_says_why_it_finds_nothing(tmp_path):
     path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.001 "))
     wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
     with pytest.raises(ConfigError, match=r"memory_gb of .* is 0.001 and the smallest of .* use more processes"):
-        with_method(replace(config(2), context=wanted), 2, CHOICES.method)
+        with_method(replace(config(2), context=wanted), 2, fastest_method)
 
 
 @pytest.mark.parametrize("name", ["transnormer_tiny", "transnormer_hybrid_tiny"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from planner.choice import READING
+from planner.choice import method_to_read
 from runtime.errors import UserError
 from runtime.together import gather_results, is_first, raise_together
 from tools.common.report import write_results
@@ -100,7 +100,7 @@ def score_run(
             f"lengths names {lengths[-1]}, and texts of up to {LONGEST} tokens are made; give at most that"
         )
     asked = list(places(run, lengths))
-    with opened(args.run, args.ckpt_step, replicas=True, choices=READING, **mesh_of(args)) as writer:
+    with opened(args.run, args.ckpt_step, replicas=True, choose=method_to_read, **mesh_of(args)) as writer:
         with raise_together():
             if is_first():
                 check_writable(_folder(args), "save")

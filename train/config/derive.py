@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,18 +30,11 @@ Method = Callable[[CommonConfig, int], tuple[ContextConfig, str]]
 """A configuration and its processes -> the method of context parallelism, with a line that says why."""
 
 
-class Choices(NamedTuple):
-    """Functions that choose what a configuration leaves to ``auto``: the planner's."""
-
-    method: Method
-    layout: Callable[[Config], Config]
-    """Names the layout of a hybrid's softmax layers."""
-
-
-def complete(config: Config, entries: int, choices: Choices) -> Config:
+def complete(config: Config, entries: int, choose: Method, ways: Callable[[Config], Config]) -> Config:
     """Return ``config`` complete for a tokenizer of ``entries`` entries, and print what was chosen; collective.
 
-    A sequence longer than rope reaches is noted.
+    ``choose`` is asked for a method that is auto, ``ways`` for what is left open then: both are the planner's. A
+    sequence longer than rope reaches is noted.
 
     With balance_over dp_cp, data-parallel ranks are context-parallel ones in it, as they are in the mesh. Raises
     UserError: the vocabulary has fewer entries, or a choice cannot be made.
@@ -51,8 +44,8 @@ def complete(config: Config, entries: int, choices: Choices) -> Config:
     config = with_rope_length(config)
     if is_first() and (note := beyond_rope(config)):
         print(note, flush=True)
-    config = with_method(config, dist.get_world_size(), choices.method)
-    return from_first(lambda: choices.layout(config))  # all ranks the same, whatever their GPUs and files are
+    config = with_method(config, dist.get_world_size(), choose)
+    return from_first(lambda: ways(config))  # all ranks the same, whatever their GPUs and files are
 
 
 def tokenizer_of(config: Config) -> Tokenizer | MockTokenizer:

@@ -115,8 +115,13 @@ class Writer:
         self._mesh = mesh
         self.replica, self.replicas = mesh.dp.get_local_rank(), mesh.dp.size()
         """This rank's copy of the model, and how many there are; each writes on its own."""
-        self.group = _replica_group(mesh, timedelta(minutes=config.mesh.distributed_timeout_minutes))
-        """The ranks of this copy, which write together; None for all."""
+        self.group: dist.ProcessGroup | None = None
+        """The ranks of this copy, in order, which write together; None for all."""
+        if self.replicas > 1:
+            pp, inner = mesh.pp.size(), mesh.cp.size() * mesh.tp.size()
+            copies = torch.arange(pp * self.replicas * inner).view(pp, self.replicas, inner).transpose(0, 1).flatten(1)
+            timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
+            self.group = [dist.new_group(ranks, timeout=timeout) for ranks in copies.tolist()][self.replica]
         model = config.model
         with torch.device("meta"):
             part = build_model(model)
@@ -175,8 +180,13 @@ class Writer:
         """Return what reads prompts padded to ``length``, then any new tokens; ``draw`` chooses the next ones."""
         cp, tp = self._mesh.cp, self._mesh.tp.size()
         layers = self.config.model.num_layers
-        states = States(layers, self._merge, self._total) if cp.size() > 1 else States(layers)
         turns = count()
+
+        def total(x: Tensor) -> Tensor:
+            dist.all_reduce(x, group=cp.get_group())
+            return x
+
+        states = States(layers, self._merge, total) if cp.size() > 1 else States(layers)
 
         def read(tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
             turn = next(turns)
@@ -216,11 +226,6 @@ class Writer:
             elif isinstance(module, Attention | LinearCore):
                 own.attend = getattr(attend, "softmax" if isinstance(module, Attention) else "linear", attend)
         return cp.shard(F.pad(tokens, (0, padded - length)), 1), cp.positions[None].to(tokens.device)
-
-    def _total(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks of cp, in place."""
-        dist.all_reduce(x, group=self._mesh.cp.get_group())
-        return x
 
     def _merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge attention to the rows of this rank with the others'."""
@@ -282,12 +287,3 @@ class Writer:
                 if error is not None:
                     raise error
         return ids
-
-
-def _replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make a group of the ranks that share one copy of the model, in order; None if all do. Collective."""
-    pp, dp, inner = mesh.pp.size(), mesh.dp.size(), mesh.cp.size() * mesh.tp.size()
-    if dp == 1:
-        return None
-    copies = torch.arange(pp * dp * inner).view(pp, dp, inner).transpose(0, 1).flatten(1).tolist()
-    return [dist.new_group(ranks, timeout=timeout) for ranks in copies][mesh.dp.get_local_rank()]

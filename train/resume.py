@@ -57,9 +57,19 @@ class Start(Generic[C_co]):
         Raises UserError: broken, of another architecture, or a model that we do not have.
         """
         notes = list(self.notes)
-        if self.path is not None and self.config.checkpoint.finetune:
-            imports = self.config.checkpoint.hugging_face is not None
-            notes[1:1] = _load_weights(self.path, parts, self.architecture, imports=imports)
+        if self.path is not None and self.config.checkpoint.hugging_face is not None:
+            passed: list[str] = []
+            with raise_together():
+                theirs, _, read = open_hf(self.path, passed.append)
+                fitting, changed = _refitted(self.path, there := architecture_of(theirs), self.architecture)
+                compare_architecture(self.path, there, fitting)
+                for name, parameter in (named for part in parts for named in part.named_parameters()):
+                    if not is_adapter(name):
+                        copy_whole(parameter, read(name))  # every rank reads each weight whole, one by one
+            notes[1:1] = passed + changed
+        elif self.path is not None and self.config.checkpoint.finetune:
+            fitting, notes[1:1] = _refitted(self.path, read_manifest(self.path).architecture, self.architecture)
+            load_model(self.path, parts, fitting, fresh=is_adapter)
         elif self.path is not None:
             more = {"ema": ema.weights} if ema is not None and self.averaged is not None else None
             load_checkpoint(self.path, parts, optimizer, self.architecture, more=more)
@@ -117,26 +127,6 @@ def _without_checkpoint(config: CommonConfig, architecture: dict[str, Any]) -> s
             "flag out to start afresh"
         )
     return f"no checkpoint in {found.load}: starting afresh"
-
-
-def _load_weights(path: Path, model: Sequence[nn.Module], architecture: dict[str, Any], *, imports: bool) -> list[str]:
-    """Load a checkpoint's weights, or import a Hugging Face folder's; return notes on rope and windows that change.
-
-    Of such a folder every rank reads each weight whole, one by one.
-    """
-    if not imports:
-        fitting, notes = _refitted(path, read_manifest(path).architecture, architecture)
-        load_model(path, model, fitting, fresh=is_adapter)
-        return notes
-    passed: list[str] = []
-    with raise_together():
-        theirs, _, read = open_hf(path, passed.append)
-        fitting, notes = _refitted(path, there := architecture_of(theirs), architecture)
-        compare_architecture(path, there, fitting)
-        for name, parameter in (named for part in model for named in part.named_parameters()):
-            if not is_adapter(name):
-                copy_whole(parameter, read(name))
-    return passed + notes
 
 
 def _refitted(path: Path, there: dict[str, Any], here: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -15,7 +15,7 @@ import sys
 import textwrap
 import tomllib
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -112,8 +112,7 @@ class Field(NamedTuple):
             raise argparse.ArgumentTypeError(f"{text!r} is not {one.expects}{fix}") from error
 
 
-@cache
-def config_fields(root: type) -> dict[str, Field]:
+def _config_fields(root: type) -> dict[str, Field]:
     """Return every field of every section of `root`, by name.
 
     Raises TypeError for a duplicate name, and for an annotation or default that cannot be a flag.
@@ -139,6 +138,9 @@ def config_fields(root: type) -> dict[str, Field]:
                 raise TypeError(f"{entry.name} is a field of both {table[entry.name].section} and {section}")
             table[entry.name] = Field(section, entry.name, hint, choices, optional, many, entry.default)
     return table
+
+
+config_fields: Callable[[type], dict[str, Field]] = cache(_config_fields)
 
 
 def value_of(config: object, name: str) -> Any:

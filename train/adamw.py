@@ -158,7 +158,8 @@ class HostAdamW(torch.optim.AdamW):
             torch._fused_adamw_(  # the kernel of ``torch.optim.AdamW(fused=True)``
                 [piece.weight],
                 [piece.gradient],
-                *([moment] for moment in taken),
+                [taken[0]],
+                [taken[1]],
                 [],
                 [piece.step],
                 amsgrad=False,

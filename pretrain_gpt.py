@@ -17,7 +17,7 @@ from model.architecture import architecture_of
 from model.language import LanguageModel, initial_weight
 from model.registry import attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
-from planner.choice import fastest_method, fitted_to_world, with_ways
+from planner.choice import fastest_method, fitted_to_world, with_layout_and_schedule
 from planner.dry_run import dry_run
 from runtime.signals import stop_requests
 from runtime.together import from_first, is_first, raise_together
@@ -57,7 +57,7 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
     asked = asked or config
     with raise_together():
         tokenizer = tokenizer_of(config)
-    config = complete(config, tokenizer.vocab_size, fastest_method, with_ways)
+    config = complete(config, tokenizer.vocab_size, fastest_method, with_layout_and_schedule)
     start = find_start(config, architecture_of(config.model), from_first(config.contents))
     run = resolve(start.config, mesh)
     data, train = run.config.data, run.config.train

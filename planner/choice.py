@@ -114,7 +114,7 @@ def with_schedule(config: Config, cluster: Cluster | None = None) -> Config:
     return replace(config, context=replace(context, delta_rule_schedule=schedule))
 
 
-def with_ways(config: Config, cluster: Cluster | None = None) -> Config:
+def with_layout_and_schedule(config: Config, cluster: Cluster | None = None) -> Config:
     """Replace what ``auto`` leaves open once the method is known: ``with_layout`` and ``with_schedule``."""
     return with_schedule(with_layout(config, cluster), cluster)
 
@@ -145,7 +145,7 @@ def fitted_to_world(asked: C, validate: Callable[[C, int], None]) -> Iterator[tu
                 f"{error}; or give --allow-resize: the run is for {counted(full, 'process')}, and the planner "
                 "arranges these"
             ) from None
-        yield (_of(asked, processes),) * 2
+        yield (_for_processes(asked, processes),) * 2
         return
     timeout = timedelta(minutes=asked.mesh.distributed_timeout_minutes)
     with nullcontext() if dist.is_initialized() else process_group(asked.mesh.backend, timeout):
@@ -154,10 +154,11 @@ def fitted_to_world(asked: C, validate: Callable[[C, int], None]) -> Iterator[tu
             validate(config, processes)
         if is_first() and line:
             print(line, flush=True)
-        yield config, _of(asked, full)
+        yield config, _for_processes(asked, full)
 
 
-def _of(config: C, full: int) -> C:
+def _for_processes(config: C, full: int) -> C:
+    """Return the configuration with the number of processes that its sizes are for."""
     return replace(config, mesh=replace(config.mesh, full_world_size=full))
 
 
@@ -180,10 +181,10 @@ def _chosen(asked: C, processes: int, validate: Callable[[C, int], None]) -> tup
         )
     full = full or processes
     if full == processes:
-        return full, _of(asked, full), ""
+        return full, _for_processes(asked, full), ""
     validate(asked, full)
     batch = asked.train.batch_size(asked.mesh.data_parallel_size(full))
-    wanted = replace(_of(asked, full), train=replace(asked.train, global_batch_size=batch))
+    wanted = replace(_for_processes(asked, full), train=replace(asked.train, global_batch_size=batch))
     config, why = rearranged(wanted, processes)
     pp, cp, tp = config.mesh.sizes
     dp, micro = config.mesh.data_parallel_size(processes), config.train.micro_batch_size

@@ -12,7 +12,7 @@ from typing import Any
 from data.latents.dataset import DIGITS
 from data.text.config import blend
 from data.tokenizer import load_tokenizer
-from planner.choice import fastest_method, with_ways
+from planner.choice import fastest_method, with_layout_and_schedule
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, fake_process_group, rehearse
@@ -62,7 +62,9 @@ def dry_run(
         validate(config, world_size)
         config = with_joined_ranks(config, world_size)
         if isinstance(config, Config):
-            config = complete(config, _entries(config), fastest_method, partial(with_ways, cluster=cluster))
+            config = complete(
+                config, _entries(config), fastest_method, partial(with_layout_and_schedule, cluster=cluster)
+            )
         else:
             config = with_method(config, world_size, fastest_method)
     if named is None:

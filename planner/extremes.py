@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.cluster import Cluster
-from planner.levers import STAGES, described, in_order, in_turn, least_memory, moved, settings, without_needless
+from planner.levers import ORDER, STAGES, described, ever_leaner, least_changed, least_memory, settings, with_levers
 from planner.search import ROOM, arrangements, candidates_of, nothing_left, predicted, rank, suits, weigh
 from runtime.errors import UserError
 from runtime.progress import Progress, counted
@@ -33,7 +33,7 @@ def fits(
 
     found = candidates_of(arrangements(config, world_size), world_size, cluster, Counter())
     every = [lean for one in found for lean in least_memory(one, cluster)]
-    staged = (moved(one, (STAGES, stages)) for one in every for stages in STAGES.further(one, cluster))
+    staged = (with_levers(one, (STAGES, stages)) for one in every for stages in STAGES.further(one, cluster))
     return any(map(held, every)) or any(map(held, staged))
 
 
@@ -144,9 +144,9 @@ def _pulled(config: Any, world_size: int, cluster: Cluster, documents: tuple[int
 
     for room in (ROOM, 1.0):
         limited = replace(cluster, memory_gb=room * cluster.memory_gb)
-        for leaner in in_order(config, cluster):
+        for leaner in ever_leaner(config, cluster):
             tried = (replace(leaner, mesh=other.mesh, train=other.train) for other in larger)
-            if found := [without_needless(one, config, cluster, fits) for one in tried if fits(one)]:
+            if found := [least_changed(one, config, cluster, fits) for one in tried if fits(one)]:
                 return min(found, key=lambda one: predicted(one, world_size, cluster, documents).time)
     return None
 
@@ -158,7 +158,9 @@ def _ordered(
     flags: list[str] = []
     parts: dict[str, Any] = {}
     steps: list[dict[str, tuple[str, ...]]] = [FIELDS]
-    steps += [{lever.section: (name,)} for lever, name in in_turn()]
+    for place, lever in enumerate(ORDER):
+        before = ORDER[:place].count(lever)
+        steps += [{lever.section: lever.fields[before : before + 1]}] * (before < len(lever.fields))
     for step in steps:
         for section, names in step.items():
             own, then = parts.get(section) or {}, getattr(wanted, section)

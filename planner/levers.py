@@ -79,7 +79,7 @@ ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
 value further each time, and all others to their last."""
 
 
-def moved(config: AnyConfig, *pulled: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
+def with_levers(config: AnyConfig, *pulled: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
     """Return the configuration with these levers at these values; UserError if they contradict each other."""
     sections: dict[str, dict[str, Any]] = {}
     for lever, values in pulled:
@@ -92,7 +92,7 @@ def _every(config: AnyConfig, ways: Iterable[tuple[Lever, Iterable[tuple[Any, ..
     levers, values = zip(*ways, strict=True)
     for found in product(*map(dict.fromkeys, values)):
         try:
-            yield moved(config, *zip(levers, found, strict=True))
+            yield with_levers(config, *zip(levers, found, strict=True))
         except UserError:  # what no policy keeps is not moved
             continue
 
@@ -115,35 +115,27 @@ def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[
     """Yield settings, then with heads in stages, then with moments on the host: what saves memory alone comes last."""
     yield tried
     for lever in (STAGES, *[MOMENTS] * moments):
-        leaner = [moved(one, (lever, values)) for one in tried for values in lever.further(one, cluster)]
+        leaner = [with_levers(one, (lever, values)) for one in tried for values in lever.further(one, cluster)]
         leaner = [one for one in leaner if one not in tried]
         tried = tried + leaner
         yield leaner
 
 
-def in_order(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
+def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
     """Yield the configuration with one lever more pulled each time."""
     yield config
     for lever in ORDER:
         if further := lever.further(config, cluster):
-            config = moved(config, (lever, further[0 if ORDER.count(lever) > 1 else -1]))
+            config = with_levers(config, (lever, further[0 if ORDER.count(lever) > 1 else -1]))
             yield config
 
 
-def in_turn() -> Iterator[tuple[Lever, str]]:
-    """Yield every field of a lever, in the order in which they are changed."""
-    for place, lever in enumerate(ORDER):
-        before = ORDER[:place].count(lever)
-        if before < len(lever.fields):
-            yield lever, lever.fields[before]
-
-
-def without_needless(config: AnyConfig, given: AnyConfig, cluster: Cluster, fits: Callable[[Any], bool]) -> AnyConfig:
+def least_changed(config: AnyConfig, given: AnyConfig, cluster: Cluster, fits: Callable[[Any], bool]) -> AnyConfig:
     """Return the configuration with each lever as near to the given one as still fits, the last one first."""
     for lever in reversed(tuple(dict.fromkeys(ORDER))):
         for values in (lever.of(given), *lever.further(given, cluster)):
             try:
-                nearer = moved(config, (lever, values))
+                nearer = with_levers(config, (lever, values))
             except UserError:
                 continue
             if fits(nearer):
@@ -152,7 +144,7 @@ def without_needless(config: AnyConfig, given: AnyConfig, cluster: Cluster, fits
     return config
 
 
-def not_pulled(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
+def untried_fields(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
     """Return the fields by which a configuration would take less memory, but for stages of heads."""
     levers = [lever for lever in dict.fromkeys(ORDER) if lever is not STAGES]
     ends = [zip(lever.fields, lever.of(config), lever.values(config, cluster)[-1], strict=True) for lever in levers]

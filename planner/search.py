@@ -11,7 +11,7 @@ from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
 from parallel.context.methods.registry import METHODS, STATE_METHODS
 from planner.cluster import Cluster
-from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, not_pulled
+from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, untried_fields
 from planner.step_cost import Prediction, step_seconds
 from planner.step_memory import Arrangement, StepShape, memory_of, pinned
 from planner.workload import typical_documents, with_softmax_layers, workload_of
@@ -257,7 +257,7 @@ def rank(
             else:
                 over_memory.append(min(one.device for one in tried))
     fitting.sort(key=lambda candidate: candidate.prediction.time)
-    saving = not_pulled(configs[0], cluster) if configs and not vary else ()
+    saving = untried_fields(configs[0], cluster) if configs and not vary else ()
     on_host = (OFFLOAD, MOMENTS) if vary is None else (MOMENTS,)
     moving = tuple(lever.fields[0] for one in configs[:1] for lever in on_host if lever.of(one) == (True,))
     return Ranking(fitting, refused, over_memory, over_host_memory, saving, moving)

@@ -32,7 +32,7 @@ from model.architecture import architecture_of
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum
-from planner.choice import method_to_read, with_ways
+from planner.choice import method_to_read, with_layout_and_schedule
 from pretrain_gpt import resolve
 from runtime.errors import DataError
 from runtime.processes import launched_world_size
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> None:
                     f"{args.data_path or ' '.join(args.text)} has no document of more than {args.seq_length} tokens; "
                     "give longer ones, or a smaller --seq-length"
                 )
-        config = complete(config, run.tokenizer.vocab_size, method_to_read, with_ways)
+        config = complete(config, run.tokenizer.vocab_size, method_to_read, with_layout_and_schedule)
         bounds, first = buckets(args.seq_length, args.buckets), args.seq_length - (args.last_tokens or 0)
         cuts = sorted({*bounds, first})
         sums = losses(run, config, mesh, rows, cuts)

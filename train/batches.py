@@ -99,12 +99,12 @@ class StopAgreement(Watcher):
         """True once all ranks know that the run ends early."""
         return any(self._sums)
 
-    def ask(self) -> list[bool]:
+    def requests(self) -> list[bool]:
         """Return what asks this rank to stop: each signal of ASKING, and time, by the first rank's clock."""
         over = self._minutes is not None and time.monotonic() - self.request.started > 60 * self._minutes
         return [*(self.request.signal is number for number in ASKING), over and self._worked and is_first()]
 
-    def hear(self, counts: list[float]) -> None:
+    def agree(self, counts: list[float]) -> None:
         """Take how many ranks each asks to stop."""
         self._sums = [int(count) for count in counts]
 
@@ -154,11 +154,12 @@ class Batches:
         lengths = [length for local in micro_batches for length in objective.lengths(local)]
         flops = sum(length * self._flops(length) for length in lengths) / self._run.mesh.cp.size()
         valid = sum(int(local["count"]) for local in micro_batches)
-        counted = [valid, flops, error is not None, self._saves is not None and self._saves.ready, *self.stop.ask()]
+        can_save = self._saves is not None and self._saves.ready
+        counted = [valid, flops, error is not None, can_save, *self.stop.requests()]
         counts = torch.tensor(counted, dtype=torch.float64)  # not on the device, whose queue it would wait for
         dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
         tokens, flops, failed, ready, *asked = counts.tolist()
-        self.stop.hear(asked)
+        self.stop.agree(asked)
         if self._saves is not None:
             self._saves.agree(int(ready))
         if self.stop.agreed:

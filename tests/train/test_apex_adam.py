@@ -18,15 +18,12 @@ from runtime.ranks import run_ranks
 from tests.gpu import __main__ as gpu_check
 from tests.parallel import tiny
 from tests.parallel.split import build, config, mesh_config, own_batch
-from tests.pretraining import TINY, flags_of, on_rank
+from tests.pretraining import flags_of, on_rank
 from tests.test_architecture import ROOT, imports, sources
 from tests.train import apex_stub
 from tests.train.test_host_moments import everything, model, steps
 from train import adamw
 from train.adamw import ApexAdamW
-from train.config.common import validate_run
-from train.config.flags import ConfigError
-from train.config.language import parse_args
 from train.objectives.language import NextToken
 from train.optim import OptimizerConfig, build_optimizer
 from train.watching.metrics import METRICS
@@ -226,19 +223,6 @@ def test_all_ranks_refuse_before_any_work(default_data, tmp_path):
     assert first == second
     assert first.startswith("optimizer_backend is apex, and NVIDIA's apex")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--device", "cpu"], "optimizer_backend is apex and device is cpu.* or use --device cuda"),
-        (["--device", "cuda", "--optimizer-cpu-offload"], "apex and optimizer_cpu_offload is set.*leave one out"),
-    ],
-)
-def test_what_contradicts_it_is_refused(more, message):
-    flags = [*TINY, "--mock-data", "--vocab-size", "64", "--optimizer-backend", "apex", *more]
-    with pytest.raises(ConfigError, match=message):
-        validate_run(parse_args(flags))
 
 
 def test_one_module_imports_apex():

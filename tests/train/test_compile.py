@@ -121,15 +121,7 @@ def test_a_diffusion_transformer_is_compiled_too(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=BOUND)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--recompute-granularity", "attention_boundary"), "compile is set with recompute_granularity attention_b"),
-        ((), "compile is set and no C++ compiler is there"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused(flags, said, tmp_path, monkeypatch):
+def test_without_a_compiler_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    config = parse_args(["--data-path", "x", "--tokenizer-model", "x.model", "--device", "cpu", "--compile", *flags])
-    with pytest.raises(ConfigError, match=said.replace("+", "[+]")):
-        validate_run(config)
+    with pytest.raises(ConfigError, match=r"compile is set and no C[+][+] compiler is there"):
+        validate_run(parse_args(["--device", "cpu", "--compile"]))

@@ -69,12 +69,9 @@ def test_counts_of_time_have_no_such_bound():
     ("content", "words"),
     [
         (b"a = " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
-        (b"a = " + b"{ b = " * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
         (b"\xff\xfe\x00binary", "not valid TOML"),
-        (b"\0" * 100, "not valid TOML"),
         (b"# " + b"x" * LONGEST_TOML, "longer than 1,000,000 characters"),
         (b"[train]\nseed = 1\nseed = 2\n", "not valid TOML"),
-        (b"[train]\nseed = 1\n[train]\n", "not valid TOML"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_one_line(content, words, tmp_path):

@@ -228,7 +228,7 @@ def traced(trainer):
         finally:
             sys.setprofile(None)
             if trainer.progress.iteration == 2:
-                assert 12 < len(entered - {__file__}) <= 18, sorted(entered)
+                assert 12 < len(entered - {__file__}) <= 16, sorted(entered)
 
     trainer.step = step
 

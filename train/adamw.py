@@ -44,7 +44,7 @@ and a copy of one is 64 MiB, at which a bus reaches its rate."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def load() -> Callable[..., None]:
+def apex_kernel() -> Callable[..., None]:
     """Return the kernel, for (no-op flag, [gradients, weights, moments, squares], settings...).
 
     Raises:
@@ -70,7 +70,7 @@ class ApexAdamW(torch.optim.AdamW):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._kernel, self._no_op = load(), dict[torch.device, Tensor]()
+        self._kernel, self._no_op = apex_kernel(), dict[torch.device, Tensor]()
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

@@ -129,7 +129,7 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
     with ExitStack() as held:
         with raise_together():
             if config.optimizer.optimizer_backend == "apex":
-                adamw.load()
+                adamw.apex_kernel()
             if is_first() and config.checkpoint.save is not None:
                 folder = Path(config.checkpoint.save)
                 check_writable(folder, "save")

@@ -26,7 +26,7 @@ from tests.gpu import rates
 from tests.steps import SkippedStep, Step, asked, check, launched, tests
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.ceilings import ceilings
-from train.adamw import load
+from train.adamw import apex_kernel
 
 RUN = {
     "cuda": "--bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --vocab-size 32000",
@@ -114,7 +114,7 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
 def optimizer(device: str, folder: Path) -> dict[str, Any]:
     """Step weights of 0.5B parameters by torch's AdamW and by apex's kernel, where that is."""
     try:
-        load()
+        apex_kernel()
     except UserError as error:
         raise SkippedStep(str(error)) from error
     layer = [*[(2048, 2048)] * 4, *[(5504, 2048)] * 3, (2048,), (2048,)]

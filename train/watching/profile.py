@@ -197,10 +197,10 @@ def table(ranks: list[Spent]) -> str:
             + " | ".join(f"{1e3 * getattr(each, c):.1f}" for c in columns)
             + f" | {each.memory / 1e6:.1f} |"
         )
-    slowest = max(ranks, key=lambda each: each.iteration - each.exposed)
+    last = max(ranks, key=lambda each: each.iteration - each.exposed)
     busy = statistics.median(each.iteration - each.exposed for each in ranks)
-    more = (slowest.iteration - slowest.exposed) / busy - 1 if busy else 0.0
-    said = f"Slowest: rank {slowest.rank} on {slowest.host}, busy {more:.0%} longer than the median."
+    more = (last.iteration - last.exposed) / busy - 1 if busy else 0.0
+    said = f"Slowest: rank {last.rank} on {last.host}, busy {more:.0%} longer than the median."
     return "\n".join([*lines, "", f"Milliseconds per iteration. {said}"]) + "\n"
 
 

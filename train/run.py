@@ -224,8 +224,8 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
         if is_first():
             folder = Path(config.checkpoint.save) if config.checkpoint.save else None
             if progress.iteration >= config.train.train_iters:  # no steps, but perhaps a validation that is missing
-                there = folder is not None and (folder / METRICS).exists()
-                kept = read_metrics(folder / METRICS) if folder is not None and there else []
+                file = None if folder is None else folder / METRICS
+                kept = read_metrics(file) if file is not None and file.exists() else []
                 kept = [record for record in kept if record["iteration"] <= progress.iteration]
                 if not (config.train.eval_iters and lacks_validation(kept, progress.iteration)):
                     return RunLog(None, LoggingConfig(), {}, progress.iteration)

@@ -32,7 +32,7 @@ from train.watching import Step, Watcher, say
 from train.watching.metrics import RunLog, lacks_validation
 
 SEED = 1
-"""Of the curve's examples."""
+"""Seed of the curve's examples."""
 
 
 @dataclass(kw_only=True)

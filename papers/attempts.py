@@ -229,7 +229,7 @@ def draw(runs: dict[str, Any]) -> "Figure":
     """Draw the mean return by attempt with its interval of two standard errors, a curve for each run."""
     from matplotlib.figure import Figure
 
-    from tools.pictures import PALETTE, plain
+    from tools.common.pictures import PALETTE, plain
 
     names = {str(n): f"{n} in the context" for n in CHAIN_LENGTHS} | {CONTROL: f"{LONGEST}, of shuffled tasks"}
     figure = Figure(figsize=(7, 4.4), layout="constrained")

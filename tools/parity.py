@@ -4,12 +4,12 @@ python -m tools.parity configs/llama_tiny.toml
 python -m tools.parity runs/mine/config.toml --context-parallel-method ulysses --recompute-granularity full
 python -m tools.parity configs/llama3_8b.toml --pipeline-model-parallel-size 2 --global-batch-size 64 --world-size 64
 
-RUN.toml is any configuration under configs/ or of a run's folder; flags after it override it as in training. The run
-gets the fewest layers of every kind, narrow heads, a short sequence and at most 8 processes, where what was above 1 is
-2 or more. It takes two steps on a few samples of its own data (made-up ones where there are none yet) in float32 on the
-CPU, and so does one process with plain attention. Compared are, in the order of a step, initial weights, the batch,
-what every module returns, the loss, every gradient, their norm, the second step and the validation. What differs first
-is named, with its size, and the status is 1. It takes from seconds to a few minutes.
+RUN.toml is any configuration under configs/ or of a run's folder, which --config may name as in training; flags
+override it. The run gets the fewest layers of every kind, narrow heads, a short sequence and at most 8 processes, where
+what was above 1 is 2 or more. It takes two steps on a few samples of its own data (made-up ones where there are none
+yet) in float32 on the CPU, and so does one process with plain attention. Compared are, in the order of a step, initial
+weights, the batch, what every module returns, the loss, every gradient, their norm, the second step and the validation.
+What differs first is named, with its size, and the status is 1. It takes from seconds to a few minutes.
 """
 
 import sys
@@ -34,7 +34,8 @@ def parity(argv: list[str]) -> None:
     parser.add_argument(
         "--world-size", type=positive, metavar="N", help="processes of the run (default: dp 2, if it fits)"
     )
-    args, flags = parser.parse_known_args(argv)
+    words = [word.removeprefix("--config=") for word in argv if word != "--config"]
+    args, flags = parser.parse_known_args(words)
     found = compared(configured(args.run, flags), args.world_size, say=lambda line: print(line, flush=True))
     print(report(found), flush=True)
     if not all(one.within for one in found):

@@ -45,8 +45,8 @@ from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.progress import amount, counted, duration
 from tools.common.arguments import parser_for, refuse_folder, run_command
+from tools.common.plan_text import Row, alike, answer, asked, bars, discarded, notes, table, tightly
 from tools.fit import parsed
-from tools.plan_text import Row, alike, answer, asked, bars, discarded, notes, table, tightly
 from tools.prepare_data import DEFAULT_VOCAB_SIZE
 from train.config.derive import with_joined_ranks, with_vocabulary
 from train.config.entries import Config

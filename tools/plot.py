@@ -21,7 +21,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from runtime.errors import UserError
 from tools.common.arguments import one_line_errors, parser_for, positive, refuse_folder, run_command
-from tools.pictures import PALETTE, plain, save
+from tools.common.pictures import PALETTE, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,8 +38,7 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
     Raises UserError: an unknown method, documents of another length, or a picture too large to read.
     """
     from parallel.context import make_plan
-    from tools.pictures import segments
-    from tools.pictures.layouts import PACKED, PLAIN, draw, drawing
+    from tools.common.layouts import PACKED, PLAIN, draw, draw_segments, drawing
 
     lengths, length = args.documents, args.seq_length
     if lengths and length not in (None, sum(lengths)):
@@ -49,7 +48,7 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
     if args.segments:
         plan_of = partial(make_plan, seq_len=length, size=args.size, documents=documents)
         plans = {method: plan_of(method) for method in args.methods or SEGMENTS}
-        return segments.draw({f"method {name}, layout {plan.layout.name}": plan for name, plan in plans.items()})
+        return draw_segments({f"method {name}, layout {plan.layout.name}": plan for name, plan in plans.items()})
     if length > LARGEST_PICTURE or args.size > length:
         raise UserError(
             f"--seq-length is {length} and --size {args.size}; a picture shows up to {LARGEST_PICTURE} tokens, and at "

@@ -32,6 +32,9 @@ from data.chat.named import NAMED
 from tools.common.arguments import one_line_errors, parser_for, positive, refuse_folder, run_command
 
 if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+
     from data.tokenizer import Tokenizer
 
 DEFAULT_PREFIX = "runs/data/stdlib"
@@ -39,6 +42,8 @@ DEFAULT_VOCAB_SIZE = 4096
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 _SHOWN = 400
 """Characters of a text's beginning, and as many of its end, that are shown of a long one."""
+LONGER = (1 << 10, 1 << 12, 1 << 15, 1 << 17)
+_BAR = 40
 
 
 @one_line_errors
@@ -155,8 +160,7 @@ def _check(args: argparse.Namespace) -> int:
 
     lengths = open_indexed(args.check).lengths  # before a tokenizer, which a prefix never written lacks too
     if args.plot:
-        from tools.pictures import save
-        from tools.pictures.lengths import draw
+        from tools.common.pictures import save
 
         refuse_folder("--plot", args.plot)
         save(draw(lengths, args.check), args.plot, "--plot")
@@ -164,10 +168,8 @@ def _check(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.tokenizer_model or (trained if trained.exists() else f"{args.check}.model"))
     print(check_prefix(args.check, tokenizer))
     if args.inspect:
-        from tools.pictures.lengths import lines
-
         texts = shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty())
-        for line in chain(texts, lines(lengths)):
+        for line in chain(texts, share_lines(lengths)):
             print(line)
     return 0
 
@@ -222,6 +224,7 @@ def shown(prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: 
     learned = None
     if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
         learned = check_indexed(prefix + LOSS_MASK, 2).token_ids()
+    begin, end = (_GREEN, _PLAIN) if colour else ("⟦", "⟧")
     at, ids = 0, indexed.token_ids()
     for number, (first, last) in enumerate(pairwise(indexed.bounds[: count + 1].tolist())):
         lengths = indexed.lengths[first:last].tolist()
@@ -231,23 +234,51 @@ def shown(prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: 
                 yield f"--- conversation {place + 1} of {len(lengths)}: {length:,} tokens"
             mask = np.zeros(length, bool) if learned is None else learned[at : at + length] > 0
             cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
-            parts = [
-                (tokenizer.detokenize(ids[at + a : at + b].tolist(), special=True), bool(mask[a]))
-                for a, b in pairwise(cuts)
-            ]
-            yield _painted(parts, whole, colour)
+            parts = ((tokenizer.detokenize(ids[at + a : at + b].tolist(), special=True), a) for a, b in pairwise(cuts))
+            text = [(character, bool(mask[a])) for part, a in parts for character in part]
+            if not whole and len(text) > 2 * _SHOWN + 100:
+                left_out = f"{len(text) - 2 * _SHOWN:,} of {len(text):,} characters left out, which --whole shows"
+                text[_SHOWN:-_SHOWN] = [(character, False) for character in f"\n... {left_out} ...\n"]
+            runs = ((marked, "".join(c for c, _ in run)) for marked, run in groupby(text, key=itemgetter(1)))
+            yield "".join(f"{begin}{run}{end}" if marked else run for marked, run in runs)
             at += length
 
 
-def _painted(parts: Sequence[tuple[str, bool]], whole: bool, colour: bool) -> str:
-    """Join a text whose learned parts are marked; of a long one the beginning and the end, unless ``whole``."""
-    text = [(character, learned) for part, learned in parts for character in part]
-    if not whole and len(text) > 2 * _SHOWN + 100:
-        left_out = f"{len(text) - 2 * _SHOWN:,} of {len(text):,} characters left out, which --whole shows"
-        text[_SHOWN:-_SHOWN] = [(character, False) for character in f"\n... {left_out} ...\n"]
-    begin, end = (_GREEN, _PLAIN) if colour else ("⟦", "⟧")
-    runs = ((learned, "".join(c for c, _ in run)) for learned, run in groupby(text, key=itemgetter(1)))
-    return "".join(f"{begin}{run}{end}" if learned else run for learned, run in runs)
+def shares(lengths: "np.ndarray", longer: "Sequence[int] | np.ndarray") -> "np.ndarray":
+    """Return the share of all tokens that lies in documents longer than each of some lengths, float64."""
+    import numpy as np
+
+    ascending = np.sort(lengths)
+    before = np.concatenate(([0], np.cumsum(ascending, dtype=np.int64)))
+    return 1 - before[np.searchsorted(ascending, longer, side="right")] / before[-1]
+
+
+def share_lines(lengths: "np.ndarray") -> Iterator[str]:
+    """Yield a line for each of LONGER, with its share as a figure and as a bar."""
+    yield "tokens in documents longer than"
+    for longer, share in zip(LONGER, shares(lengths, LONGER), strict=True):
+        yield f"{longer:>9,} {share:7.2%} {'█' * round(_BAR * share)}".rstrip()
+
+
+def draw(lengths: "np.ndarray", name: str) -> "Figure":
+    """Draw the share of the tokens in longer documents over the length, with LONGER marked."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    from tools.common.pictures import INK, PALETTE, plain
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    over = np.geomspace(1, max(2 * LONGER[-1], 2 * int(lengths.max())), 400)
+    axes.plot(over, 100 * shares(lengths, over), color=PALETTE[0])
+    for longer, share in zip(LONGER, shares(lengths, LONGER), strict=True):
+        axes.plot(longer, 100 * share, "o", color=PALETTE[0])
+        axes.annotate(f"{share:.1%} > {longer >> 10}K", (longer, 100 * share), (6, 6), textcoords="offset points")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens of a document", ylabel="% of tokens in longer documents", ylim=(0, 108))
+    axes.set_title(f"{name}: {len(lengths):,} documents, {int(lengths.sum(dtype=np.int64)):,} tokens", color=INK)
+    plain(axes)
+    return figure
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from train.watching.metrics import (
 # How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
 SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status if output is lost at exit
+UNREAD = 141  # a shell's, of a program whose reader has enough
 FILES = ("config.toml", METRICS, STARTS, FAILURES, POINTER, "loss.png", "wandb_id.txt")
 """Files of a run's folder, besides its lock."""
 HF_FOLDER = "hf"
@@ -95,8 +96,9 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
         status = exit_status(main, sys.argv[1:])
     except Exception as error:
         leave_ending(1, f"{type(error).__name__}: {error}")
-        sys.excepthook(*sys.exc_info())
-        status = 1
+        status = UNREAD if isinstance(error, BrokenPipeError) else 1
+        if status == 1:
+            sys.excepthook(*sys.exc_info())
     try:
         # As multiprocessing does for its children: wait for non-daemon threads, then call the exit handlers.
         threading._shutdown()  # type: ignore[attr-defined]

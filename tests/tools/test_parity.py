@@ -15,8 +15,8 @@ TINY = str(Path(__file__).parents[2] / "configs" / "llama_tiny.toml")
     ("argv", "words"),
     [
         (["none.toml"], "none.toml: cannot be read"),
-        ([TINY, "--no-such-flag"], "unknown argument --no-such-flag"),
-        ([TINY, "--world-size", "3"], "world_size is 3, and the mesh takes multiples of 2"),
+        ([f"--config={TINY}", "--no-such-flag"], "unknown argument --no-such-flag"),
+        (["--world-size", "3", "--config", TINY], "world_size is 3, and the mesh takes multiples of 2"),
         ([TINY, "--num-layers", "1", "--pipeline-model-parallel-size", "2"], "num_layers is 1"),
     ],
 )

@@ -15,9 +15,9 @@ from planner.cluster import CLUSTERS, load_cluster
 from runtime import progress
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY
+from tools.common.plan_text import command, grouped, sources
 from tools.common.training import PEAK, measure
 from tools.plan import main
-from tools.plan_text import command, grouped, sources
 from train.config.language import parse_args, validate
 
 A100 = ("--cluster", str(CLUSTERS / "wallfacer_a100_8.toml"))

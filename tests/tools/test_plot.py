@@ -11,7 +11,7 @@ import pytest
 from parallel.context import METHODS
 from tests.starts import PATIENCE
 from tools import plot
-from tools.pictures import layouts
+from tools.common import layouts
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests.data.chat.templates import TEMPLATES, TURNS, write_tokenizer
 from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
-from tools.prepare_data import main
+from tools.prepare_data import LONGER, main, share_lines, shares
 
 
 def write_text(folder, documents=20):
@@ -187,3 +188,18 @@ def test_help_waits_for_nothing_large():
     run = ended([sys.executable, "-c", code])
     assert "--output-prefix" in run.stdout, run.stderr
     assert run.stdout.endswith("LOADED set()\n")
+
+
+def test_shares_of_long_documents_are_those_of_counting():
+    lengths = np.random.default_rng(0).integers(0, 200_000, 300).astype(np.int32)
+    lengths[:4] = LONGER  # a document of just so many tokens is not longer
+    longer = np.array([0, 1, *LONGER, 199_999, 10**6])
+    want = [sum(int(length) for length in lengths if length > one) / int(lengths.sum()) for one in longer]
+    assert np.allclose(shares(lengths, longer), want, rtol=0, atol=1e-12)
+    assert list(share_lines(np.array([1024, 1025, 5000, 92951]))) == [
+        "tokens in documents longer than",
+        "    1,024  98.98% ████████████████████████████████████████",
+        "    4,096  97.95% ███████████████████████████████████████",
+        "   32,768  92.95% █████████████████████████████████████",
+        "  131,072   0.00%",
+    ]

@@ -205,6 +205,9 @@ def test_bad_input_gives_one_message(run, tmp_path, capsys):
     assert "holds no checkpoint" in error("--load", tmp_path)
     (tmp_path / "config.toml").write_text(config[: config.index("[data]")])
     assert "tokenizer_model is not set" in error("--load", tmp_path)
+    (tmp_path / "config.toml").write_text(config.replace("[data]", "[diffusion]\nobjective = 'ddpm'\n[data]"))
+    draws = f"python -m tools.sample_dit --load {tmp_path} draws its pictures"
+    assert f"{tmp_path} is a run of a diffusion transformer, which writes no text; {draws}" in error("--load", tmp_path)
     (tmp_path / "config.toml").write_text(config.replace("hidden_size = 16", "hidden_size = 32"))
     (tmp_path / "iter_0000002").symlink_to(run / "iter_0000002")
     assert "32" in error("--load", tmp_path)

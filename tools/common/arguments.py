@@ -118,7 +118,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        sys.exit(main())
+        try:
+            sys.exit(main())
+        finally:
+            print(end="", flush=True)  # or the interpreter would, and tell of a reader that has gone
     except BrokenPipeError:  # whoever reads the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -1,5 +1,6 @@
 """The end of a command: by a reader who has enough, and by arguments that it does not take."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,25 +12,31 @@ import pytest
 from runtime import __version__
 from runtime.ranks import run_ranks
 from tests.starts import PATIENCE
-from tools import fit, plan
+from tools import fit, plan, ruler
 from tools.common.arguments import UsageError, parser_for
-from tools.ruler import __main__ as ruler
 from tools.sample import main
 from train.config import diffusion, language
 from train.run import exit_status
 
-COMMAND = """
-from tools.common.arguments import one_line_errors, run_command
-run_command(one_line_errors(lambda: print("x" * (1 << 20))))
-"""
+COMMAND = "from tools.common.arguments import one_line_errors, run_command; run_command(one_line_errors({}))"
+ENTRY = "from train.run import run_entry; run_entry(lambda argv: print('x' * (1 << 20)))"
 
 
-def test_a_reader_that_goes_away_ends_a_command_without_a_word():
-    with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
-        assert command.stdout.read(1) == b"x"
-        command.stdout.close()
-        assert command.stderr.read() == b""
-        assert command.wait(PATIENCE) == 141
+@pytest.mark.parametrize(
+    "code",
+    [
+        COMMAND.format("lambda: print('x' * (1 << 20))"),
+        COMMAND.format("lambda: print('what fits the buffer')"),
+        ENTRY,
+    ],
+)
+def test_a_reader_that_went_away_ends_a_command_without_a_word(code):
+    read, write = os.pipe()
+    os.close(read)
+    env = os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=PATIENCE, env=env)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("main", [language.parse_args, diffusion.parse_args, plan.main, fit.main, main])

@@ -12,9 +12,9 @@ from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
+from tools import line_retrieval as command
+from tools.common.lines import ADJECTIVES, FILLERS, NOUNS, VALUES, Maker, Task
 from tools.convert_hf import main as convert
-from tools.line_retrieval import __main__ as command
-from tools.line_retrieval.lines import ADJECTIVES, FILLERS, NOUNS, VALUES, Maker, Task
 
 KEYS = {"full": r"in line (\S+)\?$", "small": r"(\S+ \S+)\?$"}
 LINES = {"full": r"^line (\S+): REGISTER_CONTENT is (<\d+>)$", "small": r"^(\S+ \S+) (\S+)$"}

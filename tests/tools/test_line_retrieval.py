@@ -15,11 +15,11 @@ from model.config import ModelConfig
 from model.registry import build_model
 from runtime.ranks import RankError, run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
+from tools import line_retrieval as command
 from tools.common.answers import Cell, answered, heat_map
 from tools.common.arguments import UsageError
-from tools.line_retrieval import __main__ as command
-from tools.line_retrieval.lines import Maker, Task
-from tools.line_retrieval.score import SPARE, depths_of, entry, places, score_lines, table
+from tools.common.lines import Maker, Task
+from tools.line_retrieval import SPARE, depths_of, entry, places, score_lines, table
 
 
 class Knowing:

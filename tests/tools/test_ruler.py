@@ -11,13 +11,12 @@ from data.ruler.tasks import TASKS, Case, Sources
 from data.tokenizer import load_tokenizer
 from runtime.ranks import run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
-from tests.tools.line_retrieval.test_score import run_of
+from tests.tools.test_line_retrieval import run_of
+from tools import ruler as command
 from tools.common import answers
 from tools.common.answers import Cell, answered
-from tools.line_retrieval.tiny import UNKNOWN
-from tools.ruler import __main__ as command
-from tools.ruler.score import entry, place_of, score_tasks, table
-from tools.ruler.tiny import LEARNED, repeated, tokenizer_of_needles
+from tools.common.tiny import LEARNED, UNKNOWN, repeated, tokenizer_of_needles
+from tools.ruler import entry, place_of, score_tasks, table
 
 
 class Knowing:

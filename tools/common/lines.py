@@ -8,7 +8,6 @@ needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -18,11 +17,12 @@ from typing import Literal
 from data.chat.conversations import Turn
 from data.chat.template import ChatTemplate
 from data.drawn import below, different, distinct
+from data.ruler.examples import fill
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 from runtime.progress import counted
 
-WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 ADJECTIVES, NOUNS, VALUES = (WORDS[name].split() for name in ("adjectives", "nouns", "values"))
 FILLERS: list[str] = WORDS["fillers"]
 LARGEST_VALUE = 50_000
@@ -88,7 +88,7 @@ class Maker:
             depth: where the asked line stands, 0 for the first and 1 for the last; by default anywhere.
         """
         tokens = cache(lambda lines: self._tokens(self._turns(sample, lines, depth)))
-        lines = self._fitting(tokens)
+        lines = fill(self.task.tokens, tokens, self._least, self._guess, self._per_line)
         if self.task.form == "repeat":
             lines = self._least + below(self._draw(sample), lines - self._least + 1, "lines", 0)
         return Made(self._turns(sample, lines, depth), lines, tokens(lines))
@@ -96,17 +96,6 @@ class Maker:
     def prompt(self, turns: list[Turn]) -> list[int]:
         """Return the ids of a conversation up to its last answer."""
         return self.tokenizer.tokenize_special(self.template.render(turns[:-1], prompt=True))[0]
-
-    def _fitting(self, tokens: Callable[[int], int]) -> int:
-        """Return a number of lines that fit, of which one more does not."""
-        most, least, lines = self.task.tokens, self._least, self._guess
-        for _ in range(8):
-            lines = max(least, lines + int((most - tokens(lines)) / self._per_line))
-        while tokens(lines) > most and lines > least:
-            lines -= 1
-        while tokens(lines + 1) <= most:
-            lines += 1
-        return lines
 
     def _tokens(self, turns: list[Turn]) -> int:
         return len(self.tokenizer.tokenize_special(self.template.render(turns))[0])

@@ -1,4 +1,4 @@
-"""Draw a plan: who owns which token, and which (query, key) pairs each rank computes in which round.
+"""Draw plans: who owns which token, which (query, key) pairs each rank computes when, and which states pass.
 
 Squares are queries x keys in global positions, as the papers draw them.
 """
@@ -12,8 +12,9 @@ import numpy as np
 
 from kernels.attention import CAUSAL, FULL
 from parallel.context import ContextError, Plan, make_plan
+from parallel.context.linear.segments import chains
 from parallel.context.mask import Window
-from tools.pictures import FAINT, INK, MASKED, PALETTE
+from tools.common.pictures import FAINT, INK, MASKED, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 NUMBERED_TOKENS = 64  # longer sequences have no room for a rank's number on each token
 PALE = 0.28  # opacity of a rank's colour, where it is pale
 STYLE = Path(__file__).with_suffix(".mplstyle")
+HIGH, HALO = 0.56, 3
+"""Height of a segment, and tokens before it that a convolution of four taps reads."""
 CAPTIONS = {
     "ring": "Ring Attention: contiguous blocks, KV passed around a ring",
     "striped": "Striped Attention: every {ordinal} token, KV passed around a ring",
@@ -135,30 +138,27 @@ def draw(drawings: list[Drawing]) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    plan = drawings[0].plan
+    padding = f" (padded to {plan.padded_len})" if plan.padded_len != plan.seq_len else ""
+    packed = f" in {len(plan.documents) - 1} documents" if plan.documents else ""
+    left, right = plan.mask.window or (-1, -1)
+    seen = [f"{left} before" if left >= 0 else "", f"{right} behind" if right > 0 else ""]
+    window = f", each sees itself and {' and '.join(filter(None, seen))}" if plan.mask.window else ""
+    headline = (
+        f"Who owns which token, who computes what when: {plan.seq_len} tokens{packed}{padding}, {plan.size} ranks, "
+        f"{'causal' if plan.causal else 'full'} mask{window}"
+    )
     columns, longest = max(len(shown.rounds) for shown in drawings), max(shown.slowest for shown in drawings)
     with rc_context(fname=STYLE):
         engine = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
         figure = Figure(figsize=(2.45 * columns + 6.5, 4.0 * len(drawings) + 1.25), layout=engine)
-        figure.suptitle(_headline(drawings[0].plan), x=0.01, ha="left", size=15, weight="bold")
+        figure.suptitle(headline, x=0.01, ha="left", size=15, weight="bold")
         bands = figure.subfigures(len(drawings), squeeze=False)[:, 0]
         for band, shown in zip(bands, drawings, strict=True):
             _band(band, shown, columns, longest)
         _legend(figure, drawings[0])
         figure.draw_without_rendering()  # in this style, whoever saves it
     return figure
-
-
-def _headline(plan: Plan) -> str:
-    mask = "causal" if plan.causal else "full"
-    padding = f" (padded to {plan.padded_len})" if plan.padded_len != plan.seq_len else ""
-    packed = f" in {len(plan.documents) - 1} documents" if plan.documents else ""
-    left, right = plan.mask.window or (-1, -1)
-    seen = [f"{left} before" if left >= 0 else "", f"{right} behind" if right > 0 else ""]
-    window = f", each sees itself and {' and '.join(filter(None, seen))}" if plan.mask.window else ""
-    return (
-        f"Who owns which token, who computes what when: {plan.seq_len} tokens{packed}{padding}, {plan.size} ranks, "
-        f"{mask} mask{window}"
-    )
 
 
 def _band(band: "SubFigure", shown: Drawing, columns: int, longest: int) -> None:
@@ -211,21 +211,16 @@ def _square(axes: "Axes", shown: Drawing, index: int) -> None:
     later = np.where(ever >= 0, 2 * len(ranks), 2 * len(ranks) + 1)
     kinds = np.where(now >= 0, now, np.where(before >= 0, len(ranks) + before, later))
     edges: Any = {"edgecolors": "white", "linewidth": 0.45} if len(now) <= 2 * NUMBERED_TOKENS else {}
+    holds = [shown.plan.rounds(rank)[index].holds for rank in range(len(ranks))]
+    steps = {(rank - held[0]) % len(ranks) for rank, held in enumerate(holds)}
+    title = f"round {index}: rank r has KV of r-{min(steps)}" if len(steps) == 1 else f"round {index}"
+    title = f"round {index}: rank r has its own KV" if steps == {0} else title
+    title = f"round {index}: every rank has all KV" if len(holds[0]) == len(ranks) > 1 else title
     cells = (np.arange(len(now)), np.arange(len(now)), kinds)
     axes.pcolormesh(*cells, cmap=ListedColormap(palette), vmin=-0.5, vmax=len(palette) - 0.5, **edges)
-    axes.set(title=_round_title(shown.plan, index), xlabel="keys", ylabel="" if index else "queries", aspect="equal")
+    axes.set(title=title, xlabel="keys", ylabel="" if index else "queries", aspect="equal")
     axes.invert_yaxis()
     axes.locator_params(nbins=5, integer=True)
-
-
-def _round_title(plan: Plan, index: int) -> str:
-    holds = [plan.rounds(rank)[index].holds for rank in range(plan.size)]
-    if len(holds[0]) == plan.size > 1:
-        return f"round {index}: every rank has all KV"
-    steps = {(rank - held[0]) % plan.size for rank, held in enumerate(holds)}
-    if steps == {0}:
-        return f"round {index}: rank r has its own KV"
-    return f"round {index}: rank r has KV of r-{steps.pop()}" if len(steps) == 1 else f"round {index}"
 
 
 def _time_line(axes: "Axes", shown: Drawing, longest: int) -> None:
@@ -270,3 +265,54 @@ def _legend(figure: "Figure", shown: Drawing) -> None:
     waits = "waits for the slowest rank"
     handles.append(Patch(facecolor="white", edgecolor=MASKED, hatch="////", linewidth=0, label=waits))
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9)
+
+
+def draw_segments(plans: dict[str, Plan]) -> "Figure":
+    """Draw the segments of packed documents on every rank: a panel per plan, by its title, a colour per document.
+
+    Arrows are states; the mark at the left of a segment is the halo, which comes the same way.
+
+    Raises:
+        ContextError: as ``chains``.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    some = next(iter(plans.values()))
+    figure = Figure(figsize=(9, (0.5 * some.size + 0.9) * len(plans) + 0.7), layout="constrained")
+    panels = figure.subplots(len(plans), sharex=True, squeeze=False)[:, 0]
+    for axes, (title, plan) in zip(panels, plans.items(), strict=True):
+        axes.set_title(title, loc="left", size=10, color=INK)
+        cut = 0
+        for number, chain in enumerate(chain for chain in chains(plan) if chain[0].start < plan.seq_len):
+            colour = PALETTE[number % len(PALETTE)]
+            cut += len(chain) > 1
+            for segment in chain:
+                axes.barh(segment.rank, segment.length, HIGH, segment.start, color=colour, edgecolor="white")
+            longest = max(chain, key=lambda segment: segment.length)
+            middle = longest.start + longest.length / 2
+            name: dict[str, Any] = {"ha": "center", "va": "center", "size": 8, "color": ink_on(colour)}
+            axes.text(middle, longest.rank, chr(ord("A") + number % 26), **name)
+            for one, other in pairwise(chain):
+                _draw_passed(axes, one.start + one.length, one.rank, other.rank)
+        axes.set(ylim=(plan.size - 0.5, -0.5), xlim=(0, plan.seq_len))
+        axes.set_yticks(range(plan.size), [f"rank {rank}" for rank in range(plan.size)], size=8, color=INK)
+        axes.tick_params(length=0, colors=FAINT)
+        axes.spines[:].set_visible(False)
+        documents = len(plan.documents or (0, 0)) - 1
+        axes.set_title(f"{cut} of {documents} documents cut", loc="right", size=8, color=FAINT)
+    axes.set_xlabel("position in the sequence", color=FAINT)
+    drawn = axes.plot([], [], color=INK, marker=">", markersize=4, label="state")
+    halo = Patch(facecolor="white", edgecolor=INK, hatch="/////", linewidth=0.5, label="halo of the convolution")
+    figure.legend(handles=[*drawn, halo], loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_passed(axes: "Axes", position: int, source: int, target: int) -> None:
+    """Draw the halo of the segment that begins at a position, and the state that enters it."""
+    halo: Any = {"color": "white", "edgecolor": INK, "hatch": "/////", "linewidth": 0.5, "zorder": 3}
+    axes.barh(target, HALO, HIGH, position - HALO, **halo)
+    if source != target:
+        way = 1 if target > source else -1
+        start, end = (position, source + way * HIGH / 2), (position, target - way * HIGH / 2)
+        axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.2}, zorder=4)

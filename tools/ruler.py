@@ -11,16 +11,31 @@ other hashes than what score asks, whatever the seeds.
 """
 
 import argparse
-import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from data.chat.template import load_template
+from data.ruler.documents import Questions
+from data.ruler.examples import Maker, Prompts, Purpose, answer_of, makers
+from data.ruler.tasks import TASKS, Sources
+from data.ruler.texts import Essays
+from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
+from runtime.together import is_first, raise_together
+from tools.common.answers import Answer, Cell, Place, add_scoring, grid, heat_map, score_run, write_rows, write_scores
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.report import markdown
+from tools.common.runs import Run
+from tools.common.tiny import repeated, tokenizer_of_needles, write_model
+from train.generation import Writer
+from train.run import run_entry
 
-if TYPE_CHECKING:
-    from data.ruler.tasks import Sources
+THRESHOLD = 85.6
+"""Llama-2-7b-chat's average at 4K, above which the paper calls a length effective (section 4)."""
 
 
 @one_line_errors
@@ -28,22 +43,13 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     args = _parse(argv)
     if args.command == "score":
-        from tools.ruler.score import score_tasks
-        from train.run import run_entry
-
         run_entry(lambda _: score_tasks(args, tasks_of(args), sources_of(args)))
     elif args.command == "model":
-        from tools.line_retrieval.tiny import write_model
-        from tools.ruler.tiny import tokenizer_of_needles
-
         print(write_model(args.folder, args.hidden_size, args.seed, tokenizer_of_needles, tie_word_embeddings=True))
     elif args.command == "repeat":
-        from data.text.indexed import writing
-        from tools.ruler.tiny import repeated
-
-        with writing(args.output) as (draft,), draft.open("w", encoding="utf-8") as file:
-            for sample in range(args.samples):
-                file.write(json.dumps({"messages": repeated(sample, args.seed, args.times)}) + "\n")
+        write_rows(
+            args.output, ({"messages": repeated(sample, args.seed, args.times)} for sample in range(args.samples))
+        )
         print(f"wrote {args.output}: {args.samples:,} conversations of names and numbers to say again")
     else:
         make(args)
@@ -51,11 +57,6 @@ def main(argv: list[str]) -> None:
 
 def make(args: argparse.Namespace) -> None:
     """Write the examples that the command line asks for. Raises DataError."""
-    from data.chat.template import load_template
-    from data.ruler.examples import Prompts, Purpose, answer_of, makers
-    from data.text.indexed import writing
-    from data.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(args.tokenizer_model)
     chat = args.chat or args.messages
     template = load_template(args.tokenizer_model, args.chat_template) if chat else None
@@ -63,30 +64,27 @@ def make(args: argparse.Namespace) -> None:
     prompts = Prompts(tokenizer, template, (begin,))
     purpose: Purpose = "train" if args.messages else "score"
     makes, tokens = makers(tasks_of(args), args.lengths, args.seed, prompts, sources_of(args), purpose), 0
-    with writing(args.output) as (draft,), draft.open("w", encoding="utf-8") as file:
+
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal tokens
         for number in range(args.samples):
-            for maker in makes:
-                made = maker.make(number)
+            for made in (maker.make(number) for maker in makes):
                 asked, tokens = made.question, tokens + len(made.ids)
-                row: dict[str, Any]
                 if args.messages:
                     turns = ("user", asked.text), ("assistant", asked.prefix + answer_of(asked))
-                    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+                    yield {"messages": [{"role": role, "content": text} for role, text in turns]}
                 else:
                     row = {"index": number, "task": made.task, "max_length": made.length, "input": asked.text}
                     row |= {"answer_prefix": asked.prefix, "outputs": asked.answers}
-                    row |= {"length": len(made.ids) + made.new_tokens}
-                file.write(json.dumps(row) + "\n")
+                    yield row | {"length": len(made.ids) + made.new_tokens}
+
+    write_rows(args.output, rows())
     count = args.samples * len(makes)
     print(f"wrote {args.output}: {count:,} examples, prompts of {tokens / count:,.1f} tokens in the mean")
 
 
-def sources_of(args: argparse.Namespace) -> "Sources":
+def sources_of(args: argparse.Namespace) -> Sources:
     """Read the files that the command line names. Raises DataError."""
-    from data.ruler.documents import Questions
-    from data.ruler.tasks import Sources
-    from data.ruler.texts import Essays
-
     files = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     return Sources(Essays(args.essays), {task: Questions(file) for task, file in files.items() if file is not None})
 
@@ -96,9 +94,6 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
 
     Raises DataError: a task that there is not, or whose file is not given.
     """
-    from data.ruler.tasks import TASKS
-    from runtime.errors import DataError
-
     given = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     there = [task for task in TASKS if given.get(task, True) is not None]
     if not args.tasks and len(there) < len(TASKS) and os.environ.get("RANK", "0") == "0":
@@ -114,9 +109,61 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(args.tasks or there))
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    from tools.common.runs import add_scoring
+def place_of(prompts: Prompts, maker: Maker) -> Place:
+    """Return the place of a maker's task and length."""
 
+    def ask(writer: Writer, numbers: Sequence[int]) -> list[Answer]:
+        with raise_together(writer.group):
+            asked = [maker.make(number) for number in numbers]
+        ids = writer.write([example.ids for example in asked], asked[0].new_tokens, stop=sorted(prompts.ends))
+        found: list[Answer] = []
+        for example, written in zip(asked, map(prompts.text, ids), strict=True):
+            told = {"number": example.number, "answers": list(example.question.answers), "written": written}
+            found.append((example.score(written), told))
+        return found
+
+    return Place(maker.name, maker.length, ask)
+
+
+def score_tasks(args: argparse.Namespace, tasks: Sequence[str], sources: Sources) -> None:
+    """Score a run and write what was found; collective. Raises UserError."""
+
+    def places(run: Run, lengths: Sequence[int]) -> Iterator[Place]:
+        template = load_template(str(run.config.data.tokenizer_model), args.chat_template) if args.chat else None
+        prompts = Prompts(run.tokenizer, template, run.begin)
+        return map(partial(place_of, prompts), makers(tasks, lengths, args.seed, prompts, sources))
+
+    run, cells = score_run(args, places, lambda cell: f"{cell.row}: {100 * cell.share:.1f}")
+    if is_first():
+        by, haystack = "by the chat template" if args.chat else "as of a base model", sources.essays.title
+        title = f"RULER, {args.samples} examples of each task and length, prompts {by}, haystack of {haystack}"
+        about: dict[str, Any] = {"seed": args.seed, "chat": args.chat, "haystack": haystack}
+        about |= {"trained_seq_length": run.trained_length, "cells": [entry(cell) for cell in cells]}
+        write_scores(args, run, "ruler", title, about, table(cells), heat_map(cells, str, "task", "right answers"))
+
+
+def entry(cell: Cell) -> dict[str, Any]:
+    """Return a cell as its file has it."""
+    scores = {"scores": [share for share, _ in cell.answers], "wrong": cell.wrong, "score": 100 * cell.share}
+    return {"task": cell.row, "length": cell.length, **scores}
+
+
+def table(cells: Sequence[Cell]) -> list[str]:
+    """Return a row for each task and the averages, a column for each length and all; and the effective length."""
+    tasks, lengths, found = grid(cells)
+    rows = {task: [100 * found[task, length].share for length in lengths] for task in tasks}
+    rows["average"] = means = [sum(column) / len(tasks) for column in zip(*rows.values(), strict=True)]
+    shown = [[name, *(f"{value:.1f}" for value in row), f"{sum(row) / len(row):.1f}"] for name, row in rows.items()]
+    effective = [length for length, mean in zip(lengths, means, strict=True) if mean > THRESHOLD]
+    said = f"effective length: {max(effective)}" if effective else "effective length: less than all of these"
+    return [
+        *markdown(["task", *map(str, lengths), "all"], shown, "---:"),
+        "",
+        f"{said} (the longest whose average is above {THRESHOLD}, Llama-2-7b-chat's at 4K, as in the paper)",
+    ]
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.ruler", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     score = commands.add_parser("score", help="score a run by task and length", allow_abbrev=False)

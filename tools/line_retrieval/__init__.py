@@ -1,1 +1,0 @@
-"""A task of long contexts: find a line by its label."""

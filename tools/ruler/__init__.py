@@ -1,1 +1,0 @@
-"""RULER, a benchmark of long contexts: examples made, a run scored."""

@@ -51,16 +51,16 @@ BUDGET = {
     "parallel": 8300,
     "checkpoint": 1455,
     "data": 4609,
-    "train": 5644,
+    "train": 5646,
     "planner": 3092,
     "runtime": 2427,
     "slurm": 336,
-    "tools": 5029,
+    "tools": 4952,
     "parity": 713,
     "papers": 2210,
     "bench": 3146,
     "docs": 186,
-    "tests": 44968,
+    "tests": 44970,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

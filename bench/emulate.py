@@ -60,7 +60,7 @@ def step_of(plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dou
 def computed(plan: Plan, rank: int, moves: Moves) -> list[Tiles]:
     """Return the tiles of each round of a rank."""
     if plan.sparse:
-        return [step.tiles for step in plan.schedule(rank, moves).rounds]
+        return [step.tiles for step in plan.schedule(rank, moves)]
     return [step.tiles for step in plan.rounds(rank, moves)]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from bench.emulate import clock, emulate
 from bench.harness import add_json, add_sizes, need_cuda, sizes_of, write_json
 from bench.shapes import DTYPES, AttentionShape
-from parallel.context.methods.registry import METHODS
+from parallel.context.methods import METHODS
 from parallel.context.traffic import Moves, sizes
 from planner.attention_cost import AttentionCost
 from planner.cluster import default_cluster, load_cluster

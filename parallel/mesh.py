@@ -34,13 +34,6 @@ GPU_ENVIRONMENT = {
 """Variables for CUDA, NCCL and torch's allocator, set before they start where the environment has none."""
 
 
-def _tell_gpus() -> None:
-    """Set what the environment leaves open; before torch asks for a device, which starts CUDA."""
-    for name, value in GPU_ENVIRONMENT.items():
-        if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
-            os.environ.setdefault(name, value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Arrangement of the processes: pipeline (pp) x data (dp, what is left over) x context (cp) x tensor parallel."""
@@ -80,7 +73,9 @@ class MeshConfig:
     def device_type(self) -> str:
         """``cpu`` or ``cuda``, with ``auto`` resolved."""
         if self.device != "cpu":
-            _tell_gpus()
+            for name, value in GPU_ENVIRONMENT.items():  # before torch asks for a device, which starts CUDA
+                if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+                    os.environ.setdefault(name, value)
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     @property
@@ -153,7 +148,15 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
     with nullcontext() if dist.is_initialized() else process_group(config.backend, timeout):
         if device.type == "cuda":
             _check_apart(device)
-        yield _arranged(config, device, timeout)
+        config = config.joined(dist.get_world_size())
+        pp, cp, tp = config.sizes
+        sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        parts = {name: mesh[name] for name in sizes} | {"dp_cp": mesh["dp", "cp"]._flatten("dp_cp")}
+        for part in parts.values():
+            # a mesh's groups do not inherit the timeout: they would wait for 30 minutes
+            set_timeout(part.get_group(), timeout)
+        yield Mesh(device=device, **parts)
 
 
 def _own_gpu() -> torch.device:
@@ -180,17 +183,3 @@ def _check_apart(device: torch.device) -> None:
                 f"ranks {other} and {rank} have the same GPU of {gpu[0]} (CUDA_VISIBLE_DEVICES is "
                 f"{os.environ.get('CUDA_VISIBLE_DEVICES')} here); start one process per GPU, or let each see its own"
             )
-
-
-def _arranged(config: MeshConfig, device: torch.device, timeout: timedelta) -> Mesh:
-    """Build the mesh of the joined processes."""
-    config = config.joined(dist.get_world_size())
-    pp, cp, tp = config.sizes
-    sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    parts = {name: mesh[name] for name in sizes}
-    arranged = Mesh(device=device, dp_cp=mesh["dp", "cp"]._flatten("dp_cp"), **parts)
-    for part in (arranged.pp, arranged.dp, arranged.cp, arranged.tp, arranged.dp_cp):
-        # a mesh's groups do not inherit the timeout: they would wait for 30 minutes
-        set_timeout(part.get_group(), timeout)
-    return arranged

@@ -276,7 +276,7 @@ def _own_part(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
 
-    whole: Callable[[Tensor], Tensor] = as_it_is
+    whole: Callable[[Tensor], Tensor] = identity
     if isinstance(x, DTensor):
         placed: dict[str, Any] = {"placements": x.placements, "shape": x.shape, "stride": x.stride()}
         whole = partial(DTensor.from_local, device_mesh=x.device_mesh, run_check=False, **placed)
@@ -285,6 +285,6 @@ def _own_part(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x, whole
 
 
-def as_it_is(x: Any) -> Any:
+def identity(x: Any) -> Any:
     """Return ``x``."""
     return x

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from kernels.chunks import over_chunks
-from parallel.offload import Layer, Offload, OnHost, as_it_is, take
+from parallel.offload import Layer, Offload, OnHost, identity, take
 from runtime.errors import UserError
 
 ATTENTION = frozenset(
@@ -89,7 +89,7 @@ def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
         elif config.recompute_granularity != "none":
             keep_attention = config.recompute_granularity == "attention_boundary"
             begin = partial(offload.layer, first=number == 0) if offload else None
-            parts.forward = partial(_again, parts.forward, keep_attention, begin)
+            parts.forward = partial(_recomputed, parts.forward, keep_attention, begin)
 
 
 def _in_chunks(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int, x: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ def _in_chunks(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int
     return over_chunks(lambda part, _: forward(part), x.flatten(0, -2), size, parameters).unflatten(0, x.shape[:-1])
 
 
-def _again(
+def _recomputed(
     forward: Callable[..., Tensor], keep_attention: bool, begin: Callable[[], Layer] | None, *inputs: Any
 ) -> Tensor:
     """Run ``forward``, keeping only its inputs and, with ``keep_attention``, the results of its attention.
 
     With ``begin`` they are kept in host memory.
     """
-    pack, unpack = (begin().pack, take) if begin else (as_it_is, as_it_is)
+    pack, unpack = (begin().pack, take) if begin else (identity, identity)
     kept: deque[Any] = deque()
 
     def keep(call: Callable[[], Any]) -> Any:

@@ -16,7 +16,6 @@ import numpy as np
 from parallel.context.plan import Plan
 from parallel.context.sparse.rows import length_of
 from parallel.context.traffic import (
-    Collective,
     Message,
     Moves,
     Sizes,
@@ -181,15 +180,15 @@ def transfer_seconds(together: Sequence[Sent], ranks: int, cluster: Cluster, tp:
     ) + (count * latency)[rank != peer].max(initial=0.0)
 
 
-def _joint(collective: Collective) -> Sent:
+def _joint(collective: Message) -> Sent:
     """Send an all-gather around a ring, as libraries do, and an all-to-all straight to each peer."""
-    size, members = collective.ranks.shape
+    size, members = collective.to.shape
     rank = np.arange(size)
     if collective.kind == "gather":
-        own = np.argmax(collective.ranks == rank[:, None], axis=1)
-        following = collective.ranks[rank, (own + 1) % members]
+        own = np.argmax(collective.to == rank[:, None], axis=1)
+        following = collective.to[rank, (own + 1) % members]
         return Sent(rank, following, (members - 1) * collective.size, members - 1)
-    return Sent(np.repeat(rank, members), collective.ranks.ravel(), collective.size, 1)
+    return Sent(np.repeat(rank, members), collective.to.ravel(), collective.size, 1)
 
 
 def slots(plan: Plan, of: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:

@@ -99,7 +99,7 @@ def with_layout(config: Config, cluster: Cluster | None = None) -> Config:
 def with_schedule(config: Config, cluster: Cluster | None = None) -> Config:
     """Replace the schedule ``auto`` of a delta rule's states by the one predicted fastest, here or on a cluster.
 
-    It stays where no cluster file is about this device: the longest document decides then (schedules.py).
+    It stays where no cluster file is about this device: the longest document decides then (linear/segments.py).
     """
     context, (pp, cp, tp) = config.context, config.mesh.sizes
     given = context.delta_rule_schedule != "auto" or context.context_parallel_method == "none"

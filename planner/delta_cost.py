@@ -12,7 +12,7 @@ import numpy as np
 
 from kernels.delta.chunks import CHUNK
 from kernels.delta.scan import GPU_CHUNKS
-from parallel.context.linear import schedules
+from parallel.context.linear import segments as schedules
 from parallel.context.linear.halo import halo_traffic
 from parallel.context.linear.segments import cut, parts
 from parallel.context.plan import Plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from parallel.context.methods.registry import METHODS
+from parallel.context.methods import METHODS
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from runtime.errors import UserError

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
-from parallel.context.methods.registry import METHODS, STATE_METHODS
+from parallel.context.methods import METHODS, STATE_METHODS
 from planner.cluster import Cluster
 from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, untried_fields
 from planner.step_cost import Prediction, step_seconds

@@ -6,7 +6,7 @@ from math import ceil
 from typing import NamedTuple
 
 from kernels.loss import LOSS_CHUNK
-from parallel.context.mask import Window
+from parallel.context.layout import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes, sizes
 from parallel.data import Strategy

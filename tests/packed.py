@@ -17,7 +17,7 @@ from model.registry import build_model
 from runtime.ranks import run_ranks
 from runtime.watchdog import Watchdog
 from tests.data.text.corpora import write_documents
-from tests.parallel.whole import gradients_of
+from tests.parallel.tiny import gradients_of
 from tools.common.training import Records, trainer_of
 from train.batches import summed
 from train.config.language import parse_args

@@ -16,7 +16,7 @@ from kernels.loss import cross_entropy_sum
 from model.registry import build_model
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tests.packed import TINY, Step, as_it_is, over_ranks
-from tests.parallel.whole import gradients_of
+from tests.parallel.tiny import gradients_of
 from tests.test_packed import GRADIENTS, LOSS, second_document_alone
 from train.config.flags import ConfigError
 from train.config.language import parse_args, validate

@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint import saving
 from checkpoint.search import POINTER, find_checkpoint
-from parallel.pipeline.runner import Runner
+from parallel.data import Runner
 from runtime.ranks import run_ranks
 from runtime.watchdog import EXCLUDE, FOLDER
 from tests import starts

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.context import ContextParallel
-from parallel.data import WeightOf, init_parameters, shard_model, sharding_mesh
+from parallel.data import Runner, WeightOf, init_parameters, shard_model, sharding_mesh
 from parallel.mesh import Mesh
-from parallel.pipeline.runner import Runner
 from parallel.pipeline.stages import stage_layers
 from parallel.recompute import recompute_layers
 from runtime.together import is_first

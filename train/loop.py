@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from checkpoint.saving import Saves
 from data.loader import Batch, Samples, batches
-from parallel.pipeline.runner import Runner
+from parallel.data import Runner
 from runtime.signals import StopRequest
 from runtime.watchdog import Watchdog
 from train.assemble import Run, build_runner

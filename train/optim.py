@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.data import finish_gradients, reshard, to_local, untracked_replicas
-from parallel.pipeline.runner import Runner
+from parallel.data import Runner, finish_gradients, reshard, to_local, untracked_replicas
 from runtime.errors import UserError, at_least, require
 from train.adamw import ApexAdamW, Backend, HostAdamW
 

@@ -7,10 +7,10 @@ out = cp.attend(q, k, v)                                    # [B, T_local, H, D]
 
 from parallel.context.api import ContextParallel, context_parallel
 from parallel.context.config import ContextConfig
-from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry, PlanOptions
+from parallel.context.layout import ContextError
+from parallel.context.methods import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.context.methods.base import Round
-from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS
 from parallel.context.plan import Plan, make_plan
 from parallel.context.traffic import Cost, Traffic
 

@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.linear_attention import check, linear_attention
-from parallel.context.errors import ContextError
 from parallel.context.executor import Executor
 from parallel.context.heads import HeadExchange, StagedExecutor
+from parallel.context.layout import ContextError, Window
 from parallel.context.linear.attention import DeltaAttention, DeltaHeads
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor
-from parallel.context.mask import Window
-from parallel.context.methods.registry import LINEAR_METHODS, METHODS, check_kind
+from parallel.context.methods import LINEAR_METHODS, METHODS, check_kind
 from parallel.context.plan import PLANS, Plan, PlanHandle, make_plan
 from parallel.context.transport import Transport
 

@@ -1,4 +1,4 @@
-"""Visits of rows to a rank, round by round, and their gradients' way home: whole tensors, or only the rows needed.
+"""Circulate KV or queries among ranks, round by round, and return their gradients: whole tensors, or the rows needed.
 
 Every transfer is posted before the compute that hides it. What is added, is added in a fixed order, so that results do
 not depend on what arrives first.
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kernels.blocks import Tile
 from parallel.context.methods.base import Round
-from parallel.context.sparse.flow import Parcels
+from parallel.context.sparse.flow import Parcels, RankRound
 from parallel.context.sparse.rows import Rows, count
-from parallel.context.sparse.schedule import RankSchedule
 from parallel.context.transport import Arrival, Tensors, Transport
 
 Visit = tuple[int, tuple[Tile, ...], Tensors]
@@ -50,17 +49,17 @@ class Whole:
         sent = self._transport.send_recv(moved, send, send.due > index + 1)
         self._gradients.setdefault(send.due, []).append(sent)
 
-    def home(self) -> Tensors:
+    def own_gradient(self) -> Tensors:
         """Return the whole gradient of this rank's own rows; () if it had no part in any."""
-        (home,) = self._gradients.pop(len(self._rounds))
-        return tuple(self._transport.reduced(x, self._holders) for x in home())
+        (arrival,) = self._gradients.pop(len(self._rounds))
+        return tuple(self._transport.reduced(x, self._holders) for x in arrival())
 
 
 class Needed:
     """Only rows that a query sees travel (parallel/context/sparse/flow.py); methods as in ``Whole``."""
 
-    def __init__(self, transport: Transport, schedule: RankSchedule, own: Tensors) -> None:
-        self._transport, self._schedule, self._own = transport, schedule, own
+    def __init__(self, transport: Transport, rounds: tuple[RankRound, ...], own: Tensors) -> None:
+        self._transport, self._rounds, self._own = transport, rounds, own
         self._arriving: dict[int, list[tuple[Rows, Arrival]]] = {}
         self._returning: dict[int, list[tuple[Rows, Arrival]]] = {}
         self._sent: list[tuple[int, Callable[[], object]]] = []
@@ -68,31 +67,31 @@ class Needed:
 
     def visits(self) -> Iterator[Visit]:
         self._transport.connect_all(self._own[0].device)
-        self._post(self._schedule.start, self._own, 0, self._arriving)
-        for i, step in enumerate(self._schedule.rounds):
+        self._post(self._rounds[0].joined, self._own, 0, self._arriving)
+        for i, step in enumerate(self._rounds):
             held = self._own if step.in_place else self._filled(step.length, self._arriving.pop(i, []))
             self._finish(i)
             self._post(step.moves, held, i + 1, self._arriving)
             if step.tiles or step.gradients.sends or step.gradients.receives or i in self._returning:
                 yield i, step.tiles, held
-        self._finish(len(self._schedule.rounds))
+        self._finish(len(self._rounds))
 
     def send_gradient(self, index: int, moved: Tensors) -> None:
         for rows, arrival in self._returning.pop(index, []):
             _add(moved, rows, arrival())
-        self._post(self._schedule.rounds[index].gradients, moved, index + 1, self._returning)
+        self._post(self._rounds[index].gradients, moved, index + 1, self._returning)
 
-    def home(self) -> Tensors:
-        for rows, arrival in self._returning.pop(len(self._schedule.rounds), []):
+    def own_gradient(self) -> Tensors:
+        for rows, arrival in self._returning.pop(len(self._rounds), []):
             parts, tokens = arrival(), self._own[0].shape[1]
             if self._sums:
                 _add(self._sums, rows, parts)
-            elif self._schedule.rounds[0].in_place and parts[0].shape[1] == tokens:
+            elif self._rounds[0].in_place and parts[0].shape[1] == tokens:
                 self._sums = parts  # of this rank's own buffer, which nothing else uses now
             else:
                 self._sums = tuple(x.new_zeros(x.shape[0], tokens, *x.shape[2:]) for x in parts)
                 _add(self._sums, rows, parts)
-        self._finish(len(self._schedule.rounds))
+        self._finish(len(self._rounds))
         return self._sums
 
     def _post(

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parallel.context.errors import ContextError
-from parallel.context.layout import BALANCED
-from parallel.context.methods.registry import method_of
+from parallel.context.layout import BALANCED, ContextError
+from parallel.context.methods import method_of
 from parallel.context.plan import make_plan
 
 HybridLayout = Literal["contiguous", "zigzag"]

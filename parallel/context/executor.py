@@ -28,10 +28,9 @@ from kernels.attention import (
 from kernels.blocks import Keys, Rows, Tile
 from kernels.merge import merged, sinks_gradient, with_sinks
 from parallel.context.circulation import Needed, Whole
-from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
-from parallel.context.operators import plan_of
-from parallel.context.plan import Plan
+from parallel.context.layout import ContextError
+from parallel.context.plan import Plan, plan_of
 from parallel.context.traffic import Moves, Sizes
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles, differentiable
@@ -79,7 +78,11 @@ class Executor:
             if not results and (tile := only_block(tiles, rows[1], None, backend)):
                 results = block_forward(queries, k[:, tile.k], v[:, tile.k], tile.kind, scale, backend)
             else:
-                results = out, lse = _running(results or over_no_keys(rows, q, wide), wide)
+                # Rounding lse scales the weights of its whole row, which the gradients of norms of q and k do not
+                # average out, and each merge would round it once more. GPUs' kernels have float32.
+                out, lse = results or over_no_keys(rows, q, wide)
+                exact = torch.float64 if lse.device.type == "cpu" else wide
+                results = out, lse = *_dense((out,), wide), *_dense((lse,), exact)
                 attend_tiles_(out, lse, queries, Keys(k, v), tiles, scale, backend)
             del k, v  # free them before the next round allocates
         if not stays:
@@ -113,7 +116,7 @@ class Executor:
             kept, moved = self._of_round(tiles, stays, held, kept, moves, wide, scale, backend)
             circulation.send_gradient(i, moved)
             del held, moved  # free them before the next round allocates
-        brought = circulation.home() or _zeros(moving, wide)
+        brought = circulation.own_gradient() or _zeros(moving, wide)
         kept = kept or _zeros(staying(), wide)  # tokens that nothing sees: padding
         if len(self._team) > 1:
             kept = tuple(self.transport.reduced(x, self._team) for x in _dense(kept, wide))
@@ -165,16 +168,6 @@ class Executor:
             return Needed(self.transport, plan.schedule(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)
         return Whole(self.transport, plan.rounds(self.rank, moves), self._holders, arrival)
-
-
-def _running(results: Tensors, wide: torch.dtype) -> Tensors:
-    """Return results that merges go on from: out in this dtype, and lse on the CPU in float64.
-
-    Rounding lse scales the weights of its whole row, which the gradients of norms of q and k do not average out, and
-    each merge would round it once more. GPUs' kernels have float32.
-    """
-    out, lse = results
-    return *_dense((out,), wide), *_dense((lse,), torch.float64 if lse.device.type == "cpu" else wide)
 
 
 def _dense(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:

@@ -1,4 +1,4 @@
-"""Geometry: what a method with its options fixes for a run under any mask. Built on the CPU; needs no processes.
+"""Geometry: the layout, rounds and groups of a method, the same under any mask. Built on the CPU without processes.
 
 It says who owns which tokens, and for each round which KV a rank holds, where it sends and where it receives from.
 Process groups, transport and operators depend on it alone.
@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.context.errors import ContextError
-from parallel.context.layout import BALANCED, PLACEMENTS, Layout, padded_length, places
+from parallel.context.layout import BALANCED, PLACEMENTS, ContextError, Layout, padded_length, places
 from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
 from runtime.tensors import kept_in_object
+
+Moves = Literal["kv", "queries"]
+"""Operands that a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class PlanOptions:
     backward: Literal["auto", "kv", "queries"] = "auto"
     """Operands that the backward circulates; ``auto`` moves fewer bytes for the given heads."""
     delta_rule_schedule: Literal["auto", "chain", "tree", "gather", "ulysses"] = "auto"
-    """Rounds by which states of a delta rule pass, see ``linear/schedules.py``; ``ulysses`` exchanges heads instead."""
+    """Rounds by which states of a delta rule pass, see ``linear/segments.py``; ``ulysses`` exchanges heads instead."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
         """Resolve the layout, and the degree if the method decides it, for a method and a sequence.

@@ -1,5 +1,11 @@
-"""Plans: what each rank computes in every round, for a geometry under one mask. Needs no processes."""
+"""Plans: what each rank computes in every round, for a geometry under one mask, and operators that run them.
 
+Making a plan needs no processes. A custom operator takes no Python object, so it takes handles. That of an executor is
+an integer. That of a plan is a tensor: the mask may change with every micro-batch, and torch.compile would recompile
+for each new integer.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -8,21 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.context.arcs import ArcLayout
 from parallel.context.geometry import Geometry, PlanOptions
-from parallel.context.layout import BALANCED, Layout
-from parallel.context.mask import Mask, Reach, Window, mask_of
+from parallel.context.layout import BALANCED, ContextError, Layout, Mask, Reach, Window, mask_of
+from parallel.context.methods import method_of
 from parallel.context.methods.base import Ranks, Round
-from parallel.context.methods.registry import method_of
-from parallel.context.sparse.flow import Flow
-from parallel.context.sparse.schedule import PiecesOf, RankSchedule, flow_of, rank_schedule
-from parallel.context.tiles import Piece, pieces, tiles
+from parallel.context.sparse.balanced import ArcLayout
+from parallel.context.sparse.flow import Flow, PiecesOf, RankRound, rank_schedule
+from parallel.context.tiles import Piece, Sets, Work, pieces, tiles, work
 from parallel.context.traffic import Cost, Moves, Sizes, cheaper_backward, needed_traffic, sizes, whole_traffic
-from parallel.context.work import Sets, Work, work
-from runtime.tensors import Handles, kept_in_object
+from runtime.tensors import Handles, differentiable, kept_in_object
 
 PLANS: Handles["Plan"] = Handles()
-"""Plans by handle: attention operators take a handle, since the plan may change with every call."""
+"""Plans by handle."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +111,14 @@ class Plan:
         return tuple(found)
 
     @kept_in_object
-    def schedule(self, rank: int, moves: Moves = "kv") -> RankSchedule:
+    def schedule(self, rank: int, moves: Moves = "kv") -> tuple[RankRound, ...]:
         """Return what ``rank`` sends, receives and computes where only the rows that a query sees travel."""
         return rank_schedule(self.flow(moves), rank, *self._visible, moves)
 
     @kept_in_object
     def flow(self, moves: Moves = "kv") -> Flow:
         """Return the routes of all rows that a query sees."""
-        return flow_of(self.geometry, *self._visible, moves)
+        return Flow(self.geometry, *self._visible, moves)
 
     @property
     def _visible(self) -> tuple[PiecesOf, int, Reach]:
@@ -149,7 +152,7 @@ class Plan:
         of = sizes(geometry, **shape)
         moves = self.backward_moves(of)
         if self.sparse and not geometry.method.states:
-            pairs = tuple(sum(tile.pairs for tile in step.tiles) for step in self.schedule(rank).rounds)
+            pairs = tuple(sum(tile.pairs for tile in step.tiles) for step in self.schedule(rank))
             forward = needed_traffic(self.flow(), rank, of, None)
             return Cost(pairs, forward, needed_traffic(self.flow(moves), rank, of, moves), moves)
         return Cost(
@@ -248,3 +251,58 @@ def _work(plan: Plan, moves: Moves) -> Work:
         pairings.append(None if step.gradient is None else pair)
     sets = (team, holds) if moves == "kv" else (holds, team)
     return work(*sets, pairings, plan.layout.stride, plan.mask.reach)
+
+
+def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
+    """Return a plan by its handle.
+
+    Raises ContextError: it is of other ranks, another length, method or layout than ``geometry``.
+    """
+    plan = PLANS[handle]
+    own = plan.geometry
+    alone = own.size == geometry.size == 1 and own.padded_len == geometry.padded_len
+    if own is not geometry and own != geometry and not alone:
+        raise ContextError(
+            f"mask is of {own.method.name} over {own.seq_len} tokens on {own.size} ranks, and this attention is "
+            f"{geometry.method.name} over {geometry.seq_len} on {geometry.size}; pass a handle from under(...) of "
+            "the same object"
+        )
+    return plan
+
+
+def rank_operator(
+    name: str,
+    inputs: str,
+    fake: Callable[..., tuple[Tensor, Tensor]],
+    checked: Callable[[Tensor, Geometry], Plan] = plan_of,
+    others: str = "",
+) -> Handles[Any]:
+    """Register ``forward(plan, *given)`` and ``backward(plan, dout, kept, *given)`` of executors as one operator.
+
+    It takes what is given, the inputs and others, then the handles of an executor and of a plan, and returns out and
+    what the backward needs besides.
+
+    Returns:
+        The table for the executors' handles.
+    """
+    executors: Handles[Any] = Handles()
+
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        *operands, handle, plan = given
+        executor = executors[handle]
+        with torch.autocast(operands[0].device.type, enabled=False):
+            found: tuple[Tensor, Tensor] = executor.forward(checked(plan, executor.transport.geometry), *operands)
+        return found
+
+    def backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor, ...]:
+        *inputs, handle, plan = given
+        kept = inputs.pop(count)
+        with torch.autocast(dout.device.type, enabled=False):
+            found: tuple[Tensor, ...] = executors[handle].backward(PLANS[plan], dout, kept, *inputs)
+        return found
+
+    count = inputs.count(",") + 1
+    others += "int handle, Tensor plan"
+    owner = lambda *others: executors[others[-2]]  # noqa: E731
+    differentiable(name, inputs, others, forward, fake, backward, saves=[1], owner=owner)
+    return executors

@@ -7,39 +7,30 @@ to the next rank only inside a document: ``boundaries`` are the starts of all do
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from math import gcd
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from parallel.context.geometry import Geometry
-from parallel.context.linear.passages import passages
+from parallel.context.geometry import Geometry, Moves
+from parallel.context.layout import passages
 from parallel.context.sparse.flow import Flow, Parcel
 from parallel.context.sparse.rows import count
 
-Moves = Literal["kv", "queries"]
-"""Operands that a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
-
 
 class Message(NamedTuple):
-    """``size`` bytes from each rank to another, in transit from round ``first`` to ``last``.
+    """``size`` bytes from each rank to a peer, int64 ``[ranks]``, or in a collective to several: ``[ranks, members]``.
 
-    ``to`` is int64 ``[ranks]``; a rank sends nothing to itself. The number of rounds means after the last.
+    A rank sends nothing to itself. In transit from round ``first`` to ``last``; their number means after the last.
     """
 
     to: np.ndarray
     size: int
-    first: int
-    last: int
-
-
-class Collective(NamedTuple):
-    """An all-gather or all-to-all of each rank among ``ranks[rank]``; ``size`` is in bytes per peer."""
-
-    kind: Literal["gather", "exchange"]
-    ranks: np.ndarray
-    size: int
+    first: int = 0
+    last: int = 0
+    kind: Literal["p2p", "gather", "exchange"] = "p2p"
 
 
 @dataclass
@@ -160,39 +151,38 @@ def messages(
             yield Message(onward, of.state, 0, 0)
 
 
-def collectives(
-    geometry: Geometry, of: Sizes, moves: Moves | None, *, holders_join: bool = True
-) -> Iterator[Collective]:
+def collectives(geometry: Geometry, of: Sizes, moves: Moves | None, *, holders_join: bool = True) -> Iterator[Message]:
     """Yield the collectives of a backward that moves KV or queries, or (None) of a forward; skip groups of one.
 
     For heads: q, k, v there and out back, or dout there and dq, dk, dv back; in stages, lse back, and in the backward
     q, k, v, out and lse there again. Without ``holders_join`` what circulates
     is not gathered first, since only the rows needed travel.
     """
+    gather, exchange = partial(Message, kind="gather"), partial(Message, kind="exchange")
     heads, holders, team = geometry.head_groups, geometry.holder_groups, geometry.team_groups
     rows = of.batch * of.tokens
     channel = of.batch * geometry.local_len * of.element_size
     found = [
-        Collective("exchange", heads, ((of.heads + of.kv_heads) * of.head_dim + of.kv_heads * of.values) * channel),
-        Collective("exchange", heads, of.heads * of.values * channel),
+        exchange(heads, ((of.heads + of.kv_heads) * of.head_dim + of.kv_heads * of.values) * channel),
+        exchange(heads, of.heads * of.values * channel),
     ]
     if of.stages > 1:
-        lse = Collective("exchange", heads, of.batch * geometry.local_len * of.heads * of.wide)
+        lse = exchange(heads, of.batch * geometry.local_len * of.heads * of.wide)
         found += [lse] if moves is None else [*found, lse]
     if moves is None:
         found += [
-            *([Collective("gather", holders, of.payload("kv"))] if holders_join else []),
-            Collective("gather", team, rows * of.heads * of.head_dim * of.element_size),  # q
-            Collective("exchange", team, rows * of.heads * (of.head_dim + 1) * of.wide),  # partial out and lse
+            *([gather(holders, of.payload("kv"))] if holders_join else []),
+            gather(team, rows * of.heads * of.head_dim * of.element_size),  # q
+            exchange(team, rows * of.heads * (of.head_dim + 1) * of.wide),  # partial out and lse
         ]
     else:
         stays: Moves = "queries" if moves == "kv" else "kv"
         for ranks, what in ((holders, moves), (team, stays))[0 if holders_join else 1 :]:
-            found += [Collective("gather", ranks, of.payload(what)), Collective("exchange", ranks, of.gradient(what))]
+            found += [gather(ranks, of.payload(what)), exchange(ranks, of.gradient(what))]
     if geometry.method.states == "gather":
         everyone = np.broadcast_to(np.arange(geometry.size), (geometry.size, geometry.size))
-        found.append(Collective("gather", everyone, geometry.slots * of.state))
-    return (collective for collective in found if collective.ranks.shape[1] > 1)
+        found.append(gather(everyone, geometry.slots * of.state))
+    return (collective for collective in found if collective.to.shape[1] > 1)
 
 
 def whole_traffic(
@@ -200,7 +190,7 @@ def whole_traffic(
 ) -> Traffic:
     """Return the bytes that ``rank`` sends in a backward that moves KV or queries, or (None) in a forward."""
     sent = messages(geometry, of, moves or "kv", gradients=moves is not None, boundaries=boundaries)
-    return _sum(rank, sent, collectives(geometry, of, moves))
+    return _sum(rank, chain(sent, collectives(geometry, of, moves)))
 
 
 def needed_traffic(flow: Flow, rank: int, of: Sizes, moves: Moves | None) -> Traffic:
@@ -208,7 +198,7 @@ def needed_traffic(flow: Flow, rank: int, of: Sizes, moves: Moves | None) -> Tra
 
     ``flow`` has the rows that travel, with these moves (in a forward, KV).
     """
-    total = _sum(rank, (), collectives(flow.geometry, of, moves, holders_join=False))
+    total = _sum(rank, collectives(flow.geometry, of, moves, holders_join=False))
     for parcel, size, _ in parcels(flow, rank, of, moves or "kv", gradients=moves is not None):
         if parcel.peer != rank:
             total.p2p[parcel.peer] += size
@@ -227,15 +217,13 @@ def parcels(flow: Flow, rank: int, of: Sizes, moves: Moves, *, gradients: bool) 
             yield parcel, count(parcel.rows) * gradient_row, range(index + 1, parcel.due + 1)
 
 
-def _sum(rank: int, sent: Iterable[Message], joint: Iterable[Collective]) -> Traffic:
+def _sum(rank: int, sent: Iterable[Message]) -> Traffic:
     total = Traffic()
     for message in sent:
-        if (peer := int(message.to[rank])) != rank:
-            total.p2p[peer] += message.size
-    for collective in joint:
-        for peer in collective.ranks[rank].tolist():
+        counts = total.p2p if message.kind == "p2p" else total.collective
+        for peer in message.to[rank : rank + 1].ravel().tolist():
             if peer != rank:
-                total.collective[peer] += collective.size
+                counts[peer] += message.size
     return total
 
 
@@ -245,7 +233,7 @@ def bytes_of_all(
     """Return the bytes of all ranks (within nodes, between nodes), in a backward, or (None) in a forward."""
     sent = messages(geometry, of, moves or "kv", gradients=moves is not None, boundaries=boundaries)
     by_peers: dict[int, tuple[np.ndarray, int]] = {}  # a ring sends to the same ranks in every round
-    for to, size in [*((m.to, m.size) for m in sent), *((c.ranks, c.size) for c in collectives(geometry, of, moves))]:
+    for to, size, *_ in chain(sent, collectives(geometry, of, moves)):
         by_peers[id(to)] = to, by_peers.get(id(to), (to, 0))[1] + size
     inside = between = 0
     for to, size in by_peers.values():

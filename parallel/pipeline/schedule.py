@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from parallel.data import Strategy, set_gradient_sync, to_local, widen_gradients
-from parallel.pipeline.runner import LossSum, MicroBatch, Runner
+from parallel.data import LossSum, MicroBatch, Runner, Strategy, set_gradient_sync, to_local, widen_gradients
 from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
 

@@ -131,7 +131,12 @@ def compare(
         failed: list[str | None] = [None]
         if group is None or dist.get_rank(group) == 0:
             try:
-                found.copy_(_against_one_process(model, named, batch, count, mine, paused))
+                with paused():
+                    alone = _gradients(model, named, list(_documents(batch)), count)
+                    exact = deepcopy(model).double()
+                    with Wide():
+                        truth = _gradients(exact, _trained(exact), list(_documents(batch)), count)
+                found.copy_(_errors(mine, alone, truth))
             except Exception as error:  # such as no memory: the other ranks would wait for this one
                 failed = [f"{type(error).__name__}: {error}"]
     if group is not None:
@@ -145,23 +150,6 @@ def compare(
     rounding = max(torch.finfo(x.dtype).eps for x in named.values())
     sharded, one_process, exactly = found[0].tolist()
     return Report(sharded, one_process, exactly, max(rounding, 1e-13), _rows(named, found[1:].tolist()))
-
-
-def _against_one_process(
-    model: nn.Module,
-    named: Mapping[str, Tensor],
-    batch: Batch,
-    count: Tensor,
-    mine: list[Tensor],
-    paused: Callable[[], AbstractContextManager[None]],
-) -> Tensor:
-    """Return ``_errors`` of the ranks' gradients and of the model alone, in its dtype and in float64."""
-    with paused():
-        alone = _gradients(model, named, list(_documents(batch)), count)
-        exact = deepcopy(model).double()
-        with Wide():
-            truth = _gradients(exact, _trained(exact), list(_documents(batch)), count)
-    return _errors(mine, alone, truth)
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -37,8 +37,11 @@ class Alone:
         """Return each head's value."""
         self._plan.geometry.check_heads(q.shape[2], k.shape[2])
         for x in (q, k):
-            if self._before and not _near(x.flip(1), self._before[len(self._seen)]):
-                raise UserError("it counts its tokens itself, not by position_ids, and a rank has a part of them")
+            if self._before:
+                before, odd = self._before[len(self._seen)], torch.tensor([ODD], device=x.device)
+                gap, most = (z.float().abs().index_fill(1, odd, 0).max() for z in (x.flip(1) - before, before))
+                if not gap <= max(torch.finfo(x.dtype).eps, 1e-7) ** 0.5 * most:  # but for rounding
+                    raise UserError("it counts its tokens itself, not by position_ids, and a rank has a part of them")
             self._seen.append(x)
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
@@ -82,12 +85,6 @@ def probe(model: nn.Module, plan: Plan) -> None:
                     f"it returns {found} for {TOKENS} tokens, and the loss here is of logits [1, {TOKENS}, V]; give a "
                     "causal language model, such as AutoModelForCausalLM makes"
                 )
-
-
-def _near(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors [1, T, H, D] are the same up to rounding, but for the odd token."""
-    gap, largest = ((z.float().abs().index_fill(1, torch.tensor([ODD], device=z.device), 0)).max() for z in (x - y, y))
-    return bool(gap <= max(torch.finfo(x.dtype).eps, 1e-7) ** 0.5 * largest)
 
 
 @contextmanager

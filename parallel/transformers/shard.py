@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kernels.loss import cross_entropy_sum
 from parallel.context import ContextParallel, context_parallel
-from parallel.context.methods.registry import METHODS, check_kind, method_of
+from parallel.context.methods import METHODS, check_kind, method_of
 from parallel.transformers.batch import Batch, check_same, pack, part
 from parallel.transformers.check import Report, compare
 from parallel.transformers.layers import NAME, install

@@ -30,7 +30,7 @@ from bench.shapes import lognormal
 from data.latents.folder import write_latents
 from data.text.indexed import id_type, write_index
 from data.tokenizer import load_tokenizer, train_tokenizer
-from parallel.context.methods.registry import METHODS
+from parallel.context.methods import METHODS
 from runtime.machine import describe
 from tests.cuda_stub.__main__ import check_machine
 from tests.steps import RESULTS, ended

@@ -27,8 +27,7 @@ from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
 from planner.choice import with_layout
-from tests.parallel.tiny import ARCHITECTURE, equal, save, whole_tensors
-from tests.parallel.whole import gradients_of, weights_of
+from tests.parallel.tiny import ARCHITECTURE, equal, gradients_of, save, weights_of, whole_tensors
 from train.attention import context_of
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken

@@ -15,7 +15,7 @@ from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_dit
 from runtime.ranks import run_ranks
 from tests.parallel.split import GRADIENT, LOSS, Step, check_step, difference, keep_parts, mesh_config, summed
-from tests.parallel.whole import full, gradients_of, weights_of
+from tests.parallel.tiny import full, gradients_of, weights_of
 
 IMAGE = DiTConfig(
     num_layers=2,

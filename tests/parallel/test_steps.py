@@ -40,7 +40,7 @@ from tests.parallel.split import (
     split_step,
     whole_step,
 )
-from tests.parallel.whole import gradients_of
+from tests.parallel.tiny import gradients_of
 
 LINEAR = ("transnormer", "linear_transformer")
 WINDOWED = ("windowed", "off-by-one")
@@ -253,43 +253,38 @@ def test_a_kept_state_is_not_passed_on_again():
     assert [count for _, count in last] == [2, 2, 2, 2]
 
 
-def undecayed(rank, world_size, case):
+def undecayed():
     from parallel.context.linear import state
 
     state.passed_on = lambda carried, *_: carried
-    return steps(rank, world_size, [case])
 
 
-def with_parts_of_the_norm(rank, world_size, case):
+def parts_of_the_norm():
     """Each rank's part reaches the sum of squares, taken for the whole."""
     tensor_styles._Sum.backward = staticmethod(lambda ctx, *gradients: (gradients[0], None))
-    return steps(rank, world_size, [case])
 
 
-def with_the_first_heads_decays(rank, world_size, case):
+def the_first_heads_decays():
     def first(self, module, mesh):
         if hasattr(module, "log_decay"):
             module.log_decay = module.log_decay[: len(module.log_decay) // mesh.size()]
         return tensor_styles.AllTokens._apply(self, module, mesh)
 
     tensor_styles.OwnHeads._apply = first
-    return steps(rank, world_size, [case])
 
 
-def without_the_way_back(rank, world_size, case):
+def no_way_back():
     """Outputs are left in the other layout."""
     relayout.Relayout.outward = lambda self, x: x
-    return steps(rank, world_size, [case])
 
 
-def with_sinks_of_other_heads(rank, world_size, case):
+def sinks_of_other_heads():
     """Ranks that split heads among them take each other's sinks."""
     own = HeadExchange.own
     HeadExchange.own = lambda self, x: own(self, x.roll(len(x) // 2))
-    return steps(rank, world_size, [case])
 
 
-def with_sinks_one_head_off(rank, world_size, case):
+def sinks_one_head_off():
     """Each tensor-parallel rank takes its own, in another order."""
     split = tensor_styles.OwnHeads._apply
 
@@ -300,29 +295,32 @@ def with_sinks_one_head_off(rank, world_size, case):
         return module
 
     tensor_styles.OwnHeads._apply = off
-    return steps(rank, world_size, [case])
 
 
-def with_a_window_one_off(rank, world_size, case):
-    MODELS[case.kind] = replace(MODELS[case.kind], window_size="6,0")
-    return steps(rank, world_size, [case])
+def a_window_one_off():
+    MODELS["windowed"] = replace(MODELS["windowed"], window_size="6,0")
+
+
+def broken_steps(rank, world_size, fault, cases):
+    fault()
+    return steps(rank, world_size, cases)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "case"),
+    ("fault", "case"),
     [
         (undecayed, Case("transnormer", "lasp", 1, 4, "ddp")),
-        (with_parts_of_the_norm, Case("transnormer", "lasp", 2, 1, "ddp")),
-        (with_the_first_heads_decays, Case("transnormer", "lasp", 2, 1, "ddp")),
-        (without_the_way_back, Case("hybrid", "lasp", 1, 2, "ddp", layout="zigzag")),
-        (with_sinks_of_other_heads, Case("windowed", "ulysses", 1, 2)),
-        (with_sinks_one_head_off, Case("windowed", "zigzag", 2, 1)),
-        (with_a_window_one_off, Case("windowed", "ulysses", 1, 2)),
-        (with_a_window_one_off, Case("windowed", "zigzag", 1, 2)),
+        (parts_of_the_norm, Case("transnormer", "lasp", 2, 1, "ddp")),
+        (the_first_heads_decays, Case("transnormer", "lasp", 2, 1, "ddp")),
+        (no_way_back, Case("hybrid", "lasp", 1, 2, "ddp", layout="zigzag")),
+        (sinks_of_other_heads, Case("windowed", "ulysses", 1, 2)),
+        (sinks_one_head_off, Case("windowed", "zigzag", 2, 1)),
+        (a_window_one_off, Case("windowed", "ulysses", 1, 2)),
+        (a_window_one_off, Case("windowed", "zigzag", 1, 2)),
     ],
 )
-def test_what_is_wrong_in_silence_would_be_seen(wrong, case):
-    ((got, _),) = run_ranks(wrong, case.tp * case.cp, case)[0]
+def test_what_is_wrong_in_silence_would_be_seen(fault, case):
+    ((got, _),) = run_ranks(broken_steps, case.tp * case.cp, fault, [case])[0]
     assert difference(got, one_process(case.kind)) > (1000 if case.kind == "windowed" else 100) * GRADIENT
 
 

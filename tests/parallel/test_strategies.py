@@ -1,6 +1,7 @@
-"""Each data-parallel strategy divides, sends and sums as its name says, on meshes with tensor parallelism too."""
+"""Each data-parallel strategy divides, sends and sums as its name says, with tensor parallelism and in bfloat16 too."""
 
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import get_args
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from model.config import ModelConfig
+from model.linear.attention import LRPE
 from parallel.data import (
     DataParallelConfig,
     Strategy,
@@ -20,9 +23,8 @@ from parallel.data import (
 from parallel.mesh import distributed_mesh
 from runtime.ranks import run_ranks
 from tests.parallel import split
-from tests.parallel.tiny import equal
+from tests.parallel.tiny import equal, gradients_of
 from tests.parallel.unequal import difference, gradient_norm_of, loss_sum, sharded, whole_model
-from tests.parallel.whole import gradients_of
 from train.optim import gradient_norm
 
 STRATEGIES = get_args(Strategy)
@@ -191,3 +193,37 @@ def test_a_wrong_number_of_copies_is_named(settings, words):
 
 def test_fsdp_is_zero3():
     assert DataParallelConfig(data_parallel_sharding_strategy="fsdp").strategy == "zero3"
+
+
+CONFIG = ModelConfig(model_type="transnormer", num_layers=2, hidden_size=24, num_attention_heads=2, vocab_size=37)
+ANGLES = "layers.0.attention.lrpe.theta"
+
+
+def gradients(rank, world_size, strategy, granularity="none", data_rank=None):
+    """Gradients of a TransNormer in bfloat16 over two micro-batches; its angles are seen in float32."""
+    seen = []
+    forward = LRPE.forward
+    LRPE.forward = lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs)
+    model = sharded(world_size, True, strategy, config=CONFIG, granularity=granularity)
+    for micro in range(2):
+        set_gradient_sync(model, micro == 1, strategy)
+        loss_sum(model, rank if data_rank is None else data_rank, micro).backward()
+    finish_gradients(model, init_device_mesh("cpu", (world_size,)), strategy)
+    assert set(seen) == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    return gradients_of(model)
+
+
+@cache
+def sum_of_two():
+    """The same of either rank's tokens by one process each, added up."""
+    one, two = (run_ranks(partial(gradients, data_rank=rank), 1, "zero3")[0] for rank in range(2))
+    assert one[ANGLES].norm() > 0
+    return {name: one[name] + two[name] for name in one}
+
+
+@pytest.mark.parametrize("granularity", ["none", "full"])
+@pytest.mark.parametrize("strategy", get_args(Strategy))
+def test_angles_stay_in_float32_and_gradients_are_summed(strategy, granularity):
+    for got in run_ranks(gradients, 2, strategy, granularity):
+        assert difference(got, sum_of_two()) <= 1e-5

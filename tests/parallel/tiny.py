@@ -1,14 +1,14 @@
-"""A tiny model, sharded or not, and its checkpoints, for the tests of these."""
+"""A tiny model, sharded or not, and its checkpoints, for the tests of these; weights and gradients in full."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from checkpoint.api import save_checkpoint
 from checkpoint.manifest import Manifest, read_manifest, write_manifest
-from tests.parallel.whole import full
 
 VOCABULARY, WIDTH = 7, 6  # neither is divisible by 4 ranks: shards are uneven, and one rank's are empty
 ARCHITECTURE = {"num_layers": 2, "sizes": (VOCABULARY, WIDTH)}
@@ -97,3 +97,17 @@ def flip_a_byte(folder, name="__0_0.distcp"):
 def rewrite_manifest(folder, **changes):
     """Forge a manifest whose checksums are right."""
     write_manifest(folder, Manifest(**{**vars(read_manifest(folder)), **changes}))
+
+
+def full(value):
+    """A copy of its own; collective where the value is shared."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def weights_of(model):
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+def gradients_of(model):
+    """The gradients, in full, of the parameters that have one."""
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}

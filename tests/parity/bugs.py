@@ -70,9 +70,9 @@ def state_not_passed():
     """Linear attention drops what the ranks before have seen."""
     passed = StateExecutor._pass_states
 
-    def dropped(self, *of, reverse):
-        results, state, finish = passed(self, *of, reverse=reverse)
-        return results, state if reverse else None, finish
+    def dropped(self, *of, reverse=False):
+        *others, enter = of
+        return passed(self, *others, enter if reverse else lambda *_: None, reverse=reverse)
 
     StateExecutor._pass_states = dropped
 

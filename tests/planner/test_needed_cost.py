@@ -6,7 +6,7 @@ from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.attention_cost import AttentionCost, needed_of_all, slots
 from planner.cluster import load_cluster
-from tests.parallel.context.arcs.packings import filled, lognormal
+from tests.parallel.context.sparse.packings import filled, lognormal
 
 H100 = "configs/clusters/h100_pod.toml"
 CASES = [

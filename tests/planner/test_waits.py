@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import pretrain_dit
 import pretrain_gpt
-from parallel.context.methods.registry import LINEAR_METHODS, METHODS
+from parallel.context.methods import LINEAR_METHODS, METHODS
 from planner import rehearsal
 from planner.recorder import Recorder
 from planner.rehearsal import rehearse

@@ -7,7 +7,7 @@ from torch import nn
 from parallel.data import DataParallelConfig, shard_model, sharding_mesh
 from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.ranks import run_ranks
-from tests.parallel.whole import full, weights_of
+from tests.parallel.tiny import full, weights_of
 from train.optim import Ema, EmaConfig
 
 DECAY = 0.75

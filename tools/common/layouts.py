@@ -12,8 +12,8 @@ import numpy as np
 
 from kernels.attention import CAUSAL, FULL
 from parallel.context import ContextError, Plan, make_plan
+from parallel.context.layout import Window
 from parallel.context.linear.segments import chains
-from parallel.context.mask import Window
 from tools.common.pictures import FAINT, INK, MASKED, PALETTE
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from model.config import ModelConfig
 from model.dit_config import DiTConfig
 from parallel.context.config import HybridConfig
-from parallel.context.errors import ContextError
-from parallel.context.methods.registry import LINEAR_METHODS, METHODS, STATE_METHODS, method_of
+from parallel.context.layout import ContextError
+from parallel.context.methods import LINEAR_METHODS, METHODS, STATE_METHODS, method_of
 from parallel.recompute import RecomputeConfig
 from runtime.errors import nearest, with_article
 from train.config.common import CommonConfig

@@ -30,7 +30,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Return the sum of their losses, float32: a ``parallel.pipeline.runner.LossSum``."""
+        """Return the sum of their losses, float32: a ``parallel.data.LossSum``."""
 
     def validation_line(self, record: dict[str, Any]) -> str:
         """Describe a record's validation in one line."""

@@ -7,8 +7,7 @@ import torch
 from torch.profiler import record_function
 
 from checkpoint.saving import Saves
-from parallel.data import reshard
-from parallel.pipeline.runner import Runner
+from parallel.data import Runner, reshard
 from runtime.watchdog import Watchdog
 from train.assemble import Run
 from train.batches import StopAgreement, summed

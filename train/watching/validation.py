@@ -19,7 +19,7 @@ from data.ruler.examples import Prompts, makers
 from data.ruler.tasks import Sources
 from data.text.megatron import MockTokenizer
 from data.tokenizer import Tokenizer
-from parallel.pipeline.runner import Runner
+from parallel.data import Runner
 from runtime.errors import DataError
 from runtime.together import from_first
 from runtime.watchdog import Watchdog

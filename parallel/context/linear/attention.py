@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels.delta.convolution import check as check_convolution
 from kernels.delta.rule import check, forgetting
-from parallel.context.errors import ContextError
 from parallel.context.heads import HeadExchange
+from parallel.context.layout import ContextError
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
 from parallel.context.linear.segments import state_plan

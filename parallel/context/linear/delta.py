@@ -2,7 +2,7 @@
 
 A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without (kernels/delta/scan.py).
 So one that continues a document is computed before S arrives: one product is left, and U + M S goes on at once, or the
-map itself did earlier (schedules.py). The gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only
+map itself did earlier (segments.py). The gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only
 segments in the middle of a document take that wider scan: one that begins it knows its state, one that ends it is
 computed last, unless it is most of its rank.
 
@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from kernels.delta import scan
-from parallel.context.linear.schedules import Message, rounds_of
-from parallel.context.linear.segments import Part, Parts, chains, cut, parts, state_plan
-from parallel.context.operators import rank_operator
-from parallel.context.plan import Plan
+from parallel.context.linear.segments import Message, Part, Parts, chains, cut, parts, rounds_of, state_plan
+from parallel.context.plan import Plan, rank_operator
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles
 
@@ -69,8 +67,8 @@ class DeltaExecutor:
         if groups > 1 and steps:
             ((_, coming),) = steps
             for arrivals, x in zip(posted, heads, strict=True):
-                rooms = [_room(message, x[:count]) for message in coming]
-                arrivals += self.transport.isend_irecv([], rooms, far=False)[0]
+                buffers = [_receive_buffers(message, x[:count]) for message in coming]
+                arrivals += self.transport.isend_irecv([], buffers, far=False)[0]
         for number, (x, arrivals) in enumerate(zip(heads, posted, strict=True)):
             yield Wave(parts(plan, self.rank, waits=number > 0), x[:count], x[count:], arrivals)
 
@@ -198,8 +196,11 @@ class DeltaExecutor:
         if not steps:
             meanwhile()
         for index, (leaving, coming) in enumerate(steps):
-            sends = [(message.peer, _onward(own, known, placed[message.source])) for message in leaving]
-            receives = [] if wave.posted else [_room(message, wave.inputs) for message in coming]
+            sends = []
+            for message in leaving:
+                part = placed[message.source]
+                sends.append((message.peer, _composed(known[part], own(part)) if part in known else own(part)))
+            receives = [] if wave.posted else [_receive_buffers(message, wave.inputs) for message in coming]
             arrivals, sent = self.transport.isend_irecv(sends, receives, far=False)
             waits.append(sent)
             if index == 0:
@@ -222,11 +223,6 @@ class DeltaExecutor:
             sent()
 
 
-def _onward(own: Callable[[Part], Tensors], known: dict[Part, Tensors], part: Part) -> Tensors:
-    """Return the map of a part and of all before it that are known."""
-    return _composed(known[part], own(part)) if part in known else own(part)
-
-
 def _composed(earlier: Tensors, later: Tensors) -> Tensors:
     """Return the map of two stretches in sequence, (U, M), or (U,) if the earlier begins the chain."""
     added, through = later
@@ -234,8 +230,8 @@ def _composed(earlier: Tensors, later: Tensors) -> Tensors:
     return added + next(found), *found
 
 
-def _room(message: Message, tensors: Tensors) -> tuple[int, Tensors]:
-    """Return who sends a message, and matrices for it."""
+def _receive_buffers(message: Message, tensors: Tensors) -> tuple[int, Tensors]:
+    """Return the rank that sends a message, and matrices to receive it in."""
     q, _, v, _, _ = tensors
     shape, wide = (v.shape[0], v.shape[2], q.shape[-1]), torch.promote_types(q.dtype, torch.float32)
     widths = (v.shape[-1], q.shape[-1])[: 2 - message.state]
@@ -252,22 +248,19 @@ def _groups(plan: Plan, q: Tensor) -> int:
 
 def _unpacked(mine: Parts, kept: Tensor, k: Tensor, v: Tensor) -> tuple[dict[Part, list[Tensor]], Tensor]:
     """Return what was kept of each part of a wave's heads, and the rest of the row."""
-    shapes = [(part, shape) for part in mine.all for shape in _kept_shapes(part, k, v)]
+    shapes = []
+    for part in mine.all:
+        keys, values = part.of(k), part.of(v)
+        states, width = scan.empty_states(keys, values).shape, keys.shape[-1]
+        shapes.append((part, states))
+        if part.wide:
+            shapes += [(part, torch.Size((*values.shape[:3], width))), (part, torch.Size((*states[1:3], width, width)))]
     sizes = [shape.numel() for _, shape in shapes]
     *pieces, rest = kept.split([*sizes, len(kept) - sum(sizes)])
     saved = defaultdict[Part, list[Tensor]](list)
     for (part, shape), piece in zip(shapes, pieces, strict=True):
         saved[part].append(piece.view(shape))
     return saved, rest
-
-
-def _kept_shapes(part: Part, k: Tensor, v: Tensor) -> list[torch.Size]:
-    """Return the shapes of what ``DeltaExecutor.forward`` keeps of a part."""
-    k, v = part.of(k), part.of(v)
-    states = scan.empty_states(k, v).shape
-    width = k.shape[-1]
-    wide = [torch.Size((*v.shape[:3], width)), torch.Size((*states[1:3], width, width))] if part.wide else []
-    return [states, *wide]
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kernels.delta.convolution import convolve, spaced
 from parallel.context.linear.segments import Segment, cut, segments, state_plan
-from parallel.context.operators import rank_operator
-from parallel.context.plan import Plan
+from parallel.context.plan import Plan, rank_operator
 from parallel.context.traffic import Traffic
 from parallel.context.transport import Transport
 from runtime.tensors import Handles

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from parallel.context.api import ContextParallel
-from parallel.context.errors import ContextError
 from parallel.context.geometry import Geometry
+from parallel.context.layout import ContextError
 from parallel.context.plan import PLANS, Plan, PlanHandle
 from parallel.context.transport import Transport
 from runtime.tensors import Handles

@@ -4,7 +4,7 @@ A scan is linear in the incoming state (kernels/linear_attention.py), so a rank 
 while the state is in transit. The backward reuses that state, so that dq needs no other rank; the state's gradient goes
 the other way. States and sums are in float32 (float64 for float64 inputs) and are cast once at the end. No check reads
 them, since that would wait for the GPU: an overflow shows in every rank's gradient norm.
-A rank's tokens are one or more stretches of consecutive ones (passages.py), each with a slot among them.
+A rank's tokens are one or more stretches of consecutive ones (``Passage``), each with a slot among them.
 Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D, E]``, or ``[slots, ...]``.
 """
 
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from kernels.linear_attention import Scan, backward, from_state, passed_on, scan_of, select_linear_backend
 from parallel.context.geometry import Geometry
-from parallel.context.linear.passages import Passage, passages
-from parallel.context.operators import rank_operator
-from parallel.context.plan import Plan
+from parallel.context.layout import Passage, passages
+from parallel.context.plan import Plan, rank_operator
 from parallel.context.transport import Arrival, Transport
 from runtime.tensors import Handles
 

@@ -1,1 +1,38 @@
-"""Context-parallel methods as data: one file each, and one for all rings."""
+"""Context-parallel methods by name."""
+
+from parallel.context.layout import ContextError
+from parallel.context.methods.base import Method
+from parallel.context.methods.exchange import Exchange
+from parallel.context.methods.one_round import AllGather, Lasp, Lasp2, Ulysses
+from parallel.context.methods.ring import DoubleRing, Ring, Striped, Zigzag
+from parallel.context.methods.wallfacer import WallFacer
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (Ring(), Striped(), Zigzag(), AllGather(), WallFacer(), Ulysses(), DoubleRing(), Exchange())
+}
+"""Methods for softmax attention."""
+STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), Lasp2())}
+"""Methods for linear attention only."""
+LINEAR_METHODS: dict[str, Method] = STATE_METHODS | {
+    name: method for name, method in METHODS.items() if method.splits_heads
+}
+"""All methods for linear attention: they pass states on, or give each rank the whole sequence of some heads."""
+
+
+def method_of(name: str) -> Method:
+    """Return the method of this name; raise ContextError if there is none."""
+    known = METHODS | STATE_METHODS
+    if name not in known:
+        raise ContextError(f"context_parallel_method {name!r} does not exist; use one of {', '.join(known)}")
+    return known[name]
+
+
+def check_kind(method: Method, called: str, attention: str, fitting: dict[str, Method]) -> None:
+    """Raise ContextError unless the method is among those ``fitting`` this kind of attention."""
+    if method.name not in fitting:
+        passed = "states" if method.states else "keys and values"
+        raise ContextError(
+            f"{called}: method {method.name} passes {passed} on, which {attention} does not work by; "
+            f"use one of {', '.join(fitting)}"
+        )

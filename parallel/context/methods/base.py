@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from kernels.blocks import Tile
-from parallel.context.errors import ContextError
-from parallel.context.layout import LAYOUTS
+from parallel.context.layout import LAYOUTS, ContextError
 
 Ranks = Any
 """A rank or an array of ranks: methods use arithmetic only, so that a plan computes all ranks at once."""

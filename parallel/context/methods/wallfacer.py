@@ -5,7 +5,7 @@ Of P ranks, C form a team and G = P / C^2 teams form a team group. Rank = r_t C 
 
 from math import isqrt
 
-from parallel.context.errors import ContextError
+from parallel.context.layout import ContextError
 from parallel.context.methods.base import BalancedMethod, Ranks, Round, Send, Shape
 
 

@@ -1,4 +1,4 @@
-"""Which rows travel where: only those that a query sees at the rank that gets them, or at one that gets them from it.
+"""Routes of rows between ranks: only those travel that a query sees at the rank that gets them, or at one behind it.
 
 A plan's rounds say who holds whose tokens. Here each holder keeps of them what it or a later holder needs, and the
 gradients of what it computed go the same way as long as the next holder keeps those rows too; the others go straight to
@@ -6,17 +6,34 @@ their owner, which adds what comes in the order of rounds and senders, whatever 
 own part of the gradient never leaves it.
 
 A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of numbers (``Line``).
+A rank's rounds are its part of the flow, and the tiles.
 """
 
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from parallel.context.geometry import Geometry
+from kernels.blocks import Tile
+from parallel.context.geometry import Geometry, Moves
+from parallel.context.layout import Reach
 from parallel.context.methods.base import Send
-from parallel.context.sparse.rows import NOWHERE, ByPlace, Line, Rows, Spans, common, found_in, union, without
-from parallel.context.sparse.visible import Seen
+from parallel.context.sparse.rows import (
+    NOWHERE,
+    ByPlace,
+    Line,
+    Rows,
+    Spans,
+    as_columns,
+    common,
+    found_in,
+    length_of,
+    rows_seen,
+    union,
+    without,
+)
+from parallel.context.tiles import Piece, append_joined, tiles
 from runtime.tensors import kept_in_object
 
 
@@ -36,17 +53,26 @@ class Parcels(NamedTuple):
     receives: tuple[Parcel, ...] = ()
 
 
+PiecesOf = Callable[[tuple[int, ...]], list[Piece]]
+"""Returns the pieces of documents that ranks hold, joined, without padding."""
+
+
 class Flow:
     """The routes of all rows of one plan, and of their gradients."""
 
-    def __init__(self, geometry: Geometry, seen: Seen) -> None:
-        """Route the rows; ``seen`` has those that some token of a place needs."""
+    def __init__(self, geometry: Geometry, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves) -> None:
+        """Route all rows that a query of another place sees; ``moves`` says what travels."""
         self.geometry, self.local = geometry, geometry.local_len * geometry.ulysses_degree
         self.rounds, self._size = len(geometry.rounds), geometry.shape.size
         self.in_place = len(geometry.rounds[0].holds) == 1
         """True if a place's first buffer is its own tokens as they are."""
         self._line = Line(self._size, self.local)
         self._sends = [[self._from(send) for send in step.sends] for step in geometry.rounds]
+        places = range(self._size)
+        members = geometry.method.team(np.arange(self._size), geometry.shape)
+        teams = as_columns([pieces_of(geometry.ranks_at(members, place)) for place in places])
+        own = as_columns([pieces_of(geometry.ranks_at((place,), place)) for place in places])
+        seen = rows_seen(teams, own, stride, reach if moves == "kv" else reach[::-1])
         self._seen = self._by_round(self._line.spans(*seen))
         self._holdings = self._hold()
         self._onward, self._home = self._return()
@@ -147,3 +173,54 @@ class Flow:
 def _all_in(buffer: ByPlace, wanted: ByPlace) -> Rows:
     """Return where rows lie in a buffer, in the order of their owners."""
     return tuple(chain.from_iterable(found_in(buffer, wanted).values()))
+
+
+class RankRound(NamedTuple):
+    """One round of one rank: what its buffer holds, what travels, and the tiles to compute."""
+
+    length: int
+    """Rows of the buffer; ``in_place``: they are the rank's own tensors as they are."""
+    in_place: bool
+    joined: Parcels
+    """What travels before the first round to the holders that join it; nothing in others."""
+    moves: Parcels
+    gradients: Parcels
+    tiles: tuple[Tile, ...]
+
+
+def rank_schedule(
+    flow: Flow, rank: int, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves
+) -> tuple[RankRound, ...]:
+    """Return what ``rank`` sends, receives and computes in each round."""
+    geometry = flow.geometry
+    team, place, rounds = pieces_of(geometry.team(rank)), geometry.place(rank), []
+    owners = {owner for i in range(flow.rounds) for owner in flow.held(i, place)}
+    pieces = {owner: pieces_of(geometry.ranks_at((owner,), owner)) for owner in owners}
+    for i, step in enumerate(geometry.rounds):
+        held, computed = flow.held(i, place), tuple[Tile, ...]()
+        if held and step.gradient is not None:
+            there = clipped(held, pieces, stride)
+            computed = tiles(*((team, there) if moves == "kv" else (there, team)), stride, reach)
+        parcels = flow.start(rank) if i == 0 else Parcels(), flow.moves(rank, i), flow.gradients(rank, i)
+        rounds.append(RankRound(length_of(held), i == 0 and flow.in_place, *parcels, computed))
+    return tuple(rounds)
+
+
+def clipped(held: ByPlace, pieces: Mapping[int, list[Piece]], stride: int) -> list[Piece]:
+    """Return the pieces of a buffer: those of its owners, cut to the rows held; adjoining ones are one."""
+    found: list[Piece] = []
+    offset = 0
+    for owner, rows in held.items():
+        own, j = pieces[owner], 0
+        for first, end in rows:
+            while j < len(own) and own[j].offset < end:
+                piece, last = own[j], own[j].offset + own[j].length
+                low, high = max(first, piece.offset), min(end, last)
+                if low < high:
+                    start = piece.start + (low - piece.offset) * stride
+                    append_joined(found, Piece(start, offset + low - first, high - low, piece.document), stride)
+                if last > end:
+                    break  # the next rows may have more of it
+                j += 1
+            offset += end - first
+    return found

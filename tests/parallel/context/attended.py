@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from parallel.context import ContextParallel, Traffic, context_parallel
-from parallel.context.mask import Window
+from parallel.context.layout import Window
 from runtime.ranks import run_ranks
 
 BATCH, LENGTH, HEAD_DIM = 2, 123, 32

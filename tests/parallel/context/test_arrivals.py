@@ -43,14 +43,14 @@ def make_late(patch, draw):
 
 def add_in_any_order(patch, draw):
     """As if gradients were added as they arrive."""
-    home = Needed.home
+    own_gradient = Needed.own_gradient
 
     def shuffled(self):
         for waiting in self._returning.values():
             draw.shuffle(waiting)
-        return home(self)
+        return own_gradient(self)
 
-    patch.setattr(Needed, "home", shuffled)
+    patch.setattr(Needed, "own_gradient", shuffled)
 
 
 def attend_again(rank, world_size, cases, runs, change):

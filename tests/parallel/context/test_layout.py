@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from parallel.context.errors import ContextError
-from parallel.context.layout import LAYOUTS, Layout, granularity, padded_length
+from parallel.context.layout import LAYOUTS, ContextError, Layout, granularity, padded_length
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -43,8 +42,3 @@ def test_lengths_are_padded_up_never_cut():
 def test_what_cannot_work_is_refused(arguments, message):
     with pytest.raises(ContextError, match=message):
         Layout(*arguments)
-
-
-def test_a_rank_outside_is_refused():
-    with pytest.raises(ContextError, match="rank 2 is not among 2"):
-        Layout("striped", 8, 2).positions(2)

@@ -266,58 +266,33 @@ def test_plans_are_cached_and_built_without_processes():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("method", "size", "options", "message"),
     [
-        ({"method": "rign", "seq_len": 8, "size": 2}, "rign.*ring, striped, zigzag, allgather"),
-        ({"method": "ring", "seq_len": 0, "size": 2}, "seq_len is 0"),
-        ({"method": "ring", "seq_len": 8, "size": 0}, "context_parallel_size is 0"),
-        (
-            {"method": "wallfacer", "seq_len": 8, "size": 8, "team_size": 3},
-            "context_parallel_team_size is 3, whose square 9.*do: 1, 2$",
-        ),
-        ({"method": "wallfacer", "seq_len": 8, "size": 8, "team_size": 0}, "team_size is 0"),
-        (
-            {"method": "wallfacer", "seq_len": 8, "size": 8, "team_size": 2, "ulysses_degree": 4},
-            "square 4 does not divide the 2 ranks.*do: 1$",
-        ),
-        ({"method": "ring", "seq_len": 8, "size": 8, "ulysses_degree": 3}, "_degree is 3.*size 8; .*do: 1, 2, 4, 8$"),
-        ({"method": "ulysses", "seq_len": 8, "size": 8, "ulysses_degree": 2}, "leaves 4 groups; leave it out"),
-        (
-            {"method": "ring", "seq_len": 8, "size": 8, "layout": "striped"},
-            "context_parallel_layout is 'striped' with .* ring, which takes auto, contiguous$",
-        ),
-        ({"method": "wallfacer", "seq_len": 8, "size": 8, "placement": "near"}, "'near'; use one of collect_intra"),
-        ({"method": "ring", "seq_len": 8, "size": 8, "backward": "v"}, "backward is 'v'; use one of auto, kv, queries"),
-        (
-            {"method": "ring", "seq_len": 8, "size": 8, "placement": "p2p_intra"},
-            "context_parallel_placement is p2p_intra and .* ring has no teams to place",
-        ),
-        (
-            {"method": "double_ring", "seq_len": 8, "size": 8, "ranks_per_node": 3},
-            "context_parallel_ranks_per_node .* rings of 3.* 8 ranks.*: 1, 2, 4, 8$",
-        ),
-        (
-            {"method": "double_ring", "seq_len": 8, "size": 12, "ranks_per_node": 6, "ulysses_degree": 4},
-            "ranks_per_node is 6, not a multiple of ulysses_degree 4",
-        ),
-        ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, 4)}, "documents must ascend from 0 to seq_len 8"),
-        ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, 5, 4, 8)}, "documents must ascend"),
-        ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, 4.7, 8)}, "documents must be integers"),
-        ({"method": "ring", "seq_len": 8, "size": 2, "documents": (0, None, 8)}, "documents must be integers"),
-        ({"method": "ring", "seq_len": 8, "size": 2, "documents": "08"}, "documents must be integers"),
-        ({"method": "ring", "seq_len": 8, "size": 2, "documents": 8}, "documents must be integers"),
+        ("rign", 2, {}, "rign.*ring, striped, zigzag, allgather"),
+        ("ring", 2, {"seq_len": 0}, "seq_len is 0"),
+        ("ring", 0, {}, "context_parallel_size is 0"),
+        ("wallfacer", 8, {"team_size": 3}, "context_parallel_team_size is 3, whose square 9.*do: 1, 2$"),
+        ("wallfacer", 8, {"team_size": 0}, "team_size is 0"),
+        ("wallfacer", 8, {"team_size": 2, "ulysses_degree": 4}, "square 4 does not divide the 2 ranks.*do: 1$"),
+        ("ring", 8, {"ulysses_degree": 3}, "_degree is 3.*size 8; .*do: 1, 2, 4, 8$"),
+        ("ulysses", 8, {"ulysses_degree": 2}, "leaves 4 groups; leave it out"),
+        ("ring", 8, {"layout": "striped"}, "_layout is 'striped' with .* ring, which takes auto, contiguous$"),
+        ("wallfacer", 8, {"placement": "near"}, "'near'; use one of collect_intra"),
+        ("ring", 8, {"placement": "p2p_intra"}, "_placement is p2p_intra and .* ring has no teams to place"),
+        ("ring", 8, {"backward": "v"}, "backward is 'v'; use one of auto, kv, queries"),
+        ("ring", 8, {"delta_rule_schedule": "star"}, "is 'star'; use one of auto, chain, tree, gather"),
+        ("double_ring", 8, {"ranks_per_node": 3}, "_ranks_per_node .* rings of 3.* 8 ranks.*: 1, 2, 4, 8$"),
+        ("double_ring", 12, {"ranks_per_node": 6, "ulysses_degree": 4}, "is 6, not a multiple of ulysses_degree 4"),
+        ("lasp", 2, {"causal": False}, "lasp has no full mask"),
+        ("lasp", 2, {"ulysses_degree": 2}, "ulysses_degree is 2 with method lasp.*use 1"),
+        ("lasp", 4, {"team_size": 2}, "lasp has no teams"),
+        ("lasp2", 2, {"layout": "striped"}, "_layout is 'striped'.*use contiguous, zigzag or auto"),
+        ("lasp2", 2, {"layout": "balanced"}, "_layout is 'balanced'.*use contiguous, zigzag or auto"),
+        ("ring", 2, {"documents": (0, 4)}, "documents must ascend from 0 to seq_len 8"),
+        ("ring", 2, {"documents": (0, 5, 4, 8)}, "documents must ascend"),
+        *(("ring", 2, {"documents": wrong}, "must be integers") for wrong in ((0, 4.7, 8), (0, None, 8), "08", 8)),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(arguments, message):
+def test_what_cannot_work_is_refused_with_the_reason(method, size, options, message):
     with pytest.raises(ContextError, match=message):
-        make_plan(arguments.pop("method"), **arguments)
-
-
-def test_heads_that_cannot_be_split_are_refused_with_the_degrees_that_fit():
-    plan = make_plan("ring", seq_len=64, size=8, ulysses_degree=4)
-    plan.geometry.check_heads(8, 2)
-    plan.geometry.check_heads(4, 4)
-    with pytest.raises(ContextError, match=r"ulysses_degree is 4 with 6 query and 2 key heads.*: 1, 2$"):
-        plan.geometry.check_heads(6, 2)
-    with pytest.raises(ContextError, match=r"ulysses_degree is 4 with 12 query and 6 key heads.*: 1, 2$"):
-        plan.geometry.check_heads(12, 6)
+        make_plan(method, size=size, **{"seq_len": 8, **options})

@@ -20,8 +20,7 @@ from parallel.tensor.split import split_model
 from runtime.ranks import run_ranks
 from tests.parallel.split import GRADIENT, LOSS, config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
-from tests.parallel.tiny import ARCHITECTURE, save
-from tests.parallel.whole import full
+from tests.parallel.tiny import ARCHITECTURE, full, save
 from train.assemble import Run, build_runner
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken

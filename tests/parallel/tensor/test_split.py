@@ -117,44 +117,37 @@ def test_the_mask_passes_tensor_parallelism_sharding_and_recomputation(granulari
     assert run_ranks(masks_seen, 2, granularity) == [[True] * forwards * layers] * 2
 
 
-def without_the_sum(rank, world_size):
-    keep_parts()
-    with distributed_mesh(mesh_config(tp=2)) as mesh:
-        return split_step(mesh, config())[1]
-
-
-def with_a_local_mean(rank, world_size):
-    with distributed_mesh(mesh_config(tp=2)) as mesh:
-        return split_step(mesh, config(), local_mean=True)[1]
-
-
-def with_a_bias_of_every_rank(rank, world_size):
+def a_bias_of_every_rank():
     """A row-parallel layer's bias is added up over tp."""
     tensor_styles.own_entries = DTensor.full_tensor
-    with distributed_mesh(mesh_config(tp=2)) as mesh:
-        return split_step(mesh, GPTS[0])[1]
 
 
-def with_parts_for_wholes(rank, world_size, recompute):
+def parts_for_wholes():
     """Each rank's part of a gradient is taken for the whole, where every rank holds the value whole."""
     to_local = DTensor.to_local
     DTensor.to_local = lambda self, **_: to_local(self)
+
+
+def broken_step(rank, world_size, fault, model, settings):
+    if fault:
+        fault()
     with distributed_mesh(mesh_config(tp=2)) as mesh:
-        return split_step(mesh, GPTS[0], recompute)[1]
+        return split_step(mesh, model, **settings)[1]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "model", "ranks", "settings"),
+    ("fault", "model", "ranks", "settings"),
     [
-        (without_the_sum, LLAMAS[0], 2, ()),
-        (with_a_local_mean, LLAMAS[0], 4, ()),
-        (with_a_bias_of_every_rank, GPTS[0], 2, ()),
-        (with_parts_for_wholes, GPTS[0], 2, (PLAIN,)),
-        (with_parts_for_wholes, GPTS[0], 2, (CHUNKS,)),
+        (keep_parts, LLAMAS[0], 2, {}),
+        (None, LLAMAS[0], 4, {"local_mean": True}),
+        (a_bias_of_every_rank, GPTS[0], 2, {}),
+        (parts_for_wholes, GPTS[0], 2, {}),
+        (parts_for_wholes, GPTS[0], 2, {"recompute": CHUNKS}),
     ],
 )
-def test_what_is_summed_wrongly_over_tp_or_a_local_mean_would_be_seen(wrong, model, ranks, settings):
-    assert difference(run_ranks(wrong, ranks, *settings)[0], whole_step(model)) > 1000 * GRADIENT
+def test_what_is_summed_wrongly_over_tp_or_a_local_mean_would_be_seen(fault, model, ranks, settings):
+    found = run_ranks(broken_step, ranks, fault, model, settings)[0]
+    assert difference(found, whole_step(model)) > 1000 * GRADIENT
 
 
 class Logits(TorchDispatchMode):

@@ -13,14 +13,11 @@ from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
 from parallel.context.linear import delta
 from parallel.context.linear import segments as scanned
-from parallel.context.linear.schedules import SCHEDULES
-from parallel.context.linear.segments import segments
+from parallel.context.linear.segments import SCHEDULES, segments
 from runtime.ranks import run_ranks
-from tests.parallel.context.linear.traffic import delta_traffic
+from tests.parallel.context.linear.cases import DOCUMENTS, LAYOUTS, delta_traffic, with_gradients
 
 BATCH, KEYS, WIDTH, VALUES = 2, 2, 6, 5
-DOCUMENTS = (0, 3, 40, 41, 131, 251)
-LAYOUTS = [("ring", {"layout": "contiguous"}), ("zigzag", {}), ("exchange", {"layout": "balanced"})]
 TEAMS = [
     ("wallfacer", {"layout": "zigzag", "team_size": 2}),
     ("double_ring", {"layout": "contiguous", "ranks_per_node": 2}),
@@ -63,13 +60,6 @@ def inputs(length, shared):
     q, k = (F.normalize(draw(KEYS, WIDTH), dim=-1) for _ in range(2))
     g = -0.02 * draw(heads, *([] if shared else [WIDTH])).abs()
     return [q, k, draw(heads, VALUES), g, 2 * torch.sigmoid(draw(heads)), draw(heads, VALUES)]
-
-
-def with_gradients(attend, tensors):
-    *leaves, dout = tensors
-    leaves = [x.requires_grad_() for x in leaves]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 @cache
@@ -246,7 +236,7 @@ def under_a_policy(rank, world_size, attention_kept):
         return cp.attend_delta(cp.convolve(x.flatten(2), weight).view_as(x), k, v, g, beta)
 
     q.requires_grad_()
-    out = layer(q) if attention_kept is None else recompute._again(layer, attention_kept, None, q)
+    out = layer(q) if attention_kept is None else recompute._recomputed(layer, attention_kept, None, q)
     out.backward(dout)
     return q.grad, cp.transport.traffic.total
 

@@ -8,15 +8,15 @@ from kernels.delta.convolution import causal_convolution
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
 from parallel.context.linear import halo
 from parallel.context.linear.halo import halo_traffic, halos
-from parallel.context.sparse.visible import as_columns, rows_seen
+from parallel.context.sparse.rows import as_columns, rows_seen
 from runtime.ranks import run_ranks
+from tests.parallel.context.linear.cases import DOCUMENTS, LAYOUTS, with_gradients
 
 BATCH, CHANNELS, TAPS = 2, 3, 4
-LAYOUTS = [("ring", {"layout": "contiguous"}), ("zigzag", {}), ("exchange", {"layout": "balanced"})]
 LENGTHS = [
     (251, None),
     (5, None),  # pieces shorter than the halo, ranks of padding alone
-    (251, (0, 3, 40, 41, 131, 251)),
+    (251, DOCUMENTS),
     (40, tuple(range(41))),
 ]
 CASES = [(layout, *rest) for layout in LAYOUTS for rest in LENGTHS]
@@ -29,12 +29,6 @@ def inputs(length):
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def with_gradients(convolve, x, weight, dout):
-    x, weight = x.requires_grad_(), weight.requires_grad_()
-    out = convolve(x, weight)
-    return [out.detach(), *torch.autograd.grad(out, (x, weight), dout)]
-
-
 def convolve_on_ranks(rank, world_size, cases, fault=None):
     """out, dx and dweight of the whole sequence for each case, and bytes that were sent."""
     if fault:
@@ -45,7 +39,7 @@ def convolve_on_ranks(rank, world_size, cases, fault=None):
         x, weight, dout = inputs(length)
         padding = (cp.positions >= length).nonzero().flatten()
         local = [cp.shard(y, dim=1).index_fill(1, padding, torch.nan) for y in (x, dout)]
-        out, dx, dweight = with_gradients(cp.convolve, local[0], weight, local[1])
+        out, dx, dweight = with_gradients(cp.convolve, [local[0], weight, local[1]])
         dist.all_reduce(dweight)
         assert not out[:, padding].any()
         assert not dx[:, padding].any()
@@ -54,7 +48,7 @@ def convolve_on_ranks(rank, world_size, cases, fault=None):
 
 
 def worst(got, length, documents):
-    want = with_gradients(lambda x, weight: causal_convolution(x, weight, documents=documents), *inputs(length))
+    want = with_gradients(lambda x, weight: causal_convolution(x, weight, documents=documents), inputs(length))
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 
 
@@ -109,9 +103,9 @@ def test_rows_are_those_that_a_window_would_see(layout, length, documents):
 
 
 def test_sums_of_bfloat16_are_the_bits_of_one_process():
-    x, weight, dout = (y.bfloat16() for y in inputs(64))
-    found = with_gradients(context_parallel("zigzag", seq_len=64).convolve, x, weight, dout)
-    for got, want in zip(found, with_gradients(causal_convolution, x, weight, dout), strict=True):
+    tensors = [y.bfloat16() for y in inputs(64)]
+    found = with_gradients(context_parallel("zigzag", seq_len=64).convolve, tensors)
+    for got, want in zip(found, with_gradients(causal_convolution, tensors), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
@@ -119,14 +113,14 @@ def half_gradient(rank, world_size, length, documents):
     """dx [B, T, C] in bfloat16."""
     cp = context_parallel("zigzag", seq_len=length, group=dist.group.WORLD, documents=documents)
     x, weight, dout = (y.bfloat16() for y in inputs(length))
-    return cp.unshard(with_gradients(cp.convolve, cp.shard(x, 1), weight, cp.shard(dout, 1))[1], 1)
+    return cp.unshard(with_gradients(cp.convolve, [cp.shard(x, 1), weight, cp.shard(dout, 1)])[1], 1)
 
 
 @pytest.mark.parametrize(("length", "documents"), [(64, None), (5, None), (40, (0, 3, 9, 40))])
 def test_a_gradient_of_several_ranks_is_rounded_once(length, documents):
     """Pieces shorter than the halo have rows that several read."""
     exact = [y.bfloat16().double() for y in inputs(length)]
-    want = with_gradients(lambda x, weight: causal_convolution(x, weight, documents=documents), *exact)[1]
+    want = with_gradients(lambda x, weight: causal_convolution(x, weight, documents=documents), exact)[1]
     for got in run_ranks(half_gradient, 3, length, documents):
         assert ((got.double() - want).abs() <= (want.bfloat16().double() - want).abs() + 1e-6).all()
 
@@ -134,7 +128,7 @@ def test_a_gradient_of_several_ranks_is_rounded_once(length, documents):
 def test_it_compiles_whole():
     cp = context_parallel("zigzag", seq_len=16, documents=(0, 5, 16))
     compiled = torch.compile(cp.convolve, fullgraph=True, backend="aot_eager")
-    found, want = (with_gradients(convolve, *inputs(16)) for convolve in (compiled, cp.convolve))
+    found, want = (with_gradients(convolve, inputs(16)) for convolve in (compiled, cp.convolve))
     torch.testing.assert_close(found, want, rtol=0, atol=0)
 
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from kernels import reference
 from kernels.linear_attention import linear_attention
 from parallel.context import LINEAR_METHODS, STATE_METHODS, ContextError, Traffic, context_parallel, make_plan
-from parallel.context.linear.passages import passages
+from parallel.context.layout import passages
 from runtime.ranks import run_ranks
 from tests.parallel.context.attended import error
+from tests.parallel.context.linear.cases import DOCUMENTS, with_gradients
 
 BATCH, HEADS, WIDTH = 2, 8, 8
 LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.99, 0.9, 0.7, 0.5, 0.3, 0.2))
@@ -27,7 +28,7 @@ LENGTHS = [
     (256, None),
     (251, None),  # padded on any number of ranks
     (5, None),  # on 8 ranks some have nothing but padding
-    (251, (0, 3, 40, 41, 131, 251)),  # documents over several ranks, and several documents on one
+    (251, DOCUMENTS),  # documents over several ranks, and several documents on one
     (256, (0, 64, 96, 128, 256)),  # that end where ranks do
 ]
 
@@ -40,13 +41,6 @@ def inputs(length, dtype):
         torch.randn(BATCH, length, HEADS, wide, generator=generator, dtype=torch.float64).to(dtype).double()
         for wide in widths
     )
-
-
-def with_gradients(attend, tensors):
-    *leaves, dout = tensors
-    leaves = [x.requires_grad_() for x in leaves]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 @cache
@@ -270,17 +264,6 @@ def test_calls_that_do_not_fit_are_named():
         cp.attend_linear(q[:, :8], q[:, :8], q[:, :8], LOG_DECAY)
     with pytest.raises(ContextError, match=r"the decay of head 0 is 1\.10"):
         cp.attend_linear(q, q, q, (0.1, *LOG_DECAY[1:]))
-    with pytest.raises(ContextError, match="lasp has no full mask"):
-        make_plan("lasp", seq_len=16, size=2, causal=False)
-    for layout in ("striped", "balanced"):
-        with pytest.raises(
-            ContextError, match=f"context_parallel_layout is '{layout}'.*use contiguous, zigzag or auto"
-        ):
-            make_plan("lasp2", seq_len=16, size=2, layout=layout)
-    with pytest.raises(ContextError, match=r"ulysses_degree is 2 with method lasp.*use 1"):
-        make_plan("lasp", seq_len=16, size=2, ulysses_degree=2)
-    with pytest.raises(ContextError, match="lasp has no teams"):
-        make_plan("lasp", seq_len=16, size=4, team_size=2)
 
 
 def test_the_attention_is_one_operator_that_autograd_and_tracing_accept():

@@ -80,9 +80,9 @@ class Play:
         arriving = [{} for _ in self.ranks]
         returning = [{} for _ in self.ranks]
         kept = [np.zeros((len(team), self.plan.padded_len), dtype=int) for team in self.team]
-        self._post(-1, [one.start for one in self.schedules], self.own, arriving, self.rows)
+        self._post(-1, [one[0].joined for one in self.schedules], self.own, arriving, self.rows)
         for i, step in enumerate(self.geometry.rounds):
-            rounds = [one.rounds[i] for one in self.schedules]
+            rounds = [one[i] for one in self.schedules]
             held = [
                 self.own[rank]
                 if rounds[rank].in_place

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.context import METHODS, Plan, make_plan
-from parallel.context.sparse import schedule
-from parallel.context.sparse.flow import Flow
+from parallel.context.sparse import flow
+from parallel.context.sparse.rows import rows_seen
 from tests.parallel.context.sparse.play import Play, drawn, visible
 
 BOTH = ("kv", "queries")
@@ -64,26 +64,21 @@ def test_exchange_sends_each_row_once_to_each_node_and_its_gradient_once_from_th
     assert several, "negative control: without nodes, rows cross more than once"
 
 
-def changed(change):
-    """Flow that is told of other rows than are seen."""
-    return lambda geometry, seen: Flow(geometry, change(seen, geometry.local_len * geometry.ulysses_degree))
-
-
-def one_row_short(seen, rows):
+def one_row_short(who, whose, first, end, rows):
     """Without the first row of what one place sees of another's."""
-    chosen = np.flatnonzero(seen.who != seen.whose)[0]
-    return seen._replace(first=seen.first + (np.arange(len(seen.first)) == chosen))
+    chosen = np.flatnonzero(who != whose)[0]
+    return who, whose, first + (np.arange(len(first)) == chosen), end
 
 
-def one_row_more(seen, rows):
+def one_row_more(who, whose, first, end, rows):
     """With the row before the first one, or after the last one, that a place sees of another's."""
-    for who, whose in {*zip(seen.who.tolist(), seen.whose.tolist(), strict=True)}:
-        own = np.flatnonzero((seen.who == who) & (seen.whose == whose))
-        first, last = own[seen.first[own].argmin()], own[seen.end[own].argmax()]
-        if who != whose and seen.first[first] > 0:
-            return seen._replace(first=seen.first - (np.arange(len(seen.first)) == first))
-        if who != whose and seen.end[last] < rows:
-            return seen._replace(end=seen.end + (np.arange(len(seen.end)) == last))
+    for reader, owner in {*zip(who.tolist(), whose.tolist(), strict=True)}:
+        own = np.flatnonzero((who == reader) & (whose == owner))
+        least, last = own[first[own].argmin()], own[end[own].argmax()]
+        if reader != owner and first[least] > 0:
+            return who, whose, first - (np.arange(len(first)) == least), end
+        if reader != owner and end[last] < rows:
+            return who, whose, first, end + (np.arange(len(end)) == last)
     raise AssertionError("every place sees all or nothing of another's")
 
 
@@ -101,7 +96,7 @@ def test_a_row_too_few_and_a_row_too_many_are_seen(moves, change, message, monke
         made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0), **named)
         Play(Plan(made.geometry, made.mask), moves).run()
         with monkeypatch.context() as patch:
-            patch.setattr(schedule, "Flow", changed(change))
+            patch.setattr(flow, "rows_seen", lambda *of: change(*rows_seen(*of), rows=24))
             with pytest.raises(AssertionError, match=message):
                 Play(Plan(made.geometry, made.mask), moves).run()
 
@@ -122,7 +117,7 @@ def test_a_gradient_returns_to_its_owner_before_it_goes_on():
     amid = [
         (rank, i)
         for rank in range(12)
-        for i, step in enumerate(made.schedule(rank).rounds)
+        for i, step in enumerate(made.schedule(rank))
         if i not in (0, len(made.geometry.rounds) - 1) and any(p.peer == rank for p in step.gradients.sends)
     ]
     assert amid

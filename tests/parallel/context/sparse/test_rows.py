@@ -1,11 +1,28 @@
-"""Intervals against sets of numbers; rows of all owners at all places, on one line, against sets of triples."""
+"""Sets of rows against sets of numbers and triples, and rows seen against brute force."""
 
 import random
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
-from parallel.context.sparse.rows import NOWHERE, Line, Spans, common, count, merged, places_in, union, without
+from parallel.context import METHODS, make_plan
+from parallel.context.sparse import rows as module
+from parallel.context.sparse.rows import (
+    NOWHERE,
+    Line,
+    Spans,
+    as_columns,
+    common,
+    count,
+    merged,
+    places_in,
+    rows_seen,
+    union,
+    without,
+)
+from tests.parallel.context.sparse.play import drawn as drawn_plan
+from tests.parallel.context.sparse.play import visible
 
 
 def drawn(draw, length=30):
@@ -115,3 +132,59 @@ def test_what_is_moved_is_held_by_another_place():
         to = np.array(draw.sample(range(places), places))
         moved = union(line.moved(on(line, held), to))
         assert spelled_out_everywhere(line, moved, places) == {(int(to[place]), owner, i) for place, owner, i in held}
+
+
+def sets(plan):
+    """Pieces and positions of the ranks one by one, and of each team."""
+    groups = [(rank,) for rank in range(plan.size)] + [plan.geometry.team(rank) for rank in range(plan.size)]
+    for ranks in groups:
+        yield plan.real_pieces(ranks), np.concatenate([plan.positions(rank).numpy() for rank in ranks])
+
+
+def found(plan, reach, seen):
+    """Which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and by brute force."""
+    pieces, positions = zip(*sets(plan), strict=True)
+    begin = np.cumsum([0, *map(len, positions)])
+    rows = rows_seen(as_columns(pieces), as_columns(pieces), plan.layout.stride, reach)
+    got = np.zeros((len(pieces), begin[-1]), dtype=bool)
+    for who, whose, first, end in zip(*(column.tolist() for column in rows), strict=True):
+        assert 0 <= first < end <= len(positions[whose])
+        got[who, begin[whose] + first : begin[whose] + end] = True
+    columns = seen[:, np.concatenate(positions)]
+    return got, np.stack([columns[own].any(0) for own in positions])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_seen_are_those_that_some_query_sees_and_the_other_way_round(method):
+    for seed, size in enumerate((1, 2, 3, 4, 6, 8, 9, 12) * 2):
+        plan = drawn_plan(random.Random(f"{method} {seed}"), method, size)
+        behind, ahead = plan.mask.reach
+        np.testing.assert_array_equal(*found(plan, (behind, ahead), visible(plan)), str(plan))
+        np.testing.assert_array_equal(*found(plan, (ahead, behind), visible(plan).T), str(plan))
+
+
+@pytest.mark.parametrize("window", [(1, 0), (2, 0), (6, 0)])
+def test_windows_narrower_than_the_stride_see_some_ranks_alone(window):
+    plan = make_plan("striped", seq_len=64, size=8, documents=(0, 3, 30, 64), window=window)
+    got, want = found(plan, plan.mask.reach, visible(plan))
+    np.testing.assert_array_equal(got, want)
+    wider, _ = found(plan, (window[0] + 1, 0), visible(plan))
+    narrower, _ = found(plan, (window[0] - 1, 0), visible(plan))
+    assert (wider != want).any()  # negative controls
+    assert (narrower != want).any()
+
+
+def test_pieces_compared_a_few_at_a_time_make_no_difference(monkeypatch):
+    plan = make_plan("striped", seq_len=60, size=6, documents=(0, 3, 11, 30, 31, 60), window=(20, 0))
+    everything, nothing = as_columns([plan.real_pieces((rank,)) for rank in range(6)]), as_columns([[]])
+
+    def seen():
+        columns = rows_seen(everything, everything, plan.layout.stride, plan.mask.reach)
+        return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+    at_once = seen()
+    for few in (1, 2, 7, 100):
+        monkeypatch.setattr(module, "AT_ONCE", few)
+        assert seen() == at_once
+    assert rows_seen(nothing, everything, 1, (None, 0))[0].size == 0
+    assert rows_seen(everything, nothing, 1, (None, 0))[0].size == 0

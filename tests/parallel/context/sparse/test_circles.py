@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from parallel.context.arcs.circles import Circles, crossings, halve, turn
-from parallel.context.arcs.orders import opened
-from tests.parallel.context.arcs.packings import drawn
+from parallel.context.sparse.balanced import opened
+from parallel.context.sparse.circles import Circles, crossings, halve, turn
+from tests.parallel.context.sparse.packings import drawn
 
 
 def circles_of(rng):
     """Several circles on a line: one of all documents, or some that it was cut to."""
-    packing = drawn(rng).packing
-    beads = opened(packing.documents, packing.seq_len, packing.reach)
-    beads = beads.take(np.argsort(rng.permutation(len(packing.documents))[beads.document], kind="stable"))
+    packing = drawn(rng)
+    beads = opened(packing.bounds, packing.seq_len, packing.reach)
+    beads = beads.take(np.argsort(rng.permutation(len(packing.bounds))[beads.document], kind="stable"))
     whole = Circles(beads, np.array([len(beads.start)]), np.array([packing.places]), packing.seq_len // packing.places)
     share, found = whole.work[0] / packing.places, [whole]
     while found[-1].places.max() > 2:

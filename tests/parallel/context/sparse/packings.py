@@ -1,9 +1,11 @@
 """Packed documents for tests, and what is true of them token by token."""
 
+from typing import NamedTuple
+
 import numpy as np
 
-from parallel.context.arcs import ArcLayout
-from parallel.context.arcs.orders import in_parts, travelling
+from parallel.context.sparse.balanced import ArcLayout, in_parts, travelling
+from parallel.context.sparse.rows import Line
 
 
 def token_work(layout):
@@ -23,10 +25,21 @@ def place_work(layout, mask):
     return np.array(own).reshape(layout.places, layout.team_size).sum(axis=1)
 
 
+class Transfers(NamedTuple):
+    """Rows ``first`` to ``end`` of the place ``whose`` that the place ``who`` sees."""
+
+    who: np.ndarray
+    whose: np.ndarray
+    first: np.ndarray
+    end: np.ndarray
+
+
 def transfers(layout):
     """The rows that each place's queries see and another place holds, as positions."""
-    packing = layout.packing
-    return travelling(in_parts(layout.pieces(), packing.documents), packing.places, packing)
+    line = Line(layout.places, layout.seq_len)
+    rows = travelling(in_parts(layout.pieces(), layout.bounds), line, layout.reach)
+    start = line.pairs(rows) * (layout.seq_len + 1)
+    return Transfers(*np.divmod(line.pairs(rows), layout.places), *(edge - start for edge in rows))
 
 
 def drawn(rng):

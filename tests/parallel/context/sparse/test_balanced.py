@@ -1,4 +1,4 @@
-"""The layout ``balanced``: equal tokens, equal work, few cuts, few rows, whatever the documents."""
+"""The layout ``balanced``: equal tokens, equal work, few cuts, few rows, whatever the documents; and what travels."""
 
 import hashlib
 import time
@@ -7,10 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from parallel.context.arcs import ArcLayout, circles, layout, orders
-from parallel.context.errors import ContextError
 from parallel.context.layout import Layout
-from tests.parallel.context.arcs.packings import chat, drawn, filled, lognormal, place_work, short, transfers
+from parallel.context.sparse import balanced as balancing
+from parallel.context.sparse import circles
+from parallel.context.sparse.balanced import ArcLayout
+from tests.parallel.context.sparse.packings import chat, drawn, filled, lognormal, place_work, short, transfers
 
 
 def balanced(documents, size, **mask):
@@ -66,7 +67,7 @@ def flat(beads):
     ("module", "name", "broken"),
     [
         (circles, "crossings", lambda whole: lambda arcs: (found := whole(arcs)).on(np.minimum(found.room, 20))),
-        (orders, "opened", lambda whole: lambda *of: flat(whole(*of))),
+        (balancing, "opened", lambda whole: lambda *of: flat(whole(*of))),
         (circles, "TOLERANCE", lambda whole: 0.1),
     ],
     ids=["arcs 20 tokens off", "all tokens of a document with the first one's work", "a tolerance of a tenth"],
@@ -74,13 +75,13 @@ def flat(beads):
 def test_what_is_broken_is_seen(monkeypatch, module, name, broken):
     rng, seen = np.random.default_rng(0), 0
     monkeypatch.setattr(module, name, broken(getattr(module, name)))
-    layout._arcs.cache_clear()
+    balancing._arcs.cache_clear()
     for _ in range(60):
         try:
             check(drawn(rng))
         except AssertionError:
             seen += 1
-    layout._arcs.cache_clear()
+    balancing._arcs.cache_clear()
     assert seen > 10
 
 
@@ -112,11 +113,11 @@ def test_no_tolerance_is_exact_and_moves_more_rows(monkeypatch):
     documents = filled(short, 2**17, 0)
     snapped = share_of_a_ring(balanced(documents, 16))
     monkeypatch.setattr(circles, "TOLERANCE", 0.0)
-    layout._arcs.cache_clear()
+    balancing._arcs.cache_clear()
     exact = balanced(documents, 16)
     assert imbalance(exact) <= 1.0002
     assert share_of_a_ring(exact) > snapped
-    layout._arcs.cache_clear()
+    balancing._arcs.cache_clear()
 
 
 def test_a_window_over_one_document_moves_little_more_than_the_halo():
@@ -139,13 +140,13 @@ def test_each_mask_has_its_own_balance():
 
 def test_the_best_order_is_chosen(monkeypatch):
     """No order alone makes the busiest place of all drawn sequences less busy than the best of four."""
-    packings = [balanced(filled(lognormal, 2**14, seed), 8).packing for seed in range(6)]
-    every = orders.orders
+    packings = [balanced(filled(lognormal, 2**14, seed), 8) for seed in range(6)]
+    every = balancing.orders
 
     def busiest(chosen):
-        monkeypatch.setattr(orders, "orders", chosen)
-        found = [orders.best(packing) for packing in packings]
-        return np.array([orders._busiest(pieces, p, 1)[0] for pieces, p in zip(found, packings, strict=True)])
+        monkeypatch.setattr(balancing, "orders", chosen)
+        found = [balancing.best(packing) for packing in packings]
+        return np.array([balancing._busiest(pieces, p, 1)[0] for pieces, p in zip(found, packings, strict=True)])
 
     best = busiest(every)
     alone = [busiest(lambda lengths, n=n: every(lengths)[n : n + 1]) for n in range(4)]
@@ -156,7 +157,7 @@ def test_the_best_order_is_chosen(monkeypatch):
 def test_orders_are_permutations_and_fewer_of_many_documents():
     rng = np.random.default_rng(0)
     for count, expected in [(1, 1), (3, 1), (4, 4), (2000, 4), (2500, 3), (5000, 1), (20000, 1)]:
-        found = orders.orders(rng.integers(1, 100, count))
+        found = balancing.orders(rng.integers(1, 100, count))
         assert len(found) == expected
         assert all((np.sort(order) == np.arange(count)).all() for order in found)
 
@@ -189,13 +190,56 @@ def test_a_million_tokens_are_planned_in_milliseconds():
     inner = np.sort(rng.choice(np.arange(1, 2**20), 2099, replace=False)).tolist()
     spent = []
     for _ in range(5):
-        layout._arcs.cache_clear()
+        balancing._arcs.cache_clear()
         begin = time.thread_time()
         transfers(balanced((0, *inner, 2**20), 64))
         spent.append(time.thread_time() - begin)
     assert min(spent) <= 0.045
 
 
-def test_a_rank_outside_is_refused():
-    with pytest.raises(ContextError, match="rank 2 is not among 2"):
-        balanced((0, 8), 2).positions(2)
+def check_transfers(packed):
+    """Compare with every pair of a query and a key. Returns how many rows travel."""
+    place = np.empty(packed.seq_len, dtype=np.int64)
+    for rank in range(packed.size):
+        place[packed.positions(rank)] = rank // packed.team_size
+    tokens = np.arange(packed.real)
+    document = np.searchsorted(packed.documents, tokens, "right")
+    ahead = tokens[None, :] - tokens[:, None]
+    left, right = packed.reach
+    sees = (document[:, None] == document[None, :]) & (-left <= ahead) & (ahead <= right)
+    expected = np.zeros((packed.places, packed.seq_len), dtype=np.int64)
+    for reader in range(packed.places):
+        own = place[: packed.real] == reader
+        expected[reader, : packed.real] = sees[own].any(axis=0) & ~own
+    received, until = np.zeros_like(expected), {}
+    rows = transfers(packed)
+    for reader, owner, first, end in zip(*rows, strict=True):
+        assert first < end
+        assert (place[first:end] == owner).all()
+        assert until.get((owner, reader), -1) < first  # else they touch
+        received[reader, first:end] += 1
+        until[owner, reader] = end
+    np.testing.assert_array_equal(received, expected)
+    assert (np.diff((rows.who * packed.places + rows.whose) * packed.seq_len + rows.first) > 0).all()
+    return expected.sum()
+
+
+def test_rows_that_travel_are_seen_and_rows_that_are_seen_travel():
+    rng = np.random.default_rng(0)
+    assert sum(check_transfers(drawn(rng)) for _ in range(100)) > 10_000
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_halo_one_row_short_is_seen(monkeypatch, side):
+    def short(*of):
+        *sets, first, end = whole(*of)
+        return *sets, first + 1 - side, end - side
+
+    rng, whole, found = np.random.default_rng(0), balancing.rows_seen, 0
+    monkeypatch.setattr(balancing, "rows_seen", short)
+    for _ in range(60):
+        try:
+            check_transfers(drawn(rng))
+        except AssertionError:
+            found += 1
+    assert found > 10

@@ -5,12 +5,15 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from parallel.transformers.check import Wide
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY, LAYERS = 40, 3
+LENGTH, PACKED = 45, (7, 1, 19, 4, 14)
+"""Tokens of a packed sequence, and its documents."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 24,
@@ -100,6 +103,14 @@ def one_process(family, heads, ids, labels, documents, dtype=torch.float64):
 def gradients(loss, model):
     found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(model.parameters(), found, strict=True)]
+
+
+def averaged(loss, model):
+    """The loss, and the ranks' mean gradients as DDP has them."""
+    found = gradients(loss, model)
+    for x in found:
+        dist.all_reduce(x)
+    return [loss.detach(), *(x / dist.get_world_size() for x in found)]
 
 
 def errors(mine, truth):

@@ -13,35 +13,22 @@ from parallel.transformers.check import Wide
 from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import (
     FAMILIES,
+    LENGTH,
     OTHERS,
+    PACKED,
+    averaged,
     errors,
-    gradients,
     model_of,
     one_process,
     tokens,
 )
 
-LENGTH = 45
-PACKED = (7, 1, 19, 4, 14)
 METHODS = ("ring", "zigzag", "ulysses", "exchange")
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-6}
 
 
 def cells_of(world_size):
     return list(product(FAMILIES, METHODS, (PACKED, (LENGTH,)), BOUNDS))
-
-
-def sharded(family, method, documents, dtype, heads, group):
-    """Loss and gradients over the ranks, averaged as DDP would."""
-    model = model_of(family, heads, dtype)
-    ids, labels = tokens(LENGTH)
-    cp = shard(model, group, method=method)
-    batch = cp.batch(ids, labels, documents=documents)
-    loss = cp.loss(model(**batch.inputs), batch)
-    found = gradients(loss, model)
-    for x in found:
-        dist.all_reduce(x, group=group)
-    return [loss.detach(), *(x / dist.get_world_size() for x in found)]
 
 
 def differences(rank, world_size, cells):
@@ -54,7 +41,10 @@ def differences(rank, world_size, cells):
     found = []
     for family, method, documents, dtype in cells:
         with Wide() if dtype == torch.float64 else nullcontext():
-            mine = sharded(family, method, documents, dtype, world_size, dist.group.WORLD)
+            model = model_of(family, world_size, dtype)
+            cp = shard(model, dist.group.WORLD, method=method)
+            batch = cp.batch(*tokens(LENGTH), documents=documents)
+            mine = averaged(cp.loss(model(**batch.inputs), batch), model)
         if rank == 0:
             found.append(max(map(min, *(errors(mine, alone(family, documents, x)) for x in (dtype, torch.float64)))))
     return found

@@ -13,17 +13,9 @@ from parallel.transformers.batch import IGNORED
 from parallel.transformers.check import Report, Row, Wide
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.families import difference, gradients, model_of, one_process, tokens
+from tests.parallel.transformers.families import LENGTH, PACKED, averaged, difference, model_of, one_process, tokens
 
-LENGTH, PACKED, HEADS = 45, (7, 1, 19, 4, 14), 2
-
-
-def averaged(loss, model):
-    """The loss and the ranks' mean gradients."""
-    found = gradients(loss, model)
-    for x in found:
-        dist.all_reduce(x)
-    return [loss.detach(), *(x / dist.get_world_size() for x in found)]
+HEADS = 2
 
 
 def plain(model, cp, batch):

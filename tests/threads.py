@@ -180,7 +180,7 @@ def attend(plan: Plan, inputs: Sequence[Tensor], backend: str = "auto") -> list[
 def _attend(plan: Plan, rank: int, mail: Mail, inputs: Sequence[Tensor], backend: str) -> list[Tensor]:
     device, scale = inputs[0].device, inputs[0].shape[-1] ** -0.5
     transport = ThreadTransport(plan.geometry, rank, mail, device)
-    heads, executor = HeadExchange(transport), Executor(plan.geometry, transport, rank, backend)
+    heads, executor = HeadExchange(transport), Executor(transport, backend)
     if device.type == "cuda":
         own = torch.cuda.Stream(device)
         own.wait_stream(torch.cuda.default_stream(device))

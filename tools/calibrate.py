@@ -139,7 +139,7 @@ def _alone(
     The ``work`` is of each of ``size`` ranks.
     """
     plan, rank = make_plan("ring", seq_len=size * work.seq_length, size=size, causal=causal), size - 1
-    executor = Executor(plan.geometry, LoopbackTransport(plan.geometry, None, rank), rank, "auto")
+    executor = Executor(LoopbackTransport(plan.geometry, None, rank), "auto")
     return step_of(plan, executor, *work.tensors(device.type)), sum(step.pairs for step in plan.rounds(rank))
 
 

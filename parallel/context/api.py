@@ -143,15 +143,15 @@ class ContextParallel:
         self.transport = Transport(geometry, group, rank, timeout, links)
         self._rank, self._backend = rank, backend
         self._heads = self._outside = HeadExchange(self.transport)
-        self._executor = Executor(geometry, self.transport, rank, backend)
+        self._executor = Executor(self.transport, backend)
         if (stages := geometry.options.ulysses_head_chunks) > 1:
-            self._executor = StagedExecutor(geometry, self.transport, rank, backend, self._heads, stages)
+            self._executor = StagedExecutor(self.transport, backend, self._heads, stages)
             self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges
-        self._state_executor = StateExecutor(geometry, self.transport, rank, backend)
-        self._delta_executor: DeltaExecutor | DeltaHeads = DeltaExecutor(self.transport, rank, backend)
+        self._state_executor = StateExecutor(self.transport, backend)
+        self._delta_executor: DeltaExecutor | DeltaHeads = DeltaExecutor(self.transport, backend)
         if geometry.options.delta_rule_schedule == "ulysses":
             self._delta_executor = DeltaHeads(self._heads, self._delta_executor.backend)
-        self._convolution = Convolution(self.transport, rank)
+        self._convolution = Convolution(self.transport)
         self._bind_plan(plan)
 
     def under(

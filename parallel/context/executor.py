@@ -28,7 +28,6 @@ from kernels.attention import (
 from kernels.blocks import Keys, Rows, Tile
 from kernels.merge import merged, sinks_gradient, with_sinks
 from parallel.context.circulation import Needed, Whole
-from parallel.context.geometry import Geometry
 from parallel.context.layout import ContextError
 from parallel.context.plan import Plan, plan_of
 from parallel.context.traffic import Moves, Sizes
@@ -40,13 +39,12 @@ from runtime.tensors import Handles, differentiable
 class Executor:
     """Softmax attention of one rank, for any plan of one geometry."""
 
-    geometry: Geometry
     transport: Transport
-    rank: int
     backend_name: str
 
     def __post_init__(self) -> None:
         self.handle = _executors.add(self)
+        self.geometry, self.rank = self.transport.geometry, self.transport.rank
         self._holders, self._team = self.geometry.holders(self.rank), self.geometry.teammates(self.rank)
         self._alone = self.geometry.size == self.geometry.ulysses_degree  # no other rank attends to the same heads
         self._prefetched: tuple[int, Arrival] | None = None

@@ -188,7 +188,7 @@ def masked(device: str, work: AttentionShape, repeats: int) -> dict[str, Any]:
     tiles, rates = {"on the diagonal": tile(on, on), "off it": tile(off, on)}, dict[str, float]()
     for name, mask in {"one document": work, "packed": replace(work, documents="lognormal")}.items():
         plan = mask.plan("zigzag", 1)
-        executor = Executor(plan.geometry, LoopbackTransport(plan.geometry, None, 0), 0, "auto")
+        executor = Executor(LoopbackTransport(plan.geometry, None, 0), "auto")
         seconds = median(time_steps(step_of(plan, executor, q, k, v, dout), device, repeats))
         rates[name] = mask.flops(mask.pairs) / seconds / 1e12
     return {

@@ -166,7 +166,7 @@ def step_named(name, device, documents, packed):
     if name in METHODS:
         plan = make_plan(name, seq_len=length, size=4, documents=bounds)
         alone = LoopbackTransport(plan.geometry, None, 1)
-        rank = Executor(plan.geometry, alone, 1, "auto")
+        rank = Executor(alone, "auto")
         return partial(attend, plan, rank, HeadExchange(alone), (q, k, v, dout))
     leaves, backend = [x.requires_grad_() for x in (q, k, v)], name.rpartition(" ")[2]
 

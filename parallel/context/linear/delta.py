@@ -44,14 +44,13 @@ class DeltaExecutor:
     """The gated delta rule of one rank, for any plan of one geometry whose ranks hold consecutive tokens."""
 
     transport: Transport
-    rank: int
     backend: str = "auto"
     """As for ``select_delta_backend``; that of softmax attention, its Triton kernel too, leaves it to ``auto``."""
 
     def __post_init__(self) -> None:
         if self.backend == "triton" or self.backend not in scan.DELTA_BACKENDS:
             self.backend = "auto"
-        self.handle = _executors.add(self)
+        self.handle, self.rank = _executors.add(self), self.transport.rank
 
     def _waves(self, plan: Plan, inputs: Tensors, *more: Tensor, gradient: bool) -> Iterator[Wave]:
         """Cut inputs and more tensors ``[B, T, heads, ..]`` into groups of heads that take their turns.

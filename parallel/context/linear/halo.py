@@ -80,10 +80,9 @@ class Convolution:
     """The convolution of one rank, for any plan of one geometry whose ranks hold consecutive tokens."""
 
     transport: Transport
-    rank: int
 
     def __post_init__(self) -> None:
-        self.handle = _convolutions.add(self)
+        self.handle, self.rank = _convolutions.add(self), self.transport.rank
 
     def forward(self, plan: Plan, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return out like x, zero in padding, and the halos ``[B, rows, C]``, one after the other."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kernels.linear_attention import Scan, backward, from_state, passed_on, scan_of, select_linear_backend
-from parallel.context.geometry import Geometry
 from parallel.context.layout import Passage, passages
 from parallel.context.plan import Plan, rank_operator
 from parallel.context.transport import Arrival, Transport
@@ -28,13 +27,12 @@ from runtime.tensors import Handles
 class StateExecutor:
     """Linear attention of one rank, for any plan of one geometry that passes states on."""
 
-    geometry: Geometry
     transport: Transport
-    rank: int
     backend_name: str
 
     def __post_init__(self) -> None:
         self.handle = _executors.add(self)
+        self.geometry, self.rank = self.transport.geometry, self.transport.rank
 
     def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, E]`` in v's dtype, and the state that enters each stretch, zero if there is none."""

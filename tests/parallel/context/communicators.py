@@ -153,9 +153,9 @@ def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):
 
     def compute(plan, rank, links):
         outside = HeadExchange(links)
-        executor = Executor(plan.geometry, links, rank, backend)
+        executor = Executor(links, backend)
         if (stages := plan.geometry.options.ulysses_head_chunks) > 1:
-            executor = StagedExecutor(plan.geometry, links, rank, backend, outside, stages)
+            executor = StagedExecutor(links, backend, outside, stages)
             outside = HeadExchange(links, (rank,))
         counts = (heads, kv_heads, kv_heads, heads)
         like = [torch.empty(2, plan.local_len, n, width, dtype=torch.bfloat16, device="meta") for n in counts]
@@ -172,7 +172,7 @@ def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):
 
 def states(plan, rank, links):
     """Forward and backward of linear attention whose states travel."""
-    executor = StateExecutor(plan.geometry, links, rank, "chunked")
+    executor = StateExecutor(links, "chunked")
     q, k, v, dout = (torch.empty(2, plan.local_len, 4, 16, dtype=torch.bfloat16, device="meta") for _ in range(4))
     out, state = executor.forward(plan, q, k, v, [-0.1] * 4)
     for x in (out, *executor.backward(plan, dout, state, q, k, v, [-0.1] * 4)):

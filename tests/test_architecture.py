@@ -48,11 +48,11 @@ BUDGET = {
     "entry": 251,
     "model": 4971,
     "kernels": 4369,
-    "parallel": 8300,
+    "parallel": 8124,
     "checkpoint": 1455,
     "data": 4609,
-    "train": 5646,
-    "planner": 3092,
+    "train": 5643,
+    "planner": 3091,
     "runtime": 2427,
     "slurm": 336,
     "tools": 4952,
@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2210,
     "bench": 3146,
     "docs": 186,
-    "tests": 44970,
+    "tests": 44807,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -182,7 +182,7 @@ class RankRound(NamedTuple):
     """Rows of the buffer; ``in_place``: they are the rank's own tensors as they are."""
     in_place: bool
     joined: Parcels
-    """What travels before the first round to the holders that join it; nothing in others."""
+    """Rows that holders join before the first round; none in others."""
     moves: Parcels
     gradients: Parcels
     tiles: tuple[Tile, ...]

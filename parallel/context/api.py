@@ -22,7 +22,7 @@ from parallel.context.linear.attention import DeltaAttention, DeltaHeads
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor
-from parallel.context.methods import LINEAR_METHODS, METHODS, check_kind
+from parallel.context.methods import LINEAR_METHODS, METHODS
 from parallel.context.plan import PLANS, Plan, PlanHandle, make_plan
 from parallel.context.transport import Transport
 
@@ -107,7 +107,7 @@ class SoftmaxAttention:
         return attention
 
     def _check_keys(self, k: Tensor, v: Tensor) -> None:
-        check_kind(self._geometry.method, "attend", "softmax attention", METHODS)
+        self._geometry.method.check_kind("attend", "softmax attention", METHODS)
         if k.shape[1] != self._geometry.local_len or k.shape != v.shape or k.dtype != v.dtype:
             raise ContextError(
                 f"attend: k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype} do not fit a plan of "
@@ -259,7 +259,7 @@ class ContextParallel:
                 (0, 1].
         """
         geometry, handle = self.plan.geometry, mask or self.handle
-        check_kind(geometry.method, "attend_linear", "linear attention", LINEAR_METHODS)
+        geometry.method.check_kind("attend_linear", "linear attention", LINEAR_METHODS)
         if q.shape[1] != self.plan.local_len:
             raise ContextError(
                 f"attend_linear: q {tuple(q.shape)} does not fit a plan of {self.plan.local_len} local positions; "

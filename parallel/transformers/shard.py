@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kernels.loss import cross_entropy_sum
 from parallel.context import ContextParallel, context_parallel
-from parallel.context.methods import METHODS, check_kind, method_of
+from parallel.context.methods import METHODS, method_of
 from parallel.transformers.batch import Batch, check_same, pack, part
 from parallel.transformers.check import Report, compare
 from parallel.transformers.layers import NAME, install
@@ -197,7 +197,7 @@ def shard(
     Raises UserError: a layer that these ranks cannot compute, with its name and the reason; a method that passes states
         on; a model that is sharded already.
     """
-    check_kind(method_of(method), "shard", "softmax attention", METHODS)
+    method_of(method).check_kind("shard", "softmax attention", METHODS)
     if wrong := sorted(OF_LAYERS.keys() & options.keys()):
         raise UserError(f"shard: {wrong[0]} is {options[wrong[0]]!r}; leave it out: {OF_LAYERS[wrong[0]]}")
     size = 1 if group is None else dist.get_world_size(group)

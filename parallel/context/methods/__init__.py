@@ -26,13 +26,3 @@ def method_of(name: str) -> Method:
     if name not in known:
         raise ContextError(f"context_parallel_method {name!r} does not exist; use one of {', '.join(known)}")
     return known[name]
-
-
-def check_kind(method: Method, called: str, attention: str, fitting: dict[str, Method]) -> None:
-    """Raise ContextError unless the method is among those ``fitting`` this kind of attention."""
-    if method.name not in fitting:
-        passed = "states" if method.states else "keys and values"
-        raise ContextError(
-            f"{called}: method {method.name} passes {passed} on, which {attention} does not work by; "
-            f"use one of {', '.join(fitting)}"
-        )

@@ -1,6 +1,6 @@
 """Base of the context-parallel methods: layout, rounds and capabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from kernels.blocks import Tile
@@ -91,6 +91,15 @@ class Method:
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
         """Return the ranks for whose queries ``rank`` attends: gather these before, combine partial results after."""
         return (rank,)
+
+    def check_kind(self, called: str, attention: str, fitting: "Mapping[str, Method]") -> None:
+        """Raise ContextError unless this is among the methods ``fitting`` a kind of attention."""
+        if self.name not in fitting:
+            passed = "states" if self.states else "keys and values"
+            raise ContextError(
+                f"{called}: method {self.name} passes {passed} on, which {attention} does not work by; "
+                f"use one of {', '.join(fitting)}"
+            )
 
     def check(self, shape: Shape, causal: bool) -> None:
         """Raise ContextError, with the reason and the fix, unless the method supports this shape and mask."""

@@ -48,7 +48,7 @@ BUDGET = {
     "entry": 251,
     "model": 4971,
     "kernels": 4369,
-    "parallel": 8124,
+    "parallel": 8123,
     "checkpoint": 1455,
     "data": 4609,
     "train": 5643,

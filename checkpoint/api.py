@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from checkpoint.drafts import Background, check_room, removed_on_error, start_draft, steps_of, take
-from checkpoint.local import bring
-from checkpoint.manifest import METADATA, CheckpointError, Manifest, checkpoint_folder, read_manifest
+from checkpoint.manifest import METADATA, CheckpointError, Manifest, bring, checkpoint_folder, read_manifest
 from runtime.errors import UserError
 from runtime.together import gather_results, raise_together
 

@@ -6,14 +6,21 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from checkpoint.local import remove_others
-from checkpoint.manifest import METADATA, CheckpointError, Manifest, describe, disk_errors, write_manifest
+from checkpoint.manifest import (
+    METADATA,
+    CheckpointError,
+    Manifest,
+    describe,
+    disk_errors,
+    remove_others,
+    write_manifest,
+)
 from checkpoint.search import POINTER, Keeper, to_stderr, what_is_broken
 from runtime.files import fsync, write_text
 from runtime.together import from_first, gather_results, is_first, work_alone
@@ -135,22 +142,39 @@ def steps_of(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> St
 
     The work has no collectives, so that it may be done beside training; ``keeper`` then prunes where it is done.
     """
-    written = yield lambda: (shards.write(draft.path), own_files(draft.path))
+    path, folder = draft.path, draft.folder
+
+    def write() -> tuple[Any, dict[str, tuple[int, str]]]:
+        results, rank = shards.write(path), dist.get_rank() if dist.is_initialized() else 0
+        with disk_errors(path):  # DCP names this rank's files so
+            return results, {file.name: describe(file) for file in sorted(path.glob(f"__{rank}_*"))}
+
+    written = yield write
 
     def table() -> tuple[int, str]:
         shards.finish([results for results, _ in written])
-        return describe(draft.path / METADATA)
+        return describe(path / METADATA)
 
-    files = dict(chain(*(own for _, own in written))) | {METADATA: from_first(table)}
+    files = {name: entry for _, own in written for name, entry in own.items()} | {METADATA: from_first(table)}
 
-    def published() -> None:
-        publish(draft.path, draft.folder, replace(draft.manifest, files=files), draft.local)
+    def publish() -> None:  # with one rename: before it there is no checkpoint, after it a whole one
+        if not draft.owner:
+            return
+        with disk_errors(path):
+            there = {file.name for file in path.iterdir()}
+            odd = there - files.keys() if draft.local else there ^ files.keys()
+            if odd:
+                raise CheckpointError(f"{path} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
+            write_manifest(path, replace(draft.manifest, files=files))
+            path.rename(folder)
+            fsync(folder.parent)
+            write_text(folder.parent / POINTER, f"{draft.manifest.iteration}\n")
         if keeper is not None and not draft.local:
-            keeper.prune_after(draft.folder)
+            keeper.prune_after(folder)
 
-    yield lambda: published() if draft.owner else None
+    yield publish
     if draft.local and draft.owner:
-        remove_others(draft.folder.parent, draft.folder)
+        remove_others(folder.parent, folder)
 
 
 def take(steps: Steps) -> None:
@@ -214,26 +238,6 @@ class Background:
             if all(gather_results(lambda: self.ready)):
                 found = self.step() or found
         return found
-
-
-def own_files(draft: Path) -> list[tuple[str, tuple[int, str]]]:
-    """Return name, size and SHA-256 of this rank's files, which DCP names ``__RANK_*``."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    with disk_errors(draft):
-        return [(path.name, describe(path)) for path in sorted(draft.glob(f"__{rank}_*"))]
-
-
-def publish(path: Path, folder: Path, manifest: Manifest, local: bool) -> None:
-    """Turn a draft into a checkpoint with one rename: before it there is none, after it a whole one."""
-    with disk_errors(path):
-        there = {file.name for file in path.iterdir()}
-        odd = there - manifest.files.keys() if local else there ^ manifest.files.keys()
-        if odd:
-            raise CheckpointError(f"{path} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
-        write_manifest(path, manifest)
-        path.rename(folder)
-        fsync(folder.parent)
-        write_text(folder.parent / POINTER, f"{manifest.iteration}\n")
 
 
 @contextmanager

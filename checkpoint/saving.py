@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from checkpoint.api import CheckpointConfig, save_checkpoint
 from checkpoint.drafts import Background
-from checkpoint.local import local_folder, remove_others
-from checkpoint.manifest import checkpoint_folder
+from checkpoint.manifest import checkpoint_folder, local_folder, remove_others
 from checkpoint.search import Keeper, find_checkpoint, to_stderr
 from runtime.together import from_first, gather_results, is_first, on_all_ranks
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from checkpoint.local import STARTS
 from checkpoint.manifest import (
     MANIFEST,
     METADATA,
+    STARTS,
     CheckpointError,
-    Manifest,
     checkpoint_folder,
     describe,
     is_count,
@@ -64,7 +63,21 @@ def what_is_broken(folder: Path, *, read: bool = True, copies: bool = False) -> 
     table = readers.get(METADATA, [0])[0]
     if named:
         return "; ".join(sorted(named))
-    return gather_results(lambda: _what_is_left_out(folder, manifest) if rank == table else None)[table]
+
+    def what_it_lacks() -> str | None:
+        if rank != table:
+            return None
+        if folder.name != checkpoint_folder(folder.parent, manifest.iteration).name:
+            return f"{folder} holds iteration {manifest.iteration}, not the one that its name says; rename it"
+        from checkpoint.tensors import read_metadata  # imports DCP, which takes half a second
+
+        try:
+            read_metadata(folder, manifest)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    return gather_results(what_it_lacks)[table]
 
 
 def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
@@ -80,43 +93,19 @@ def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
 def _abandoned(directory: Path, written: dict[int, float]) -> set[int]:
     """Return the iterations, with the times of their writing, that a later start left behind: it began before them."""
     path = directory / STARTS
-    starts = _starts(path) if written and path.exists() else []
-    return {
-        iteration for iteration, time in written.items() if any(began > time and at < iteration for began, at in starts)
-    }
-
-
-def _starts(path: Path) -> list[tuple[float, int]]:
-    """Return time and iteration of a run's starts; a line that a kill cut off is none."""
-    found = []
-    for line in read_own(path).splitlines():
+    starts: list[tuple[float, int]] = []
+    for line in read_own(path).splitlines() if written and path.exists() else ():
         try:
-            with suppress(json.JSONDecodeError):
+            with suppress(json.JSONDecodeError):  # a kill cut it off
                 time, iteration = (start := json.loads(line))["time"], start["iteration"]
                 if type(time) not in (int, float) or not is_count(iteration):
                     raise ValueError
-                found.append((time, iteration))
+                starts.append((time, iteration))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise CheckpointError(f"{path} has {line!r:.40}, which is no start of a run; remove the line") from None
-    return found
-
-
-def _times(local: Path) -> dict[int, float]:
-    """Return when each of a node's local checkpoints was written, in seconds."""
-    manifests = {found: checkpoint_folder(local, found) / MANIFEST for found in saved_iterations(local)}
-    return {found: (path if path.exists() else path.parent).stat().st_mtime for found, path in manifests.items()}
-
-
-def _what_is_left_out(folder: Path, manifest: Manifest) -> str | None:
-    if folder.name != checkpoint_folder(folder.parent, manifest.iteration).name:
-        return f"{folder} holds iteration {manifest.iteration}, not the one that its name says; rename it"
-    from checkpoint.tensors import read_metadata  # imports DCP, which takes half a second
-
-    try:
-        read_metadata(folder, manifest)
-    except CheckpointError as error:
-        return str(error)
-    return None
+    return {
+        iteration for iteration, time in written.items() if any(began > time and at < iteration for began, at in starts)
+    }
 
 
 def _what_differs(path: Path, size: int, digest: str, read: bool) -> str | None:
@@ -175,7 +164,13 @@ def find_checkpoint(
     shared = [checkpoint_folder(directory, iteration) for iteration in (found if step is None else [step])]
     ours: list[Path] = []
     if local is not None:
-        there = dict(item for times in gather_results(lambda: _times(local)) for item in times.items())
+
+        def times() -> dict[int, float]:  # when each was written, in seconds
+            manifests = {number: checkpoint_folder(local, number) / MANIFEST for number in saved_iterations(local)}
+            there = {number: path if path.exists() else path.parent for number, path in manifests.items()}
+            return {number: path.stat().st_mtime for number, path in there.items()}
+
+        there = {number: time for node in gather_results(times) for number, time in node.items()}
         left = from_first(lambda: _abandoned(directory, there))
         ours = [checkpoint_folder(local, iteration) for iteration in sorted(there.keys() - left, reverse=True)]
     newest_first = sorted(shared + (ours if step is None else []), key=lambda path: int(path.name[5:]), reverse=True)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from checkpoint.local import STARTS
+from checkpoint.manifest import STARTS
 from data.latents.folder import write_latents
 from data.text.indexed import open_indexed, write_index, writing
 from data.text.prepare import Request, prepare

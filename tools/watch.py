@@ -73,7 +73,7 @@ def records_of(path: Path) -> list[dict[str, Any]]:
 
 def describe(run: Path, now: float, width: int) -> list[str]:
     """Return the lines that show a run at a time, in seconds since the epoch. Raises UserError: it cannot be read."""
-    from checkpoint.local import STARTS
+    from checkpoint.manifest import STARTS
     from train.watching.health import FAILURES, read_failures
     from train.watching.metrics import METRICS, loss_name
     from train.watching.progress import flops_rate
@@ -137,8 +137,7 @@ def _mean(records: Sequence[dict[str, Any]], name: str) -> float:
 
 def _kept(run: Path, now: float) -> list[str]:
     """Say which checkpoint is the newest, and its age; and which local one this machine has"""
-    from checkpoint.local import fingerprint
-    from checkpoint.manifest import checkpoint_folder
+    from checkpoint.manifest import checkpoint_folder, fingerprint
     from checkpoint.search import saved_iterations
 
     def newest(folder: Path) -> str:

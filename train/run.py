@@ -15,7 +15,7 @@ import torch
 
 from checkpoint.api import CheckpointConfig
 from checkpoint.drafts import remove_drafts
-from checkpoint.local import STARTS, fingerprint
+from checkpoint.manifest import STARTS, fingerprint
 from checkpoint.search import POINTER, saved_iterations
 from model.hf.folder import CONFIG
 from model.hf.shards import carry, new_folder

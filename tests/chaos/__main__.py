@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from checkpoint.local import STARTS
+from checkpoint.manifest import STARTS
 from checkpoint.search import POINTER, find_checkpoint, saved_iterations
 from data.text.prepare import prepare
 from data.text.record import Request

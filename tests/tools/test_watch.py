@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from checkpoint.local import fingerprint
+from checkpoint.manifest import fingerprint
 from runtime.files import owned
 from tests.starts import PATIENCE
 from tools import watch

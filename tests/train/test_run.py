@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from checkpoint.api import CheckpointConfig
-from checkpoint.local import STARTS
-from checkpoint.manifest import CheckpointError
+from checkpoint.manifest import STARTS, CheckpointError
 from checkpoint.search import find_checkpoint
 from parallel.mesh import MeshError
 from runtime.errors import AbsentError, LaunchError

@@ -12,8 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from checkpoint.local import STARTS
-from checkpoint.manifest import is_count
+from checkpoint.manifest import STARTS, is_count
 from runtime.errors import at_least
 from runtime.files import read_own, reason, replacing, write_text
 from train.config.flags import ConfigError

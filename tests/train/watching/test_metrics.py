@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from checkpoint.local import STARTS
+from checkpoint.manifest import STARTS
 from tests import starts
 from train.config.flags import ConfigError
 from train.loop import memory_gb

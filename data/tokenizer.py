@@ -131,26 +131,21 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab_size = max(ids, default=-1) + 1
         if vocab_size > 10 * len(ids) + 1000:
             raise DataError(f"{path} names id {vocab_size - 1} among {len(ids)} entries; it is damaged: copy it again")
-        super().__init__(os.fspath(path), content, vocab_size, self._end_of_text(Path(path)))
-        named = special_tokens(tokenizer_config(path)).get("bos_token")
-        self.bos = None if named is None else self._backend.token_to_id(named)
+        named = special_tokens(tokenizer_config(path))
+        ends = [token for token in (named.get("eos_token"), *_KNOWN_ENDS) if token is not None]
+        eod = next((i for i in map(self._backend.token_to_id, ends) if i is not None), None)
+        if eod is None:
+            raise DataError(
+                f"{path} has no end-of-text token (none of {', '.join(ends)}); name it as eos_token in a "
+                "tokenizer_config.json beside it"
+            )
+        super().__init__(os.fspath(path), content, vocab_size, eod)
+        self.bos = self._backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
         if type(self._backend.model).__name__ == "Unigram":
             unknown = json.loads(content)["model"].get("unk_id")
         else:
             unknown = self._backend.token_to_id(getattr(self._backend.model, "unk_token", None) or "")
         self.unknown = None if unknown == self.eod else unknown
-
-    def _end_of_text(self, path: Path) -> int:
-        named = special_tokens(tokenizer_config(path)).get("eos_token")
-        candidates = _KNOWN_ENDS if named is None else (named, *_KNOWN_ENDS)
-        ids = (self._backend.token_to_id(token) for token in candidates)
-        found = next((i for i in ids if i is not None), None)
-        if found is None:
-            raise DataError(
-                f"{path} has no end-of-text token (none of {', '.join(candidates)}); name it as eos_token in a "
-                "tokenizer_config.json beside it"
-            )
-        return found
 
     def tokenize(self, text: str) -> list[int]:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.chat.named import NAMED
+from data.chat.conversations import NAMED
 from tools.common.arguments import one_line_errors, parser_for, positive, refuse_folder, run_command
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from data.chat.template import load_template
-from data.ruler.documents import Questions
 from data.ruler.examples import Maker, Prompts, Purpose, answer_of, makers
 from data.ruler.tasks import TASKS, Sources
-from data.ruler.texts import Essays
+from data.ruler.texts import Essays, Questions
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from runtime.together import is_first, raise_together

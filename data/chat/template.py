@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from data.chat.conversations import Turn
-from data.chat.named import NAMED
+from data.chat.conversations import NAMED, Turn
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, special_tokens, tokenizer_config
 from runtime.bounds import UnboundedError, bounded
 from runtime.errors import DataError
@@ -36,7 +35,6 @@ MOST_CHARACTERS, MOST_SOURCE = 1 << 26, 1 << 21
 """Characters of a conversation in a template, and of a template."""
 _MARKS: ContextVar[tuple[str, str]] = ContextVar("marks", default=("", ""))
 """Text around the assistant's words in the current rendering."""
-_NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,10 @@ class ChatTemplate:
                     f"turn {number} spells the special token {spelled[0]!r}, which would end it; spell it another way"
                 )
         text = self.render(turns)
-        marks = _absent_from(text)
+        # Begin and end of what is generated, and of a turn's number.
+        marks = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:4]
+        if len(marks) < 4:
+            raise DataError("spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
         marked = self._marked(turns, text, marks)
         if not self._check(turns, text, marks):
             marked = None
@@ -244,14 +245,6 @@ def _compiled(name: str, source: str) -> "Template":
     except Exception as error:  # jinja2 computes constants, and Python compiles what it makes
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"the chat template {name} is none of jinja2 ({reason}); repair it") from error
-
-
-def _absent_from(text: str) -> list[str]:
-    """Return four characters that a text does not hold: begin and end of what is generated, and of a turn's number."""
-    absent = [mark for mark in _NONCHARACTERS if mark not in text]
-    if len(absent) < 4:
-        raise DataError("spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
-    return absent[:4]
 
 
 def _between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:

@@ -110,33 +110,27 @@ def build_latent_datasets(
         shards, shape = list[Shard](), tuple(latent_shape)
         for path in config.data_path:
             found = digits() if path == DIGITS else LatentFolder(path)
-            _check_shape(path, found, shape)
+            if found.shape != shape:
+                has, wanted = (" ".join(map(str, of)) for of in (found.shape, shape))
+                which, fix = f"{path} holds", f"set latent_shape to {has}"
+                if path == DIGITS:
+                    which = f"data_path is {DIGITS}, the default; {DIGITS} holds"
+                    fix = f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or {fix}"
+                raise DataError(f"{which} latents of {has}, and latent_shape is {wanted}; {fix}")
             found.check_labels(num_classes)
             shards += found.shards
         latents = Latents(shards, shape)
-        train, valid = _split(config.split, len(latents))
-    return LatentSamples(latents, train, seed), LatentSamples(latents, valid, seed) if len(valid) else None
-
-
-def _check_shape(path: str, source: Latents, latent_shape: tuple[int, ...]) -> None:
-    if source.shape != latent_shape:
-        has, wanted = (" ".join(map(str, shape)) for shape in (source.shape, latent_shape))
-        if path == DIGITS:
+        train, valid, _ = split_shares(config.split)
+        # Folders are often sorted by class. The same for all seeds.
+        rows = np.random.RandomState(0).permutation(len(latents)).astype(np.int64)
+        held = math.ceil(valid * len(latents))
+        kept = min(math.floor(train * len(latents)), len(latents) - held)
+        if kept < 1:
             raise DataError(
-                f"data_path is {DIGITS}, the default; {DIGITS} holds latents of {has}, and latent_shape is {wanted}; "
-                f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or set latent_shape to {has}"
+                f'split is "{config.split}" and leaves nothing to train on of {len(latents)} samples; make its first '
+                "share larger"
             )
-        raise DataError(f"{path} holds latents of {has}, and latent_shape is {wanted}; set latent_shape to {has}")
-
-
-def _split(split: str, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw rows for training and validation, since folders are often sorted by class; the same for all seeds."""
-    train, valid, _ = split_shares(split)
-    rows = np.random.RandomState(0).permutation(samples).astype(np.int64)
-    held, kept = math.ceil(valid * samples), math.floor(train * samples)
-    kept = min(kept, samples - held)
-    if kept < 1:
-        raise DataError(
-            f'split is "{split}" and leaves nothing to train on of {samples} samples; make its first share larger'
-        )
-    return rows[held : held + kept], rows[:held]
+    return (
+        LatentSamples(latents, rows[held : held + kept], seed),
+        LatentSamples(latents, rows[:held], seed) if held else None,
+    )

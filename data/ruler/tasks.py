@@ -14,9 +14,7 @@ from itertools import islice, pairwise
 from typing import Any, Literal
 from uuid import UUID
 
-from data.drawn import below, bits, distinct, shuffled
-from data.ruler.documents import Questions
-from data.ruler.texts import NOISE, Essays, name, names, wordlists
+from data.ruler.texts import NOISE, Essays, Questions, below, bits, distinct, name, names, shuffled, wordlists
 
 SHORT = 4096
 """Lengths below it have the smaller lists of ``cwe``."""

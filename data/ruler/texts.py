@@ -1,16 +1,20 @@
-"""The texts that RULER hides its needles in, and the words of its needles and lists.
+"""RULER's texts: haystacks, words of needles and lists, questions of files; and the draws by name that choose them.
 
-The paper takes Paul Graham's essays and the wordlists of a package. Neither is here: sentences are made from some
-hundred words, and words joined by a hyphen make as many names as are needed.
+A draw is a SHA-256 of what it is for, so that a seed gives the same on any machine and Python. The paper takes Paul
+Graham's essays and the wordlists of a package. Neither is here: sentences are made from some hundred words, and words
+joined by a hyphen make as many names as are needed.
 """
 
+import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import count, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
-from data.drawn import below
 from runtime.errors import DataError
 from runtime.files import sha256
 
@@ -25,6 +29,41 @@ SENTENCES = (
     "It was a {adjective} {noun}, and the {noun} {verb} it.",
     "Some {noun} {verb} a {noun} because the {noun} was {adjective}.",
 )
+T = TypeVar("T")
+
+
+def below(draw: str, bound: int, name: str, number: int) -> int:
+    """Return one of [0, bound), which depends on these names alone; ``bound`` is far less than 2^64."""
+    return int.from_bytes(next(_digests(draw, name, number))[:8], "big") % bound
+
+
+def bits(draw: str, name: str, number: int) -> int:
+    """Return one of [0, 2^128)."""
+    return int.from_bytes(next(_digests(draw, name, number))[:16], "big")
+
+
+def distinct(draw: str, size: int, bound: int, name: str) -> list[int]:
+    """Return ``size`` different ones of [0, bound), which begin alike for any size."""
+    return different(size, (int.from_bytes(digest[:8], "big") % bound for digest in _digests(draw, name)))
+
+
+def different(size: int, numbers: Iterable[int]) -> list[int]:
+    """Return the first ``size`` different numbers."""
+    found, left = dict[int, None](), iter(numbers)
+    while len(found) < size:
+        found[next(left)] = None
+    return list(found)
+
+
+def shuffled(draw: str, items: Sequence[T], name: str) -> list[T]:
+    """Return the items in an order that depends on these names and their number alone."""
+    digests = list(islice(_digests(draw, name), len(items)))
+    return [items[place] for place in sorted(range(len(items)), key=digests.__getitem__)]
+
+
+def _digests(draw: str, name: str, first: int = 0) -> Iterator[bytes]:
+    begin = f"{draw}:{name}:".encode()
+    return (hashlib.sha256(begin + b"%d" % number).digest() for number in count(first))
 
 
 @cache
@@ -70,19 +109,15 @@ class Essays:
         if self._repeats:
             whole, rest = divmod(size, len(self._sentences))
             return self._sentences * whole + self._sentences[:rest]
+        words = dict(zip(("adjective", "noun", "verb"), wordlists(), strict=True))
         while len(self._sentences) < size:
-            self._sentences.append(_sentence(len(self._sentences)))
+            draw = f"sentence {len(self._sentences)}"
+            parts = re.split(r"\{(\w+)\}", SENTENCES[below(draw, len(SENTENCES), "shape", 0)])
+            for place, part in enumerate(parts):
+                if place % 2:
+                    parts[place] = words[part][below(draw, len(words[part]), part, place)]
+            self._sentences.append("".join(parts))
         return self._sentences[:size]
-
-
-def _sentence(number: int) -> str:
-    words = dict(zip(("adjective", "noun", "verb"), wordlists(), strict=True))
-    draw = f"sentence {number}"
-    parts = re.split(r"\{(\w+)\}", SENTENCES[below(draw, len(SENTENCES), "shape", 0)])
-    return "".join(
-        part if place % 2 == 0 else words[part][below(draw, len(words[part]), part, place)]
-        for place, part in enumerate(parts)
-    )
 
 
 def _read(file: Path) -> list[str]:
@@ -99,3 +134,76 @@ def _read(file: Path) -> list[str]:
     if found == [""]:
         raise DataError(f"essays is {file}, which has no text; give another file, or leave it out")
     return found
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and its answers, of which any one is right."""
+
+    question: str
+    answers: tuple[str, ...]
+    paragraphs: tuple[str, ...]
+    """The texts that answer it."""
+    near: tuple[str, ...] = ()
+    """Others of the same article, which come before those of other articles."""
+
+
+class Questions:
+    """The questions of a file."""
+
+    def __init__(self, file: Path) -> None:
+        """Read a file. Raises DataError: it cannot be read, or has another form, or no question."""
+        try:
+            text = file.read_text(encoding="utf-8")
+            self.asked = [asked for asked in _asked(text) if asked.answers and asked.paragraphs]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{file} has no questions that can be read ({type(error).__name__}: {error}); give SQuAD's JSON, "
+                'HotpotQA\'s, or JSON lines {"question": "...", "answers": ["..."], "paragraphs": ["..."]}'
+            ) from error
+        if not self.asked:
+            raise DataError(f"{file} has no question with an answer and a paragraph; give another file")
+        texts = (text for asked in self.asked for text in (*asked.paragraphs, *asked.near))
+        self.paragraphs = sorted(set(texts))
+        """All of the file, each once."""
+
+    def around(self, draw: str, asked: Asked, size: int) -> list[str]:
+        """Return ``size`` other paragraphs, those near it first, and all again where they run out."""
+        own = {*asked.paragraphs, *asked.near}
+        found = [asked.near[n] for n in distinct(draw, min(size, len(asked.near)), len(asked.near), "near")]
+        others = [text for text in self.paragraphs if text not in own] if len(found) < size else []
+        more = min(size - len(found), len(others))
+        found += [others[n] for n in distinct(draw, more, len(others), "paragraph")]
+        again = found or list(asked.paragraphs)
+        return found + [again[n % len(again)] for n in range(size - len(found))]
+
+
+def _asked(text: str) -> Iterator[Asked]:
+    if text.lstrip().startswith("["):  # HotpotQA
+        for row in json.loads(text):
+            texts = _strings([f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])
+            yield Asked(row["question"], _strings([row["answer"]]), texts)
+        return
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if not (isinstance(whole, dict) and "data" in whole):
+        for line in filter(str.strip, text.splitlines()):
+            row = json.loads(line)
+            yield Asked(row["question"], _strings(row["answers"]), _strings(row["paragraphs"]))
+        return
+    for article in whole["data"]:  # SQuAD
+        contexts = dict.fromkeys(paragraph["context"] for paragraph in article["paragraphs"])
+        for paragraph in article["paragraphs"]:
+            own = paragraph["context"]
+            near = tuple(context for context in contexts if context != own)
+            for asked in paragraph["qas"]:
+                if not asked.get("is_impossible", False):
+                    yield Asked(asked["question"], _strings([a["text"] for a in asked["answers"]]), (own,), near)
+
+
+def _strings(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TypeError(f"{values!r:.60} is no list of strings")
+    return tuple(values)

@@ -112,7 +112,12 @@ class BlendedDataset:
     def __init__(self, datasets: Sequence[EpochedDataset], weights: Sequence[float]) -> None:
         self._datasets = list(datasets)
         fills = np.array([dataset.fill for dataset in self._datasets])
-        self._counts = _shares(np.asarray(weights, dtype=np.float64) / fills, _PERIOD)
+        wanted = np.asarray(weights, dtype=np.float64) / fills
+        exact = wanted / wanted.sum() * _PERIOD
+        self._counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+        while (missing := _PERIOD - int(self._counts.sum())) != 0:  # by largest remainders
+            step = 1 if missing > 0 else -1
+            self._counts[np.argmax(np.where(self._counts + step >= 1, step * (exact - self._counts), -np.inf))] += step
         self.fill = float(self._counts @ fills) / _PERIOD
         """As a dataset's."""
         owners = np.repeat(np.arange(len(self._counts)), self._counts)
@@ -140,16 +145,6 @@ class BlendedDataset:
             return self._datasets[0][None]
         owner, number = self.locate(index)
         return self._datasets[owner][number]
-
-
-def _shares(weights: np.ndarray, total: int) -> np.ndarray:
-    """Round `weights` to integers of at least 1 that sum to `total`, by largest remainders."""
-    exact = weights / weights.sum() * total
-    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
-    while (missing := total - int(counts.sum())) != 0:
-        step = 1 if missing > 0 else -1
-        counts[np.argmax(np.where(counts + step >= 1, step * (exact - counts), -np.inf))] += step
-    return counts
 
 
 @dataclass(frozen=True)

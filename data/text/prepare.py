@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from data.chat.conversations import NAMED, train_chat_tokenizer
 from data.chat.convert import convert, with_turns_alone, write_packed
-from data.chat.named import NAMED, train_chat_tokenizer
 from data.chat.template import load_template
 from data.text.corpus import Corpus, Rows, input_files, size_of, stdlib_files, stdlib_folder
 from data.text.indexed import LOSS_MASK, entropy, id_type, token_counts, unwritable, write_index, writing
@@ -100,21 +100,19 @@ class Spool:
         except OSError:
             return None
         for line in filter(None, reversed(lines)):
-            with suppress(ValueError, RecursionError):  # cut off as it was written
-                noted: dict[str, Any] = json.loads(line)
-                return noted if self._fits(noted, found) else None
+            try:
+                noted = json.loads(line)
+            except (ValueError, RecursionError):  # cut off as it was written
+                continue
+            try:
+                key, sizes = noted["key"], noted["sizes"]
+                numbers = [*sizes.values(), *noted["counts"].values()]
+            except (TypeError, KeyError, AttributeError):  # no line of ours
+                return None
+            whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+            known = key == self._key and sizes.keys() == found.keys()
+            return noted if whole and known and all(found[name] >= size for name, size in sizes.items()) else None
         return None
-
-    def _fits(self, noted: Any, found: dict[str, int]) -> bool:
-        """Return whether a line of the journal is of this key and of files as long as these."""
-        try:
-            key, sizes = noted["key"], noted["sizes"]
-            numbers = [*sizes.values(), *noted["counts"].values()]
-        except (TypeError, KeyError, AttributeError):  # no line of ours
-            return False
-        whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-        known = key == self._key and sizes.keys() == found.keys()
-        return whole and known and all(found[name] >= size for name, size in sizes.items())
 
     def close(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End after a block that raised this error, or None."""

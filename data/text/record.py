@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from data.chat.conversations import NAMED
 from data.chat.convert import Chat
-from data.chat.named import NAMED
 from data.chat.template import load_template
 from data.text.corpus import HUB, input_files
 from data.text.indexed import LOSS_MASK, open_indexed

@@ -16,8 +16,8 @@ from typing import Literal
 
 from data.chat.conversations import Turn
 from data.chat.template import ChatTemplate
-from data.drawn import below, different, distinct
 from data.ruler.examples import fill
+from data.ruler.texts import below, different, distinct
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 from runtime.progress import counted

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.drawn import below, distinct
 from data.ruler.tasks import TASKS, Case, Sources
-from data.ruler.texts import NOISE, SENTENCES, name, names, wordlists
+from data.ruler.texts import NOISE, SENTENCES, below, distinct, name, names, wordlists
 from model.hf.shards import new_folder
 from runtime.errors import UserError
 from tools.common.lines import ADJECTIVES, NOUNS, VALUES

@@ -9,7 +9,7 @@ from pathlib import Path
 from data.fingerprint import digest, fingerprint
 from data.latents.dataset import DIGITS, LatentDataConfig
 from data.latents.folder import latents_fingerprint
-from data.ruler.config import RulerConfig
+from data.ruler.examples import RulerConfig
 from data.text.config import DataConfig, blend
 from data.text.indexed import LOSS_MASK, open_indexed
 from model.config import ModelConfig

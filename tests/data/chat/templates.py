@@ -2,7 +2,7 @@
 
 import json
 
-from data.chat.named import NAMED
+from data.chat.conversations import NAMED
 from tests.data.test_tokenizer import write_hugging_face
 
 ALTERNATE = "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from data.chat.conversations import NAMED, train_chat_tokenizer
 from data.chat.convert import Chat
-from data.chat.named import NAMED, train_chat_tokenizer
 from data.chat.template import load_template
 from data.text.indexed import check_indexed
 from data.text.prepare import prepare

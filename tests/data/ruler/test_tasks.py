@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 
-from data.ruler.documents import Questions
 from data.ruler.tasks import TASKS, Case, Sources
-from data.ruler.texts import NOISE, Essays
+from data.ruler.texts import NOISE, Essays, Questions
 
 SQUAD = {
     "data": [

@@ -1,13 +1,10 @@
 """Gathers in flight over and over, in one process: what two workers of a gloo group damage the heap by.
 
 python -m tests.runtime.heap --seconds 10 --two-workers; echo $?        # -6 or -11 within seconds, most times
-python -m tests.runtime.heap --seconds 10 --runs 20                     # each in a process of its own
 """
 
 import argparse
 import os
-import subprocess
-import sys
 import time
 
 import torch
@@ -32,18 +29,11 @@ def gather(rank, world_size, seconds):
 
 
 def main():
-    """One run, or many and how many of them aborted."""
+    """One run, which may abort."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--two-workers", action="store_true", help="as torch makes a group by itself")
-    parser.add_argument("--runs", type=int, default=1)
     args = parser.parse_args()
-    if args.runs > 1:
-        command = [sys.executable, "-m", "tests.runtime.heap", "--seconds", str(args.seconds)]
-        command += ["--two-workers"] * args.two_workers
-        ended = [subprocess.run(command, check=False).returncode for _ in range(args.runs)]
-        print(f"{sum(code != 0 for code in ended)} of {args.runs} runs aborted: {ended}")
-        return
     if args.two_workers:
         processes.use_one_worker = lambda: None
     processes.join(store=dist.HashStore())

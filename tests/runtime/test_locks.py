@@ -150,18 +150,15 @@ def test_of_many_that_start_at_once_one_at_a_time_has_it(left, quick, no_locks, 
     assert not (tmp_path / ".lock").exists()
 
 
-def test_a_holder_that_hung_while_another_took_it_ends(quick, tmp_path, capfd):
-    def body(report):
-        Lock(tmp_path / ".lock", wait=False)
-        os.write(report, b".")
-        time.sleep(60)
-
-    child, _ = forked(body)
-    (tmp_path / ".lock").unlink()
-    time.sleep(0.2)
-    assert os.waitpid(child, os.WNOHANG) == (0, 0), "a file that is only gone says nothing"
-    (tmp_path / ".lock").write_text(ELSEWHERE)
-    assert status_of(child) == 1
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_holder_that_hung_while_another_took_its_file_or_wrote_into_it_ends(removed, quick, tmp_path, capfd):
+    with holder(tmp_path / ".lock", ends=True) as child:
+        if removed:
+            (tmp_path / ".lock").unlink()
+            time.sleep(0.2)
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "a file that is only gone says nothing"
+        (tmp_path / ".lock").write_text(ELSEWHERE)
+        assert status_of(child) == 1
     assert f"error: {tmp_path} was taken over by process 7 on node9" in capfd.readouterr().err
 
 
@@ -177,12 +174,6 @@ def test_a_holder_whose_file_is_stale_looks_who_has_it(quick, tmp_path, monkeypa
         (tmp_path / ".new").replace(tmp_path / ".lock")
         assert status_of(child) == 1
     assert "was taken over by process 7 on node9" in capfd.readouterr().err
-
-
-def test_a_holder_whose_file_another_wrote_into_ends(quick, tmp_path):
-    with holder(tmp_path / ".lock", ends=True) as child:
-        (tmp_path / ".lock").write_text(ELSEWHERE)
-        assert status_of(child) == 1
 
 
 def test_an_empty_file_is_watched(quick, tmp_path):

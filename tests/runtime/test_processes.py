@@ -194,8 +194,9 @@ def test_one_worker_is_enough_for_all_that_is_in_flight():
     assert run_ranks(all_at_once, 3) == [[3.0 * i for i in range(8)] + [float((rank - 1) % 3)] * 8 for rank in range(3)]
 
 
-def late(leaves, tries):
+def parted(rank, world_size, leaves, tries):
     """The number of ``tries`` one-process groups that still hold a tensor of their last collective after parting."""
+    dist.destroy_process_group()
     count = 0
     for _ in range(tries):
         join(store=dist.HashStore())
@@ -208,15 +209,8 @@ def late(leaves, tries):
         del group  # as a script keeps one, so that its threads outlive the parting
         if count:
             break
+    join(store=dist.HashStore())  # for run_ranks to leave
     return count
-
-
-def parted(rank, world_size, leaves, tries):
-    dist.destroy_process_group()
-    try:
-        return late(leaves, tries)
-    finally:
-        join(store=dist.HashStore())  # for run_ranks to leave
 
 
 def test_nothing_is_held_by_gloo_after_leaving():
@@ -247,29 +241,15 @@ def alone(rank, world_size):
     return size, found
 
 
-def page_example(folder):
-    """The command that runs the example of the attention's page on 2 ranks."""
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_example_of_the_attentions_page_ends_well_every_time(times, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks" / "attention.md").read_text(), re.S)
-    script = folder / "yours.py"
+    script = tmp_path / "yours.py"
     script.write_text(next(block for block in blocks if "process_group" in block))
-    return [*torchrun(2), str(script)]
-
-
-def run_example(command):
-    process = ended(command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.count("torch.Size([1, 4096, 8, 64])") == 2
-
-
-def test_the_example_of_the_attentions_page(tmp_path):
-    run_example(page_example(tmp_path))
-
-
-@pytest.mark.slow
-def test_the_example_ends_well_every_time(tmp_path):
-    command = page_example(tmp_path)
-    for _ in range(20):
-        run_example(command)
+    for _ in range(times):
+        process = ended([*torchrun(2), str(script)], PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.count("torch.Size([1, 4096, 8, 64])") == 2
 
 
 def aborts(seconds, *flags):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime import signals
-from runtime.signals import ASKING, StopRequest, end_with_launcher, end_with_parent, leave_to_parent, stop_requests
+from runtime.signals import ASKING, end_with_launcher, end_with_parent, leave_to_parent, stop_requests
 from tests.starts import ROOT, wait_until
 
 
@@ -74,6 +74,7 @@ def test_what_was_ignored_stays_ignored_and_handlers_come_back():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_requests() as notice:
+            assert notice.signal is None
             notice.works = True
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -83,10 +84,6 @@ def test_what_was_ignored_stays_ignored_and_handlers_come_back():
     finally:
         signal.signal(signal.SIGHUP, before[signal.SIGHUP] or signal.SIG_DFL)
     assert {number: signal.getsignal(number) for number in ASKING} == before
-
-
-def test_a_notice_without_a_signal_asks_for_nothing():
-    assert StopRequest().signal is None
 
 
 def family(launched):

@@ -68,11 +68,13 @@ def test_an_error_of_one_rank_alone_is_not_of_all():
 
 
 def _values(rank, size):
-    return gather_results(lambda: rank * rank), from_first(lambda: 10 + rank)
+    pair = dist.new_group([1, 2])
+    of_group = gather_results(lambda: rank, pair) if rank > 0 else []
+    return gather_results(lambda: rank * rank), from_first(lambda: 10 + rank), of_group
 
 
-def test_values_are_shared():
-    assert run_ranks(_values, 3) == [([0, 1, 4], 10)] * 3
+def test_values_are_shared_by_all_ranks_or_a_group():
+    assert run_ranks(_values, 3) == [([0, 1, 4], 10, of_group) for of_group in ([], [1, 2], [1, 2])]
 
 
 def test_without_a_process_group_the_body_runs_alone():
@@ -80,12 +82,3 @@ def test_without_a_process_group_the_body_runs_alone():
     assert from_first(lambda: 6) == 6
     with pytest.raises(DomainError, match="lr"), raise_together():
         raise ERRORS["domain"]()
-
-
-def _groups(rank, size):
-    pair = dist.new_group([1, 2])
-    return gather_results(lambda: rank, pair) if rank > 0 else []
-
-
-def test_results_are_those_of_a_group():
-    assert run_ranks(_groups, 3) == [[], [1, 2], [1, 2]]

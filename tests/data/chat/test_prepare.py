@@ -42,26 +42,19 @@ def lines(*rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def write_lines(path, rows):
-    path.with_suffix(".jsonl").write_text("\n" + lines(*rows))
-    return path.with_suffix(".jsonl")
+def write_rows(path, rows):
+    """Write rows in the format of the suffix, a dataset's folder without one; return the path."""
+    if path.suffix == ".jsonl":
+        path.write_text("\n" + lines(*rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        from datasets import Dataset, disable_progress_bars
 
-
-def write_array(path, rows):
-    path.with_suffix(".json").write_text(json.dumps(rows, indent=1, ensure_ascii=False))
-    return path.with_suffix(".json")
-
-
-def write_parquet(path, rows):
-    pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
-    return path.with_suffix(".parquet")
-
-
-def write_dataset(path, rows):
-    from datasets import Dataset, disable_progress_bars
-
-    disable_progress_bars()
-    Dataset.from_list(rows).save_to_disk(str(path))
+        disable_progress_bars()
+        Dataset.from_list(rows).save_to_disk(str(path))
     return path
 
 
@@ -71,9 +64,9 @@ def said(*contents):
 
 
 @pytest.mark.parametrize("row", [SHAREGPT, MESSAGES], ids=["sharegpt", "messages"])
-@pytest.mark.parametrize("write", [write_lines, write_array, write_parquet, write_dataset])
-def test_every_format_gives_the_same_bytes(write, row, tmp_path):
-    facts = prepared(tmp_path, write(tmp_path / "in", [row] * 5))
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ""])
+def test_every_format_gives_the_same_bytes(suffix, row, tmp_path):
+    facts = prepared(tmp_path, write_rows(tmp_path / f"in{suffix}", [row] * 5))
     assert facts.conversations == {
         "read": 5, "kept": 5, "split": 0, "truncated": 0, "refused": 0, "left_out": 0, "learned": 45, "samples": 2,
         "places": 400,
@@ -92,7 +85,7 @@ def test_every_format_gives_the_same_bytes(write, row, tmp_path):
 def test_samples_are_the_conversations(tmp_path):
     """Every label within its conversation, loss where the file says, positions from the lengths, padding without."""
     texts = [("a", "b" * n) for n in (1, 30, 60, 90, 20)]
-    prepared(tmp_path, write_lines(tmp_path / "in", [said(*text) for text in texts]), seq_length=160)
+    prepared(tmp_path, write_rows(tmp_path / "in.jsonl", [said(*text) for text in texts]), seq_length=160)
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     config = DataConfig(
         data_path=(str(tmp_path / "out" / "chats"),), split="100,0,0", sft=True,
@@ -135,7 +128,7 @@ def test_samples_are_the_conversations(tmp_path):
 )
 def test_what_is_too_long(policy, length, counts, learned, tmp_path):
     """The answers in TURNS are tokens 21 to 27, and 54 and 55."""
-    source = write_lines(tmp_path / "in", [SHAREGPT])
+    source = write_rows(tmp_path / "in.jsonl", [SHAREGPT])
     with pytest.raises(DataError, match=r"in\.jsonl, line 2: has 57 tokens, and seq_length is 20; .*--too-long split"):
         prepared(tmp_path, source, seq_length=20)
     with pytest.raises(DataError, match="nothing that is left of it carries loss"):
@@ -241,11 +234,11 @@ def test_where_all_are_refused_the_first_says_why(tmp_path):
     with pytest.raises(
         DataError, match=r"all 2 conversations were refused, the first: .*in\.jsonl, line 2: has no turns"
     ):
-        prepared(tmp_path, write_lines(tmp_path / "in", [{}, {}]), skip_refused=True)
+        prepared(tmp_path, write_rows(tmp_path / "in.jsonl", [{}, {}]), skip_refused=True)
 
 
 def test_a_request_for_the_same_keeps_and_another_template_does_not(tmp_path):
-    source = write_lines(tmp_path / "in", [SHAREGPT])
+    source = write_rows(tmp_path / "in.jsonl", [SHAREGPT])
     first = prepared(tmp_path, source)
     data = tmp_path / "out" / "chats.bin"
     before = data.stat().st_mtime_ns
@@ -258,7 +251,7 @@ def test_a_request_for_the_same_keeps_and_another_template_does_not(tmp_path):
 
 
 def test_conversations_and_text_are_not_taken_for_each_other(tmp_path):
-    prepared(tmp_path, write_lines(tmp_path / "in", [SHAREGPT] * 3))
+    prepared(tmp_path, write_rows(tmp_path / "in.jsonl", [SHAREGPT] * 3))
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     path = str(tmp_path / "out" / "chats")
     both = {"split": "100,0,0", "reset_attention_mask": True, "reset_position_ids": True}
@@ -272,7 +265,7 @@ def test_conversations_and_text_are_not_taken_for_each_other(tmp_path):
 
 
 def test_text_in_place_of_conversations_has_no_loss_mask(tmp_path):
-    prepared(tmp_path, write_lines(tmp_path / "in", [SHAREGPT, {}]), skip_refused=True)
+    prepared(tmp_path, write_rows(tmp_path / "in.jsonl", [SHAREGPT, {}]), skip_refused=True)
     (tmp_path / "text.txt").write_text("no conversation")
     model = str(tmp_path / "tokenizer" / "tokenizer.json")
     text = Request(inputs=(str(tmp_path / "text.txt"),), tokenizer_model=model, vocab_size=None)
@@ -281,7 +274,7 @@ def test_text_in_place_of_conversations_has_no_loss_mask(tmp_path):
 
 
 def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path):
-    source = write_lines(tmp_path / "in", [SHAREGPT | {"system": "Be brief."}])
+    source = write_rows(tmp_path / "in.jsonl", [SHAREGPT | {"system": "Be brief."}])
     assert prepared(tmp_path, source).tokens == SIZE + len("system\nBe brief.\n") + 2
     with pytest.raises(DataError, match=r"turn 1 \(system\) is empty"):
-        prepared(tmp_path, write_lines(tmp_path / "no", [SHAREGPT | {"system": " "}]), name="no")
+        prepared(tmp_path, write_rows(tmp_path / "no.jsonl", [SHAREGPT | {"system": " "}]), name="no")

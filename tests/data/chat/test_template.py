@@ -1,13 +1,15 @@
 """Ids are those of transformers, what is learned is as written by hand, and what is not exact is refused."""
 
 import json
+import resource
+import signal
 
 import pytest
 
 from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from runtime import bounds
-from runtime.bounds import UnboundedError
+from runtime.bounds import UnboundedError, bounded
 from runtime.errors import DataError
 from tests.data.chat.templates import BY_HAND, MARKED, TEMPLATES, TURNS, write_tokenizer
 
@@ -153,6 +155,15 @@ def test_a_template_that_does_not_end_or_grows_is_refused(name, tmp_path, monkey
     source, message = UNBOUNDED[name]
     with pytest.raises(UnboundedError if "jinja2" not in message else DataError, match=rf"_config\.json ({message})"):
         loaded(tmp_path, source)[1].render(TURNS)
+
+
+def test_bounds_end_with_the_call():
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    with pytest.raises(ZeroDivisionError):
+        bounded("a program", lambda: 1 // 0)
+    assert bounded("a program", lambda: resource.getrlimit(resource.RLIMIT_AS)[0]) > 0
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 @pytest.mark.parametrize("name", NESTED)

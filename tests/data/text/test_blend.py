@@ -1,4 +1,4 @@
-"""Documents' starts in samples, and positions that restart there: Megatron's own."""
+"""Documents' starts in samples, and positions that restart there: Megatron's own; drawn tokens, and a run on them."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,10 +6,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from data.text.blend import cumulative_lengths, document_starts, positions_in_documents
+import pretrain_gpt
+from data.text.blend import MockTokenizer, cumulative_lengths, document_starts, positions_in_documents
 from data.text.config import DataConfig
 from data.text.megatron import build_datasets, megatron_core
+from runtime.errors import DataError, UserError
 from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
+from tests.pretraining import TINY
+from tools.common.runs import open_run
+from tools.common.training import Records, trainer_of
 
 SEQ = 64
 
@@ -68,3 +73,72 @@ def test_samples_of_a_file_tell_where_its_documents_begin(tmp_path, flag):
     without = build_datasets(plain, SEQ, 1, NumberTokenizer())[0][3]
     assert without.keys() == {"tokens", "labels", "loss_mask"}
     assert all(torch.equal(without[name], train[3][name]) for name in without)
+
+
+FLAGS = ("--mock-data", "--device", "cpu", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")
+
+
+def test_a_sample_is_a_function_of_the_seed_and_its_index():
+    train, valid, test = build_datasets(DataConfig(mock_data=True), 64, 7, MockTokenizer(100))
+    again, _, _ = build_datasets(DataConfig(mock_data=True), 64, 7, MockTokenizer(100))
+    first = train[5]
+    assert all(torch.equal(first[name], again[5][name]) for name in first)
+    for other in (train[6], valid[5], test[5], build_datasets(DataConfig(), 64, 8, MockTokenizer(100))[0][5]):
+        assert not torch.equal(first["tokens"], other["tokens"])
+    drawn = [samples[index]["tokens"] for samples in (train, valid, test) for index in range(4)]
+    assert len(torch.stack(drawn).unique(dim=0)) == 12  # the parts share none
+    assert torch.equal(first["tokens"][1:], first["labels"][:-1])
+    assert int(first["tokens"].min()) >= 0
+    assert int(first["tokens"].max()) < 100
+    assert first["loss_mask"].sum() == 64
+    assert train[None]["loss_mask"].sum() == 0
+
+
+def test_a_run_on_drawn_tokens_learns():
+    log = Records()
+    with trainer_of(pretrain_gpt, [*TINY, "--vocab-size", "64", *FLAGS], log) as trainer:
+        trainer.train()
+    losses = [record["lm_loss"] for record in log.records if "lm_loss" in record]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("flags", [("--data-path", "a"), ("--tokenizer-model", "a.model"), ("--reset-attention-mask",)])
+def test_drawn_tokens_go_with_no_file_and_no_documents(flags):
+    with pytest.raises((DataError, UserError), match="mock_data"):
+        pretrain_gpt.parse_args([*TINY, *FLAGS, "--vocab-size", "64", *flags])
+
+
+def test_drawn_tokens_need_a_vocabulary():
+    config = pretrain_gpt.parse_args([*TINY, *FLAGS])
+    with pytest.raises(UserError, match="vocab_size"):
+        pretrain_gpt.validate(config, 1)
+
+
+def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path):
+    (tmp_path / "config.toml").write_text("[data]\nmock_data = true\n")
+    with pytest.raises(UserError, match=r"mock_data is set: its tokens were drawn.*name a run on text, trained with"):
+        open_run(tmp_path)
+
+
+def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path, capsys):
+    names, drawn, both = (tmp_path / name for name in ("names.toml", "drawn.toml", "both.toml"))
+    names.write_text('[data]\ndata_path = ["a"]\ntokenizer_model = "a.model"\nsft = true\nsplit = "9,1,0"\n')
+    drawn.write_text("[data]\nmock_data = true\n")
+    both.write_text(names.read_text() + drawn.read_text().partition("\n")[2])
+    found = pretrain_gpt.parse_args(["--config", str(names), "--mock-data"])
+    assert found.data == DataConfig(mock_data=True, split="9,1,0")
+    said = f"note: --mock-data takes the place of data_path, tokenizer_model, sft of {names}\n"
+    assert capsys.readouterr().err == said
+    assert pretrain_gpt.parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(data_path=("b",))
+    assert capsys.readouterr().err == f"note: --data-path takes the place of mock_data of {drawn}\n"
+    assert pretrain_gpt.parse_args(["--config", str(names), "--no-mock-data"]).data.data_path == ("a",)
+    assert capsys.readouterr().err == ""
+    for refused in (
+        (both,),
+        (drawn, "--sft"),
+        (drawn, "--mock-data", "--data-path", "b"),
+        (names, "--mock-data", "--sft"),
+    ):
+        with pytest.raises(DataError, match="mock_data draws tokens"):
+            pretrain_gpt.parse_args(["--config", *map(str, refused)])

@@ -28,58 +28,43 @@ def test_whole_files_pass(tmp_path, dtype):
     assert indexed.token_ids().tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def _cut(end, keep):
-    def damage(prefix):
-        path = Path(prefix + end)
-        path.write_bytes(path.read_bytes()[:keep])
-
-    return damage
+def cut(size):
+    return lambda data: data[:size]
 
 
-def _patch(offset, content):
-    def damage(prefix):
-        path = Path(prefix + ".idx")
-        data = bytearray(path.read_bytes())
-        data[offset : offset + len(content)] = content
-        path.write_bytes(data)
-
-    return damage
-
-
-def _remove(end):
-    return lambda prefix: Path(prefix + end).unlink()
-
-
-def _grow(prefix):
-    with open(f"{prefix}.bin", "ab") as stream:
-        stream.write(b"\0\0")
+def patch(offset, content):
+    return lambda data: data[:offset] + content + data[offset + len(content) :]
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("end", "damage", "message"),
     [
-        (_remove(".bin"), r"d\.bin does not exist"),
-        (_remove(".idx"), r"d\.idx does not exist"),
-        (_cut(".bin", 499), r"d\.bin has 499 bytes, but .* 250 tokens"),
-        (_cut(".bin", 0), r"d\.bin has 0 bytes"),
-        (_grow, r"d\.bin has 502 bytes"),
-        (_cut(".idx", 0), "magic"),
-        (_cut(".idx", 20), "cut off inside its header"),
-        (_cut(".idx", 100), r"d\.idx has 100 bytes, but 10 documents need 242"),
-        (_patch(0, b"garbage!!"), "magic"),
-        (_patch(9, b"\2"), "version 2"),
-        (_patch(17, b"\7"), "dtype code 7"),
-        (_patch(17, b"\4"), r"d\.bin has 500 bytes, but .* tokens of 4 bytes"),
-        (_patch(18, struct.pack("<Q", 2**60)), "documents need"),
-        (_patch(18, struct.pack("<QQ", 0, 26)), "holds no documents"),
-        (_patch(HEADER, struct.pack("<ii", 26, 24)), "points into the .bin"),
-        (_patch(HEADER, struct.pack("<ii", -1, 51)), "document 0 a negative length"),
-        (_patch(HEADER + 12 * 10 + 8, struct.pack("<q", 99)), "document bounds"),
+        (".bin", None, r"d\.bin does not exist"),
+        (".idx", None, r"d\.idx does not exist"),
+        (".bin", cut(499), r"d\.bin has 499 bytes, but .* 250 tokens"),
+        (".bin", cut(0), r"d\.bin has 0 bytes"),
+        (".bin", lambda data: data + b"\0\0", r"d\.bin has 502 bytes"),
+        (".idx", cut(0), "magic"),
+        (".idx", cut(20), "cut off inside its header"),
+        (".idx", cut(100), r"d\.idx has 100 bytes, but 10 documents need 242"),
+        (".idx", patch(0, b"garbage!!"), "magic"),
+        (".idx", patch(9, b"\2"), "version 2"),
+        (".idx", patch(17, b"\7"), "dtype code 7"),
+        (".idx", patch(17, b"\4"), r"d\.bin has 500 bytes, but .* tokens of 4 bytes"),
+        (".idx", patch(18, struct.pack("<Q", 2**60)), "documents need"),
+        (".idx", patch(18, struct.pack("<QQ", 0, 26)), "holds no documents"),
+        (".idx", patch(HEADER, struct.pack("<ii", 26, 24)), "points into the .bin"),
+        (".idx", patch(HEADER, struct.pack("<ii", -1, 51)), "document 0 a negative length"),
+        (".idx", patch(HEADER + 12 * 10 + 8, struct.pack("<q", 99)), "document bounds"),
     ],
 )
-def test_damage_is_named(prefix, damage, message):
+def test_damage_is_named(prefix, end, damage, message):
     check_indexed(prefix, vocab_size=1000)
-    damage(prefix)
+    path = Path(prefix + end)
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=message):
         check_indexed(prefix, vocab_size=1000)
 

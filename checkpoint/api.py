@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from checkpoint.drafts import Background, check_room, removed_on_error, start_draft, steps_of, take
-from checkpoint.manifest import METADATA, CheckpointError, Manifest, bring, checkpoint_folder, read_manifest
+from checkpoint.drafts import Background, check_room, removed_on_error, run_steps, save_steps, start_draft
+from checkpoint.manifest import METADATA, CheckpointError, Manifest, checkpoint_folder, fetch_missing, read_manifest
 from runtime.errors import UserError
 from runtime.together import gather_results, raise_together
 
@@ -120,10 +120,10 @@ def save_checkpoint(
     with removed_on_error(draft.made):
         check_room(rooms, shards.agree(gather_results(planned)))
         if beside is None:
-            take(steps_of(draft, shards))
+            run_steps(save_steps(draft, shards))
         else:
             gather_results(lambda: shards.copy(draft.path, beside.memory))
-            beside.begin(draft, steps_of(draft, shards, beside.keeper))
+            beside.begin(draft, save_steps(draft, shards, beside.keeper))
     return folder
 
 
@@ -145,7 +145,7 @@ def load_checkpoint(
     from checkpoint.tensors import compare_tensors, files_read, read_shards, spread_copies, tensors_of
 
     folder = Path(path)
-    bring(folder, [METADATA])
+    fetch_missing(folder, [METADATA])
     with raise_together():
         manifest, metadata = _described(folder, architecture)
         optimizer.zero_grad(set_to_none=True)
@@ -154,7 +154,7 @@ def load_checkpoint(
         optimizer.state.clear()
         state = tensors_of(model, optimizer, create=stepped) | dict(more or {})
     compare_tensors(folder, state, metadata, exact_dtype=True)
-    bring(folder, files_read(state, metadata))
+    fetch_missing(folder, files_read(state, metadata))
     read_shards(folder, state, metadata)
     spread_copies(model, optimizer)
     return manifest.extra

@@ -137,7 +137,7 @@ def check_room(rooms: Sequence[Room], needed: int) -> None:
             )
 
 
-def steps_of(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> Steps:
+def save_steps(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> Steps:
     """Yield what this rank does to make a checkpoint of a draft; each next step is for all ranks together.
 
     The work has no collectives, so that it may be done beside training; ``keeper`` then prunes where it is done.
@@ -177,7 +177,7 @@ def steps_of(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> St
         remove_others(folder.parent, folder)
 
 
-def take(steps: Steps) -> None:
+def run_steps(steps: Steps) -> None:
     """Take all steps at once; collective."""
     with suppress(StopIteration):
         work = next(steps)

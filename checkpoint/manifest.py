@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from runtime import __version__
 from runtime.errors import UserError
-from runtime.files import read_own, reason, sha256, write_text
+from runtime.files import read_regular, reason, sha256, write_text
 from runtime.together import from_first, gather_results, raise_together
 
 FORMAT_VERSION = 1
@@ -100,7 +100,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     try:
-        content = json.loads(read_own(path))
+        content = json.loads(read_regular(path))
         if not isinstance(content, dict):
             raise ValueError(f"{path.name} holds no JSON object")
         checksum = content.pop("checksum")
@@ -156,7 +156,7 @@ def fingerprint(save: Path) -> str | None:
     """Return the name of a run's folder with a digest of its path and first start; None before that."""
     if not (starts := save / STARTS).exists():
         return None
-    path, (first, newline, _) = os.path.realpath(save), read_own(starts).partition("\n")
+    path, (first, newline, _) = os.path.realpath(save), read_regular(starts).partition("\n")
     return f"{os.path.basename(path)}-{sha256(path + first + newline)[:12]}"
 
 
@@ -168,7 +168,7 @@ def remove_others(local: Path, kept: Path | None) -> None:
                 remove(path, ignore_errors=True)  # another rank may be at it too
 
 
-def bring(folder: Path, names: Collection[str]) -> None:
+def fetch_missing(folder: Path, names: Collection[str]) -> None:
     """Copy those files of a verified checkpoint that this rank reads and its node lacks from another node; collective.
 
     One rank of each node writes a file, beside the node's own. Raises OSError on every rank if there is no room.

@@ -23,7 +23,7 @@ from checkpoint.manifest import (
     remove,
 )
 from runtime.errors import UserError, printable
-from runtime.files import not_a_file, read_own, sha256
+from runtime.files import not_a_file, read_regular, sha256
 from runtime.together import from_first, gather_results, is_alone, is_first
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -94,7 +94,7 @@ def _abandoned(directory: Path, written: dict[int, float]) -> set[int]:
     """Return the iterations, with the times of their writing, that a later start left behind: it began before them."""
     path = directory / STARTS
     starts: list[tuple[float, int]] = []
-    for line in read_own(path).splitlines() if written and path.exists() else ():
+    for line in read_regular(path).splitlines() if written and path.exists() else ():
         try:
             with suppress(json.JSONDecodeError):  # a kill cut it off
                 time, iteration = (start := json.loads(line))["time"], start["iteration"]
@@ -216,7 +216,7 @@ def _remarks(directory: Path, iteration: int) -> list[str]:
     notes = [f"{path} was never finished; a later save removes it" for path in sorted(directory.glob("iter_*.tmp"))]
     pointer = directory / POINTER
     try:
-        pointed = " ".join(read_own(pointer, 1000).split()) if pointer.exists() else ""
+        pointed = " ".join(read_regular(pointer, 1000).split()) if pointer.exists() else ""
     except UserError as error:
         return [*notes, str(error)]
     if pointed and pointed != str(iteration):

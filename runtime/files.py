@@ -160,7 +160,7 @@ def reason(error: OSError, folder: Path) -> str:
     return f"{said}: {room(folder)}" if error.errno in FULL else said
 
 
-def read_own(path: Path, most: int = 1 << 30) -> str:
+def read_regular(path: Path, most: int = 1 << 30) -> str:
     """Read a text file of a run or a checkpoint, which others may have put there.
 
     Raises:

@@ -70,7 +70,7 @@ class Lock:
         job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
         own = f"process {os.getpid()} on {socket.gethostname()}{job}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S UTC}"
         self._record = f"{own}\n{uuid.uuid4().hex}\n"
-        self._handle = _taken(path, wait, self._record)
+        self._handle = _acquire(path, wait, self._record)
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name=f"beat of {path.name}", daemon=True)
         self._beating.start()
@@ -145,11 +145,11 @@ class _Seen:
         return self.record["holder"] if self.record else self.text.strip() or "another process"
 
 
-def _taken(path: Path, wait: bool, record: str) -> int:
+def _acquire(path: Path, wait: bool, record: str) -> int:
     """Open and lock the file, write into it who this process is, and return its handle."""
     told = False
     while True:
-        handle, fresh = _opened(path)
+        handle, fresh = _open_or_create(path)
         try:
             holder = _holder(path, handle, fresh)
             if fresh and _is_at(path, handle):
@@ -191,7 +191,7 @@ def _holder(path: Path, handle: int, fresh: bool) -> _Seen | None:
     if locked is False and (here or not found.record):
         return found  # of another host the server may keep a dead one's lock
     dead = here and found.record is not None and (locked or not _runs(int(found.record["pid"])))
-    return _unless_dead(path, handle, found.text, 0 if dead else PATIENCE)
+    return _holder_unless_dead(path, handle, found.text, 0 if dead else PATIENCE)
 
 
 def _runs(pid: int) -> bool:
@@ -202,8 +202,8 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _unless_dead(path: Path, handle: int, text: str, patience: float) -> _Seen | None:
-    """Return who holds the file if it is touched or changes hands; else remove it, which one watcher can, for None."""
+def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> _Seen | None:
+    """Watch the file: return its holder if it is touched or changes hands; else remove it, as one watcher can: None."""
     with suppress(OSError):
         fcntl.lockf(handle, fcntl.LOCK_UN)  # reading the file anew does so too
     before = _Seen.at(path)
@@ -223,7 +223,9 @@ def _unless_dead(path: Path, handle: int, text: str, patience: float) -> _Seen |
         with suppress(FileNotFoundError):
             if time.time() - over.stat().st_ctime > PATIENCE:  # its watcher was killed between link and unlink
                 over.unlink()
-                return _unless_dead(path, handle, text, PATIENCE)  # not at once: others may be about to remove it
+                return _holder_unless_dead(
+                    path, handle, text, PATIENCE
+                )  # not at once: others may be about to remove it
         return before
     except FileNotFoundError:
         return None
@@ -235,7 +237,7 @@ def _unless_dead(path: Path, handle: int, text: str, patience: float) -> _Seen |
     return None
 
 
-def _opened(path: Path) -> tuple[int, bool]:
+def _open_or_create(path: Path) -> tuple[int, bool]:
     """Open a lock file, writable by every user; create it and its folder if missing. Say whether it was."""
     attempts = 100
     while True:

@@ -305,12 +305,6 @@ def use_one_worker() -> None:
     gloo.__init__ = init
 
 
-def versions() -> dict[str, str]:
-    """Return the host of this process, and what all ranks must have alike."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"host": socket.gethostname(), "torch": torch.__version__, "Python": python, "sources": sources(ROOT)}
-
-
 def sources(root: Path) -> str:
     """Return a digest of the Python files in ``root`` and in its packages, but for the tests: 8 hexadecimal digits."""
     folders = sorted(file.parent for file in root.glob("*/__init__.py") if file.parent.name != "tests")
@@ -321,8 +315,10 @@ def sources(root: Path) -> str:
 
 
 def check_alike(store: dist.Store, rank: int, size: int) -> None:
-    """Raise UserError on all ranks, with one line, where ``versions`` differ; through the store alone. Collective."""
-    store.set(OWN.format(rank), json.dumps(versions()))
+    """Raise UserError on all ranks, with one line, where their versions differ; through the store alone. Collective."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    own = {"host": socket.gethostname(), "torch": torch.__version__, "Python": python, "sources": sources(ROOT)}
+    store.set(OWN.format(rank), json.dumps(own))
     if rank == 0:
         everyone = [json.loads(text) for text in store.multi_get([OWN.format(other) for other in range(size)])]
         store.set(DIFFER, "; ".join(_differences(everyone)))

@@ -55,7 +55,14 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
                 f"{name} is {environ[name]} in the environment, and srun made it {value}; unset {name}, which a shell "
                 "or another launcher left, or start with torchrun, which sets RANK too"
             )
-    return {name: str(value) for name, value in found.items()} | _meeting(environ)
+    # The ranks meet at the first node, at a port that this step has for itself.
+    nodes = hosts(environ.get("SLURM_STEP_NODELIST", ""))
+    if not nodes:
+        raise LaunchError("SLURM_STEP_NODELIST is not set, so that the ranks cannot meet; set MASTER_ADDR, MASTER_PORT")
+    job, step = (_number(environ, f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID"))
+    meeting = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(FIRST_PORT + (job * 101 + step) % PORTS)}
+    own = {name: str(value) for name, value in found.items()}
+    return own | {name: environ.get(name) or value for name, value in meeting.items()}
 
 
 def _check_apart(environ: Mapping[str, str]) -> None:
@@ -73,17 +80,6 @@ def _check_apart(environ: Mapping[str, str]) -> None:
             "train apart into one folder; give srun --ntasks-per-node 1 and torchrun --nnodes $SLURM_NNODES, let srun "
             "start the ranks without torchrun, or unset SLURM_STEP_NUM_TASKS to train apart"
         )
-
-
-def _meeting(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return where the ranks meet: the first node, at a port that this step has for itself."""
-    nodes = hosts(environ.get("SLURM_STEP_NODELIST", ""))
-    if not nodes:
-        raise LaunchError("SLURM_STEP_NODELIST is not set, so that the ranks cannot meet; set MASTER_ADDR, MASTER_PORT")
-    job, step = (_number(environ, f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID"))
-    port = FIRST_PORT + (job * 101 + step) % PORTS
-    found = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(port)}
-    return {name: environ.get(name) or value for name, value in found.items()}
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -108,14 +104,9 @@ def hosts(text: str) -> list[str]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]
         for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
-            ends = [plain] if plain else [name for span in ranges.split(",") for name in _span(span)]
+            spans = [span.partition("-") for span in filter(None, ranges.split(","))]
+            numbers = [(len(a), n) for a, _, b in spans for n in range(int(a), int(b or a) + 1)]
+            ends = [plain] if plain else [f"{number:0{digits}d}" for digits, number in numbers]
             names = [name + end for name in names for end in ends]
         found += names
     return found
-
-
-def _span(text: str) -> list[str]:
-    first, _, last = text.partition("-")
-    if not last:
-        return [first]
-    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]

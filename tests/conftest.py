@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from data.text.prepare import Request, prepare
-from data.text.workers import usable_cores
 from runtime.files import owned
+from runtime.machine import usable_cores
 from runtime.ranks import preload
 from tests import programs
 
@@ -24,7 +24,7 @@ def pytest_configure(config):
 
 def pytest_xdist_auto_num_workers():
     """Return one more than there are cores, at most 4: tests that start ranks wait for much of their time."""
-    return min(usable_cores() + 1, 4)
+    return min(len(usable_cores()) + 1, 4)
 
 
 @pytest.hookimpl(wrapper=True)

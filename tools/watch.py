@@ -21,7 +21,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
-from runtime.files import LOCK, read_own
+from runtime.files import LOCK, read_regular
 from runtime.locks import alive, not_a_file
 from runtime.progress import clock_time
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
@@ -81,7 +81,7 @@ def describe(run: Path, now: float, width: int) -> list[str]:
     if not run.is_dir():
         return [f"{run}   is not there yet, or is not a folder"]
     records, holder = records_of(run / METRICS), alive(run / LOCK)
-    starts = read_own(run / STARTS).count("\n") if (run / STARTS).exists() else 0
+    starts = read_regular(run / STARTS).count("\n") if (run / STARTS).exists() else 0
     who = (f"training: {holder}" if holder else "nobody trains") + (f"; started {starts} times" if starts > 1 else "")
     lines = [f"{run}   {who}"]
     if not records:
@@ -111,7 +111,7 @@ def _setting(run: Path, table: str, name: str, kind: type) -> Any:
 
     config = run / "config.toml"
     try:
-        value = tomllib.loads(read_own(config)).get(table, {}).get(name) if config.exists() else None
+        value = tomllib.loads(read_regular(config)).get(table, {}).get(name) if config.exists() else None
     except (tomllib.TOMLDecodeError, AttributeError, RecursionError) as error:
         raise UserError(f"{config} is no run's configuration ({error}); put the run's own back") from error
     if value is not None and not (is_count(value) and value > 0 if kind is int else type(value) is kind):

@@ -54,15 +54,12 @@ class Case:
     sources: Sources
 
 
-Make = Callable[[Case, int], Question]
-"""A case and a size -> its question."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """One of the benchmark's rows."""
 
-    make: Make
+    make: Callable[[Case, int], Question]
+    """A case and a size -> its question."""
     new_tokens: int
     """Tokens of the answer, counted in the length."""
     least: int = 1

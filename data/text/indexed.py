@@ -227,10 +227,10 @@ def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
         with replacing(*paths) as temporary:
             yield temporary
     except OSError as error:
-        raise unwritable(paths[0], error) from error
+        raise cannot_write(paths[0], error) from error
 
 
-def unwritable(path: Path, error: OSError) -> StoppedError:
+def cannot_write(path: Path, error: OSError) -> StoppedError:
     """Return the error for a file that cannot be written."""
     said = reason(error, path.parent)
     return StoppedError(f"cannot write {path} ({said}); free space or choose a folder that you can write to")

@@ -20,7 +20,7 @@ from data.chat.conversations import NAMED, train_chat_tokenizer
 from data.chat.convert import convert, with_turns_alone, write_packed
 from data.chat.template import load_template
 from data.text.corpus import Corpus, Rows, input_files, size_of, stdlib_files, stdlib_folder
-from data.text.indexed import LOSS_MASK, entropy, id_type, token_counts, unwritable, write_index, writing
+from data.text.indexed import LOSS_MASK, cannot_write, entropy, id_type, token_counts, write_index, writing
 from data.text.record import (
     CHAT_ENDS,
     CONVERSATIONS,
@@ -33,10 +33,11 @@ from data.text.record import (
     made_with_of,
     with_end,
 )
-from data.text.workers import Tokens, batched, in_order, tokenized, usable_cores
+from data.text.workers import Tokens, batched, in_order, tokenized
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.errors import DataError, StoppedError
 from runtime.files import InUseError, owned, sha256
+from runtime.machine import usable_cores
 from runtime.signals import signals_later
 
 SPOOLED = ("bin", "lengths", "learned", "refused")
@@ -157,7 +158,7 @@ def prepare(
             except InUseError as error:
                 raise DataError(f"cannot write {prefix}: {error}") from error
             except OSError as error:
-                raise unwritable(prefix, error) from error
+                raise cannot_write(prefix, error) from error
             if not overwrite and (kept := existing(request, prefix)):  # another process finished it meanwhile
                 return kept, True
             return _prepare(request, prefix, overwrite, progress, workers), False
@@ -264,7 +265,7 @@ def _tokens(
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
         template = load_template(tokenizer.path, request.chat.chat_template)
         work, items = partial(convert, request.chat, template, tokenizer), map(with_turns_alone, items)
-    busy = min(usable_cores(), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
+    busy = min(len(usable_cores()), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
     return in_order(work, batched(items), workers or busy)
 
 

@@ -74,11 +74,6 @@ def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
         yield batch
 
 
-def usable_cores() -> int:
-    """Return the cores that this process may use; outside Linux, all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Generator[Result, None, None]:
     """Yield `work` of each item, in order, computed in as many processes; 1 is this one.
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpoint.manifest import is_count
 from checkpoint.search import saved_iterations
 from runtime.errors import UserError, require
-from runtime.files import read_own, write_text
+from runtime.files import read_regular, write_text
 from runtime.together import from_first
 from runtime.watchdog import Watchdog
 from train.watching import Step, Watcher
@@ -35,7 +35,7 @@ class TrainingError(UserError):
 
 def read_failures(path: Path) -> list[dict[str, Any]]:
     """Read a file of failures, but for a last line that a crash cut. Raises TrainingError for what no run writes."""
-    *lines, _ = read_own(path).split("\n") if path.exists() else [""]
+    *lines, _ = read_regular(path).split("\n") if path.exists() else [""]
     try:
         failures = [json.loads(line) for line in lines]
         for failure in failures:

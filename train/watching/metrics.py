@@ -14,7 +14,7 @@ from typing import Any
 
 from checkpoint.manifest import STARTS, is_count
 from runtime.errors import at_least
-from runtime.files import read_own, reason, replacing, write_text
+from runtime.files import read_regular, reason, replacing, write_text
 from train.config.flags import ConfigError
 from train.watching.profile import PHASES
 
@@ -140,7 +140,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises ConfigError: a line before the last is not a record of an iteration.
     """
-    *lines, _ = read_own(path, 1 << 34).split("\n")
+    *lines, _ = read_regular(path, 1 << 34).split("\n")
     return parse_records(path, lines)
 
 

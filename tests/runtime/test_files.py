@@ -19,25 +19,20 @@ def _write_half(error, *paths):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_replacing_leaves_nothing_when_interrupted(tmp_path, error):
+@pytest.mark.parametrize("old", [[], [b"old", b"old"]])
+def test_replacing_keeps_what_was_there_when_interrupted_and_pairs_the_new(tmp_path, old, error):
     paths = tmp_path / "new" / "d.bin", tmp_path / "new" / "d.idx"
+    for path, content in zip(paths, old, strict=False):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
     with pytest.raises(error):
         _write_half(error, *paths)
-    assert not list((tmp_path / "new").iterdir())
-
-
-def test_replacing_keeps_the_old_and_pairs_the_new(tmp_path):
-    paths = tmp_path / "d.bin", tmp_path / "d.idx"
-    for path in paths:
-        path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt):
-        _write_half(KeyboardInterrupt, *paths)
-    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b"old", b"old"]
+    assert [path.read_bytes() for path in sorted((tmp_path / "new").iterdir())] == old
     with replacing(*paths) as names:
         assert names[0].with_suffix("") == names[1].with_suffix("")
         for name in names:
             name.write_bytes(b"new")
-    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b"new", b"new"]
+    assert [path.read_bytes() for path in sorted((tmp_path / "new").iterdir())] == [b"new", b"new"]
 
 
 def test_a_folder_takes_a_free_name_and_no_other_folders(tmp_path):
@@ -150,19 +145,24 @@ def test_children_of_an_owner_do_not_keep_its_lock(tmp_path):
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_lock_that_its_owner_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    opened, opening = [], os.open
+@pytest.mark.parametrize("gone", ["lock", "folder"])
+def test_what_its_owner_removed_meanwhile_is_made_anew(gone, tmp_path, monkeypatch):
+    """An owner that ends removes its lock, and the folder that it made, as another one opens the lock."""
+    folder, opening, calls = tmp_path / "run", os.open, []
 
     def removing(path, *how):
-        opened.append(opening(path, *how))
-        if len(opened) == 1:
+        calls.append(path.name)
+        if len(calls) == 1 and gone == "folder":
+            os.rmdir(folder)
+        handle = opening(path, *how)
+        if len(calls) == 1:
             os.unlink(path)
-        return opened[-1]
+        return handle
 
     monkeypatch.setattr(os, "open", removing)
-    with owned(tmp_path):
-        assert len(opened) == 2
-        assert re.match(r"process \d+", (tmp_path / ".lock").read_text())
+    with owned(folder):
+        assert calls == [".lock"] * 2
+        assert re.match(r"process \d+", (folder / ".lock").read_text())
 
 
 def test_one_process_has_a_folder_once(tmp_path):
@@ -221,21 +221,6 @@ def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path):
             os._exit(0)
         os.waitpid(child, 0)
         assert os.read(reading, 999).decode().startswith(said)
-
-
-def test_a_folder_that_its_owner_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
-    """The owner that ends removes the folder that it made, between another's making of it and the lock's opening."""
-    folder, opening, calls = tmp_path / "run", os.open, []
-
-    def removing(path, *how):
-        if not calls:
-            os.rmdir(folder)
-        calls.append(path)
-        return opening(path, *how)
-
-    monkeypatch.setattr(os, "open", removing)
-    with owned(folder):
-        assert [path.name for path in calls] == [".lock"] * 2
 
 
 def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path):

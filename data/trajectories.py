@@ -176,6 +176,10 @@ class Codec:
         bins = [np.searchsorted(c.edges, numbers[..., place], side="right") for place, c in enumerate(self.columns)]
         return np.stack(bins, -1) + self.offsets
 
+    def mark(self, total: float, best: float) -> int:
+        """Return the id that ends an attempt of return ``total`` at ``best``."""
+        return 1 + int(total >= best)
+
     def chain(self, attempts: Sequence[Episode]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a sequence, int64 [S], and which of them carry loss, bool [S]."""
         attempts = sorted(attempts, key=lambda episode: episode.total)  # stable: in order of time among equals
@@ -184,7 +188,7 @@ class Codec:
         ends = np.cumsum([len(episode.reward) for episode in attempts]) * len(self.columns)
         # A mark after each attempt, which carries no loss.
         learned = np.insert(np.broadcast_to(self.acts, ids.shape).reshape(-1), ends, False)
-        return np.insert(ids.reshape(-1), ends, [1 + int(e.total >= best) for e in attempts]), learned
+        return np.insert(ids.reshape(-1), ends, [self.mark(e.total, best) for e in attempts]), learned
 
 
 def _names(kind: str, count: int) -> list[str]:

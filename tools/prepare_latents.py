@@ -54,7 +54,7 @@ def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iter
     if vae is not None:
         import torch
 
-        from data.latents.vae import Vae
+        from data.latents.dataset import Vae
 
         encode = Vae(vae, torch.device("cuda" if torch.cuda.is_available() else "cpu")).encode
     for begin in range(0, len(rows), batch_size):

@@ -19,7 +19,7 @@ from torch import Tensor
 from checkpoint.api import load_model
 from checkpoint.manifest import CheckpointError, checkpoint_folder, read_manifest
 from checkpoint.search import checkpoint_of
-from data.latents.vae import Vae
+from data.latents.dataset import Vae
 from model.architecture import architecture_of
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.pipeline.stages import PipelineConfig

@@ -58,7 +58,7 @@ def test_latents_of_an_autoencoder(images, tmp_path):
         wanted = model.eval().encode(torch.ones(1, 3, 16, 16)).latent_dist.mean[0] * 0.5
     np.testing.assert_allclose(found.latents(3), wanted.numpy(), atol=1e-5)
 
-    from data.latents.vae import Vae
+    from data.latents.dataset import Vae
 
     with torch.no_grad():
         decoded = model.decode(wanted[None] / 0.5).sample

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpoint.manifest import CheckpointError
-from data.latents.vae import Vae
+from data.latents.dataset import Vae
 from pretrain_dit import main as pretrain
 from runtime.errors import DataError
 from runtime.ranks import run_ranks

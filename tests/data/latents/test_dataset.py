@@ -1,6 +1,10 @@
+"""Samples of latents, whatever wrote them, and what is refused; a writing that fails leaves nothing, and says why."""
+
+import errno
 import json
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -156,13 +160,14 @@ def spoil(path, content):
         os.truncate(path, content)
     elif isinstance(content, dict):
         path.write_text(json.dumps(json.loads(path.read_text()) | content))
-    elif isinstance(content, str):
-        path.write_text(content)
+    elif isinstance(content, (str, bytes)):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     else:
         np.save(path, content, allow_pickle=True)
 
 
 INDEX, LATENTS, LABELS = "index.json", "latents-00001.npy", "labels-00001.npy"
+BOTH, FLOATS = "latents-00001.safetensors", np.zeros((4, *SHAPE), np.float32)
 OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
 
 
@@ -192,10 +197,14 @@ OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
         (LABELS, np.array([0, 1, 3, 0]), ": row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
         (LABELS, np.array([3, -1, 0, 0]), ": row 1 has label -1, and .* allows 0 to 2; number the classes from 0"),
         (LABELS, np.array([0, 0, 2**63 + 5, 3], np.uint64), ": row 2 has label 9223372036854775813, which is no int64"),
+        (BOTH, b"nothing", " cannot be read"),
+        (BOTH, save({"latents": FLOATS}), r" cannot be read \(no tensor labels\)"),
+        (BOTH, save({"latents": FLOATS.astype(float), "labels": np.zeros(4, int)}), r" holds F64 \[4, 2, 4, 4\]"),
+        (BOTH, save({"latents": FLOATS, "labels": np.array([0, 3, 0, 0])}), ": row 1 has label 3"),
     ],
 )
 def test_broken_folders_are_named(tmp_path, name, content, message):
-    path = folder(tmp_path / "latents")
+    path = folder(tmp_path / "latents", kind="safetensors" if name == BOTH else "npy")
     spoil(path / name, content)
     with pytest.raises(DataError, match=f"{name}{message}"):
         built(path)
@@ -208,22 +217,6 @@ def test_unsigned_labels_that_fit_are_taken(tmp_path):
     train, _ = built(path)
     assert LatentFolder(path).labels.dtype == np.int64
     assert train[3]["labels"] == labels[train.row(3)]
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({"latents": np.zeros((4, *SHAPE), np.float32)}, r" cannot be read \(no tensor labels\)"),
-        ({"latents": np.zeros((4, *SHAPE)), "labels": np.zeros(4, np.int64)}, r" holds F64 \[4, 2, 4, 4\]"),
-        ({"latents": np.zeros((4, *SHAPE), np.float32), "labels": np.array([0, 3, 0, 0])}, ": row 1 has label 3"),
-        (None, " cannot be read"),
-    ],
-)
-def test_broken_safetensors_are_named(tmp_path, tensors, message):
-    shard = folder(tmp_path, kind="safetensors") / "latents-00001.safetensors"
-    shard.write_bytes(b"nothing" if tensors is None else save(tensors))
-    with pytest.raises(DataError, match=rf"00001\.safetensors{message}"):
-        built(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -272,3 +265,82 @@ def test_ranks_have_one_order_and_fail_together(tmp_path):
     assert order == other_order
     assert "latents-00001.npy is missing" in error
     assert "latents-00001.npy is missing" in other_error
+
+
+def test_writing_refuses_what_could_not_be_trained_on(tmp_path):
+    latents, labels = samples(5)
+    latents[3, 0, 0, 0] = 1e6
+    with pytest.raises(DataError, match="sample 3 holds a NaN or an infinity in float16"):
+        write_latents(tmp_path / "a", [(latents, labels)], dtype="float16")
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(DataError, match="no samples"):
+        write_latents(tmp_path / "b", [])
+    folder(tmp_path / "c")
+    with pytest.raises(DataError, match="holds latents already"):
+        folder(tmp_path / "c")
+    assert len(LatentFolder(tmp_path / "c")) == 10
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, DataError])
+def test_a_writing_that_ends_early_leaves_what_was_there(tmp_path, kind, ending):
+    def batches():
+        yield samples(6)
+        raise ending
+
+    with pytest.raises(ending):
+        write_latents(tmp_path / "a" / "b", batches(), samples_per_shard=4, kind=kind)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ending):
+        write_latents(tmp_path, batches(), samples_per_shard=4, kind=kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "file"),
+    [(np, "save", "labels-00001"), (os, "fsync", "latents-00001"), (Path, "replace", "latents-00001")],
+)
+def test_a_disk_that_fills_up_is_named_and_nothing_stays(tmp_path, monkeypatch, owner, call, file):
+    done = getattr(owner, call)
+
+    def full(of, *arguments):
+        if file in (os.readlink(f"/proc/self/fd/{of}") if isinstance(of, int) else of.name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return done(of, *arguments)
+
+    monkeypatch.setattr(owner, call, full)
+    message = r"cannot write to .*/a \(No space left on device: [\d,]+ bytes are free in .*\); free space or name"
+    with pytest.raises(DataError, match=message):
+        folder(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_files_have_the_modes_that_the_umask_asks_for(tmp_path, kind):
+    umask = os.umask(0o027)
+    try:
+        write_latents(tmp_path / "out", [(np.zeros((2, 1, 4, 4), np.float32), np.arange(2))], kind=kind)
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_one_writing_of_a_folder_at_a_time_and_a_killed_one_leaves_no_draft(tmp_path):
+    def another():
+        with pytest.raises(DataError, match=r"is in use by .*or name another folder"):
+            write_latents(tmp_path / "a", [samples(6)])
+        yield samples(6)
+
+    assert write_latents(tmp_path / "a", another()) == 6
+    child = os.fork()
+    if child == 0:
+        np.save = lambda path, array: os._exit(not path.write_bytes(b"half"))  # as by SIGKILL: no handler runs
+        try:
+            write_latents(tmp_path / "b", [samples(6)])
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    assert len(list((tmp_path / "b").glob(".*"))) == 2, "a lock and a draft"
+    assert folder(tmp_path / "b").name == "b"
+    assert list((tmp_path / "b").glob(".*")) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.files import InUseError, owned, replacing, write_text
+from tests.runtime.test_signals import forked
 
 
 def _write_half(error, *paths):
@@ -70,17 +71,14 @@ def test_it_is_on_disk_before_it_bears_its_name_and_the_name_after(tmp_path, mon
 @contextmanager
 def another_process(folder, stem=None, draft="d.bin"):
     """A process that owns a folder and is at writing a file, until it is killed; its id."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            with owned(folder, stem), replacing(folder / draft) as (name,):
-                name.write_bytes(b"half")
-                os.write(writing, b".")
-                signal.pause()
-        finally:
-            os._exit(1)
-    assert os.read(reading, 1) == b"."
+
+    def body(report):
+        with owned(folder, stem), replacing(folder / draft) as (name,):
+            name.write_bytes(b"half")
+            os.write(report, b".")
+            signal.pause()
+
+    child, _ = forked(body)
     try:
         yield child
     finally:

@@ -234,10 +234,10 @@ def test_epochs_are_built_once_and_let_go():
     assert len(dataset._epochs) == 3
 
 
-def rank_samples(rank, world_size, paths):
+def rank_samples(rank, world_size, settings):
     found = []
-    for path in paths:
-        config = DataConfig(data_path=path, split="90,10,0")
+    for of_run in settings:
+        config = DataConfig(split="90,10,0", **of_run)
         train, valid, _ = build_datasets(config, SEQ, SEED, NumberTokenizer())
         found.append((tokens_of(train, range(2 * len(train))), tokens_of(valid, range(len(valid)))))
     return found
@@ -245,11 +245,12 @@ def rank_samples(rank, world_size, paths):
 
 def test_ranks_agree_with_one_process(tmp_path, prefix):
     low, high = write_two(tmp_path)
-    paths = [(prefix,), ("0.3", low, "0.7", high)]
-    ranks = run_ranks(rank_samples, 2, paths)
+    packed = {"data_path": (write_documents(tmp_path / "p", counting_documents(40)),), "pack_documents": True}
+    settings = [{"data_path": (prefix,)}, {"data_path": ("0.3", low, "0.7", high)}, packed]
+    ranks = run_ranks(rank_samples, 2, settings)
     assert ranks[0] == ranks[1]
-    assert len(list((tmp_path / "d" / "cache").iterdir())) == 1
-    assert ranks[0] == rank_samples(0, 1, paths)
+    assert [len(list((tmp_path / name / "cache").iterdir())) for name in "dp"] == [1, 1]
+    assert ranks[0] == rank_samples(0, 1, settings)
 
 
 def rank_error(rank, world_size, bad, good, only_rank):

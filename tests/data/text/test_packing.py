@@ -1,6 +1,5 @@
 """Every item is in one bin, none is too full, and few are needed; samples hold every token once, labels their own."""
 
-import os
 import random
 from collections import Counter
 from itertools import chain, pairwise
@@ -15,7 +14,6 @@ from data.text.config import DataConfig
 from data.text.megatron import build_datasets
 from data.text.packing import PADDING_DOCUMENT, best_fit_decreasing, by_bin, packed_documents
 from runtime.errors import DataError
-from runtime.ranks import run_ranks
 from tests.data.text.corpora import EOD, VOCAB_SIZE, NumberTokenizer, counting_documents, write_documents
 
 SEQ = 40
@@ -182,17 +180,6 @@ def test_splits_are_of_documents_and_each_is_packed(tmp_path):
     for dataset, own in ((train, documents[:36]), (valid, documents[36:])):
         ids = [tokens for n in range(len(dataset)) for tokens, labels in read(dataset[n]) if len(tokens) == 25]
         assert sorted(ids) == sorted(own)
-
-
-def on_rank(rank, world_size, prefix):
-    train = build(prefix)[0]
-    return [train[n]["tokens"].tolist() for n in range(len(train))]
-
-
-def test_ranks_share_one_packing(prefix):
-    one, two = run_ranks(on_rank, 2, prefix)
-    assert one == two == on_rank(0, 1, prefix)
-    assert len(os.listdir(f"{prefix}/cache")) == 1
 
 
 def tokens_by(train, samples, key):

@@ -62,7 +62,8 @@ def build_datasets(
     for turn in (first, not first):
         with raise_together():
             if turn:
-                splits = [_splits(config, prefix, seq_length, seed, tokenizer, first) for prefix in prefixes]
+                given = [(config, prefix, seq_length, seed, tokenizer, first) for prefix in prefixes]
+                splits = [_conversation_splits(*of) if config.sft else _Source(*of).splits() for of in given]
     train, valid, test = (_join(list(parts), weights) for parts in zip(*splits, strict=True))
     if train is None:
         raise DataError(f'split is "{config.split}" and leaves nothing to train on; make its first share larger than 0')
@@ -79,24 +80,13 @@ def _join(parts: list[list[EpochedDataset]], weights: list[float] | None) -> Sam
     return present[0] if present else None
 
 
-def _splits(
-    config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
-) -> list[list[EpochedDataset]]:
-    """Return endless datasets per split of a prefix, none where the share is 0."""
-    if config.sft:
-        return _conversation_splits(config, prefix, seq_length, seed, tokenizer, check)
-    if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
-        raise DataError(
-            f"{prefix} holds conversations, of which not all is learned ({prefix}{LOSS_MASK}.idx); give --sft "
-            "--reset-attention-mask --reset-position-ids"
-        )
-    return _Source(config, prefix, seq_length, seed, tokenizer, check).splits()
-
-
 def _conversation_splits(
     config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
 ) -> list[list[EpochedDataset]]:
-    """Do as `_splits` of conversations, whose splits are of samples. Raises DataError: a share leaves none."""
+    """Return endless datasets per split of conversations, whose splits are of samples; none where the share is 0.
+
+    Raises DataError: a share leaves none.
+    """
     samples = Conversations(prefix, tokenizer.vocab_size, seq_length, check)
     if check:
         samples.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
@@ -156,6 +146,11 @@ class _Source:
     def __init__(
         self, config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
     ) -> None:
+        if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
+            raise DataError(
+                f"{prefix} holds conversations, of which not all is learned ({prefix}{LOSS_MASK}.idx); give --sft "
+                "--reset-attention-mask --reset-position-ids"
+            )
         # Absolute: GPTDataset names caches by the path as given.
         self.prefix = os.path.abspath(prefix)
         self.config, self.seq_length, self.seed, self.tokenizer = config, seq_length, seed, tokenizer
@@ -284,13 +279,6 @@ class _Source:
             check_digests(folder)
         return str(folder)
 
-    def write(self, part: Part, folder: Path) -> None:
-        if self.config.pack_documents:
-            packing = packed_documents(self.indexed.lengths, self.documents(part), self.seq_length, self.seed)
-            write_packing(folder / part.name, *packing)
-        else:
-            self.gpt_dataset(part, 0, str(folder))
-
     def write_cache(self, folder: Path) -> None:
         try:
             # A second run waits for the first, which takes no longer than its own cache would.
@@ -300,7 +288,12 @@ class _Source:
                 with replacing(folder) as (draft,):
                     draft.mkdir()
                     for part in self.parts:
-                        self.write(part, draft)
+                        if self.config.pack_documents:
+                            lengths, chosen = self.indexed.lengths, self.documents(part)
+                            packing = packed_documents(lengths, chosen, self.seq_length, self.seed)
+                            write_packing(draft / part.name, *packing)
+                        else:
+                            self.gpt_dataset(part, 0, str(draft))
                     write_digests(draft)
         except (OSError, InUseError) as error:
             # Without locks another run may have finished the same folder, which is as good as ours.

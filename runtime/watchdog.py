@@ -34,7 +34,7 @@ HANG = "longmesh/hang"
 DUMP = signal.SIGUSR2
 """Makes a `Process` write its Python stacks into its file, even if no thread of it can take the GIL."""
 Places = dict[int, Sequence[str]]
-"""Each rank, and what its `place` returns."""
+"""Each rank, and what its `pending_collective` returns."""
 
 
 class Watchdog:
@@ -108,8 +108,8 @@ class Watchdog:
         time.sleep(0.2)
         if os.fstat(self._ranks[self._rank][1].stacks).st_size:
             time.sleep(60)  # another rank has woken this one for its stacks, and is about to kill it
-        waited, mine = time.monotonic() - self._since, place()
-        self._write(self._rank, write_own)
+        waited, mine = time.monotonic() - self._since, pending_collective()
+        self._write(self._rank, write_own_stacks)
 
         def roll() -> Places:
             self._store.set(HANG, "")
@@ -129,17 +129,17 @@ class Watchdog:
         helps = self._rank == min(rank for rank in near if rank not in lost)
         silent = {rank: near[rank] for rank in lost if helps and rank in near}
         if self._rank == min(places) if places else helps:  # first: stacks may not come before others end
-            self._tell(waited, places, {self._rank: mine}, lost)
+            self._report(waited, places, {self._rank: mine}, lost)
         until = time.monotonic() + WRITE / 2
         for rank, process in silent.items():
-            self._write(rank, lambda out, process=process: write_of(out, process, until))  # type: ignore[misc]
+            self._write(rank, lambda out, process=process: write_stacks_of(out, process, until))  # type: ignore[misc]
         if places:
             in_time(meet, SLOWED * WRITE)  # a launcher ends all ranks once one has ended
         for process in silent.values():
             process.send(signal.SIGKILL)
         os._exit(AGAIN)  # to be started again without the nodes in EXCLUDE
 
-    def _tell(self, waited: float, answers: Places | None, own: Places, lost: list[int]) -> None:
+    def _report(self, waited: float, answers: Places | None, own: Places, lost: list[int]) -> None:
         """Name the ranks that did not answer, and those that wait together, the fewest first."""
         alike, places = defaultdict[str, list[int]](list), answers or own
         for rank, (collective, line) in places.items():
@@ -202,7 +202,7 @@ def own_process() -> Process:
     return Process(os.getpid(), _born(os.getpid()), stacks)
 
 
-def place() -> tuple[str, str]:
+def pending_collective() -> tuple[str, str]:
     """Return the oldest collective that this process waits for, empty if none, and its main thread's line of ours.
 
     The collective is from torch's flight recorder, which records gloo's and NCCL's, but not gloo's messages between two
@@ -225,14 +225,14 @@ def place() -> tuple[str, str]:
     return "", line
 
 
-def write_own(out: IO[str]) -> None:
+def write_own_stacks(out: IO[str]) -> None:
     """Write this process's stacks, Python's and the kernel's."""
     print("Python:", file=out, flush=True)
     faulthandler.dump_traceback(out, all_threads=True)
     print(_native(os.getpid()), file=out)
 
 
-def write_of(out: IO[str], process: Process, until: float) -> None:
+def write_stacks_of(out: IO[str], process: Process, until: float) -> None:
     """Write another process's stacks. If it is stopped, this wakes it, as Python's stacks come from itself.
 
     Waits for them till ``until``, of ``time.monotonic``, and for a second at least.

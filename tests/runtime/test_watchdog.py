@@ -17,7 +17,7 @@ from runtime.processes import join
 from runtime.ranks import run_ranks
 from runtime.slurm import AGAIN, ENDINGS
 from runtime.together import report_unresponsive_ranks
-from runtime.watchdog import EXCLUDE, FOLDER, LEAST_STEPS, Process, Watchdog, own_process, write_of
+from runtime.watchdog import EXCLUDE, FOLDER, LEAST_STEPS, Process, Watchdog, own_process, write_stacks_of
 from tests.runtime.test_signals import forked
 from train.run import exit_status
 
@@ -101,7 +101,7 @@ def test_a_stopped_process_is_woken_for_its_stacks_and_knows_it_before_it_runs(t
     monkeypatch.setattr(Process, "send", send)
     os.waitpid(child, os.WUNTRACED)
     with (tmp_path / "stacks").open("w+") as out:
-        write_of(out, process, time.monotonic() + 10)
+        write_stacks_of(out, process, time.monotonic() + 10)
         out.seek(0)
         said = out.read()
     os.kill(child, signal.SIGKILL)

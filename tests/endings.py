@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from runtime import together
 from train.run import SECONDS_TO_SPEAK, exit_status
 
 
@@ -16,6 +15,7 @@ class Ending:
 
     status: int
     stderr: str
+    stdout: str = ""
 
     @property
     def wrong(self):
@@ -32,13 +32,13 @@ class Ending:
 
 def end(command, arguments, seconds_to_speak=SECONDS_TO_SPEAK):
     """Call an entry's or a tool's main as its last line does; an unhandled exception is noted in ``stderr``."""
-    errors, statuses = io.StringIO(), [0]
+    errors, out, statuses = io.StringIO(), io.StringIO(), [0]
 
     def noted(arguments):
         status = command(arguments)
         statuses[0] = status if isinstance(status, int) else 0
 
-    with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+    with redirect_stderr(errors), redirect_stdout(out):
         try:
             status = exit_status(noted, arguments, seconds_to_speak) or statuses[0]
         except SystemExit as error:
@@ -46,14 +46,14 @@ def end(command, arguments, seconds_to_speak=SECONDS_TO_SPEAK):
         except Exception as error:
             status = 1
             print(f"Traceback: {type(error).__name__}: {error}"[:300], file=errors)
-    return Ending(status, errors.getvalue())
+    return Ending(status, errors.getvalue(), out.getvalue())
 
 
 def apart(cases):
     """Yield each case on ranks that have joined, which spares the imports of each, as if it were another run."""
     store = dist.distributed_c10d._get_default_store()
     for case in cases:
-        together._store = lambda _, case=case: dist.PrefixStore(case, store)
+        dist.distributed_c10d._get_default_store = lambda case=case: dist.PrefixStore(case, store)
         yield case
 
 

@@ -1,27 +1,27 @@
 """Files of a run, each damaged in every way of a table: accepted, noted or refused, always in one line."""
 
-import io
 import json
 import math
 import os
 import shutil
 import stat
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from checkpoint.api import load_model
-from checkpoint.manifest import STARTS, fingerprint, read_manifest
+from checkpoint.local import STARTS, fingerprint
+from checkpoint.manifest import read_manifest
 from checkpoint.search import find_checkpoint
 from runtime.files import LOCK, owned
 from runtime.locks import alive
+from tests.endings import end
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import LOSSES, read_curves
 from train.config.entries import Config
 from train.config.language import parse_args
 from train.resume import progress_of
-from train.run import FILES, claim_folder, exit_status
+from train.run import FILES, claim_folder
 from train.watching.health import FAILURES, Health, HealthConfig, Progress
 from train.watching.metrics import METRICS, LoggingConfig, RunLog
 
@@ -139,9 +139,11 @@ EXTRAS = {
     "progress a word": {"progress": "x"},
     "progress of another iteration": {"progress": {**PROGRESS, "iteration": 1}},
     "progress without iteration": {"progress": {"consumed_samples": 8}},
-    **{f"{name} {value!r}": {"progress": {**PROGRESS, name: value}} for name in PROGRESS for value in (-5, "x", 1.5)},
-    **{f"{name} {value!r}": {"progress": {**PROGRESS, name: value}} for name in PROGRESS for value in (None, True, [])},
-    **{f"{name} 2**{bits}": {"progress": {**PROGRESS, name: 2**bits}} for name in PROGRESS for bits in (53, 70)},
+    **{
+        f"{name} {value!r}": {"progress": {**PROGRESS, name: value}}
+        for name in PROGRESS
+        for value in (-5, "x", 1.5, None, True, [], 2**53, 2**70)
+    },
     "unknown": {"progress": {**PROGRESS, "epochs": 3}},
     "sample order a list": {"progress": PROGRESS, "sample_order": [1]},
     "trained for a number": {"progress": PROGRESS, "trained_for": 1},
@@ -197,15 +199,10 @@ def resumed(folder):
 
 def ended(call):
     """A call's result, None where it is refused, and the lines that a user reads of it."""
-    out, found = io.StringIO(), []
-
-    def main(_):
-        found.append(call())
-
-    with redirect_stdout(out), redirect_stderr(out):
-        status = exit_status(main, [])
-    lines = out.getvalue().splitlines()
-    assert status == (0 if found else 1), lines
+    found = []
+    ending = end(lambda _: found.append(call()), [])
+    lines = (ending.stdout + ending.stderr).splitlines()
+    assert ending.status == (0 if found else 1), lines
     assert bool(found) or [line for line in lines if line.startswith("error: ")] == lines[-1:]
     assert not any("Traceback" in line for line in lines)
     return (found or [None])[0], lines
@@ -243,13 +240,13 @@ def test_a_manifest_that_is_intact_and_wrong(forgery, run):
     assert len(lines) <= 2
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_a_manifest_with_a_wrong_extra(extra, run):
-    rewrite_manifest(run / "iter_0000002", extra=EXTRAS[extra])
-    iteration, (line,) = ended(lambda: resumed(run))
-    assert iteration is None
-    assert "iter_0000002/manifest.json does not say where its run stands" in line
-    assert "load another" in line
+def test_a_manifest_with_a_wrong_extra(run):
+    for extra in EXTRAS.values():
+        rewrite_manifest(run / "iter_0000002", extra=extra)
+        iteration, (line,) = ended(lambda: resumed(run))
+        assert iteration is None, extra
+        assert "iter_0000002/manifest.json does not say where its run stands" in line
+        assert "load another" in line
 
 
 @pytest.mark.parametrize("mutation", [*ANY_FILE, *RECORDS])

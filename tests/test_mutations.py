@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.api import load_model
-from checkpoint.local import STARTS, fingerprint
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import STARTS, fingerprint, read_manifest
 from checkpoint.search import find_checkpoint
 from runtime.files import LOCK, owned
 from runtime.locks import alive

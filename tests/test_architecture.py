@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2210,
     "bench": 3146,
     "docs": 186,
-    "tests": 44622,
+    "tests": 44621,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -13,20 +13,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from kernels import cudnn, installed, onednn, reference
-from kernels.blocks import ANTI, CAUSAL, FULL, Gradients, Keys, Rows, Tile
-from kernels.merge import merge_
-from kernels.packed import Lengths, Packed, shared
-from kernels.strips import Strips, heads_first
+from kernels import cpu, cuda, installed, reference
+from kernels.blocks import ANTI, CAUSAL, FULL, Gradients, Keys, Rows, Tile, merge_
+from kernels.cpu import Strips
+from kernels.cuda import Kernel, Packed, pad_heads, shared
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
 
-aten = torch.ops.aten
 VERSIONS = installed.VERSIONS
-Kernel = tuple[Callable[..., Any], Callable[..., Any]]
-"""A forward and its backward."""
 
 
 class Tiled(Protocol):
@@ -65,7 +60,7 @@ def block_forward(
     backend = backend or select_backend("auto", q.device.type, q.dtype)
     causal = _is_causal(q, k, kind)
     if backend.forward is None:
-        out, lse = over_no_keys(q.shape[:3], q, torch.promote_types(q.dtype, torch.float32))
+        out, lse = empty_results(q.shape[:3], q, torch.promote_types(q.dtype, torch.float32))
         attend_tiles_(out, lse, q, Keys(k, v), [_whole(q, k, kind)], scale, backend)
         return out, lse
     q, k, v = flip_if_anti(kind, q, k, v)
@@ -90,7 +85,7 @@ def block_backward(
     return dq, dk, dv
 
 
-def over_no_keys(rows: Sequence[int], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def empty_results(rows: Sequence[int], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the results over no key of rows ``[B, T, H]``: out ``[B, T, H, D]`` of 0 and lse of -inf."""
     out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)
     return out, torch.full(tuple(rows), float("-inf"), dtype=dtype, device=q.device)
@@ -171,9 +166,8 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
         if name in ("cudnn", *VERSIONS):
             raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
         # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
-        strip = (256, 256) if onednn.is_faster(dtype) else (192, 128)
-        strips = Strips(512, *strip, _cpu_strip_forward, _cpu_strip_backward, onednn.suits)
-        return AttentionBackend("aten", tiled=strips)
+        strip = (256, 256) if cpu.is_faster(dtype) else (192, 128)
+        return AttentionBackend("aten", tiled=Strips(512, *strip))
     if dtype not in (torch.bfloat16, torch.float16):
         raise UserError(
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
@@ -191,8 +185,8 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
         packs = Packed(*pad_heads(*by_shape(*fits, own_packed, other_packed)))
         return AttentionBackend(taken, *pad_heads(*by_shape(*fits, kernel, other)), packed=packs)
     if taken == "cudnn":
-        said = f"takes heads of up to {cudnn.widest()} channels here and more than one key"
-        kernel = by_shape("cudnn", said, cudnn.takes, (cudnn.forward, cudnn.backward), other)
+        said = f"takes heads of up to {cuda.widest_cudnn()} channels here and more than one key"
+        kernel = by_shape("cudnn", said, cuda.takes_cudnn, (cuda.cudnn_forward, cuda.cudnn_backward), other)
         return AttentionBackend("cudnn", *pad_heads(*kernel), packed=_packed())
     return AttentionBackend("aten", *pad_heads(*plain), packed=_packed())
 
@@ -205,7 +199,7 @@ def _packed() -> Packed:
 def _aten_cuda(impl: str | None) -> tuple[Kernel, Kernel]:
     """Return aten's flash attention of a tile, and of packed ones, by a version of it; None is FlashAttention 2."""
     forward, backward, packed_forward, packed_backward = installed.by(
-        impl, _aten_cuda_forward, _aten_cuda_backward, _aten_packed_forward, _aten_packed_backward
+        impl, cuda.flash_forward, cuda.flash_backward, cuda.packed_forward, cuda.packed_backward
     )
     return (forward, backward), (packed_forward, packed_backward)
 
@@ -244,31 +238,9 @@ def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
         raise UserError("attention_backend triton needs a cuda device and this one is cpu; use auto or aten")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UserError(f"attention_backend triton takes no {dtype}; use reference")
-    from kernels.triton import tiled
+    from kernels.triton import attention
 
-    return AttentionBackend("triton", tiled=tiled)
-
-
-def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
-    """Return a kernel's forward and backward for heads of any width, padded to a multiple of 8, which GPUs' take.
-
-    Channels of zeros add nothing to a score; the scale is given and stays.
-    """
-
-    def padded_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        if not (more := -q.shape[-1] % 8):
-            return forward(q, k, v, *rest)
-        out, lse = forward(*(F.pad(x, (0, more)) for x in (q, k, v)), *rest)
-        return out[..., :-more], lse
-
-    def padded_backward(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
-        if not (more := -rows.q.shape[-1] % 8):
-            return backward(rows, keys, *rest)
-        q, dout, out, *columns = (F.pad(x, (0, more)) for x in (*rows[:3], *keys))
-        found = backward(Rows(q, dout, out, rows.lse), Keys(*columns), *rest)
-        return tuple(x[..., :-more] for x in found)
-
-    return padded_forward, padded_backward
+    return AttentionBackend("triton", tiled=attention)
 
 
 def takes_whole(name: str, device_type: str, dtype: torch.dtype) -> bool:
@@ -276,7 +248,7 @@ def takes_whole(name: str, device_type: str, dtype: torch.dtype) -> bool:
 
     So it is on a CPU, but for one thread where oneDNN's strips are faster. In bfloat16 it would round partial results.
     """
-    return name in ("auto", "aten") and device_type == "cpu" and dtype == torch.float32 and not onednn.is_faster(dtype)
+    return name in ("auto", "aten") and device_type == "cpu" and dtype == torch.float32 and not cpu.is_faster(dtype)
 
 
 def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
@@ -290,59 +262,3 @@ def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
 def flip_if_anti(kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Reverse the tokens of an ANTI block, there and back."""
     return tuple(x.flip(1) for x in tensors) if kind == ANTI else tensors
-
-
-def _cpu_strip_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = (x.to(wide) for x in (q, k, v))
-    if onednn.suits(q, k):
-        return onednn.forward(q, k, v, causal, scale, mask)
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-
-
-def _cpu_strip_backward(rows: Rows, keys: Keys, causal: bool, scale: float, mask: Tensor | None) -> Gradients:
-    wide = torch.promote_types(rows.q.dtype, torch.float32)
-    rows, keys = Rows(*(x.to(wide) for x in rows)), Keys(*(x.to(wide) for x in keys))
-    if onednn.suits(rows.q, keys.k):
-        return onednn.backward(rows, keys, causal, scale, mask)
-    q, dout, out, lse = rows
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, *keys, out, lse, 0.0, causal, attn_mask=mask, scale=scale
-    )
-
-
-def _aten_cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
-    out, lse = heads_first(out, lse)
-    return out, lse
-
-
-def _aten_cuda_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # unused without dropout
-    lengths = (rows.q.shape[1], keys.k.shape[1])
-    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
-    )
-    dq, dk, dv = heads_first(dq, dk, dv)
-    return dq, dk, dv
-
-
-def _aten_packed_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    # Flash attention, for cuDNN's backend too, which would pad to the longest.
-    out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
-    return out, lse.transpose(0, 1)
-
-
-def _aten_packed_backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float) -> Gradients:
-    q, dout, out, lse = rows
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
-    lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
-    return aten._flash_attention_backward(
-        dout, q, *keys, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
-    )

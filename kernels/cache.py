@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.merge import merged, with_sinks
+from kernels.blocks import merged, with_sinks
 
 UNSEEN = 1 << 62
 """Position of a row that no query sees."""

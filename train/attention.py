@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import cudnn, installed
+from kernels import cuda, installed
 from kernels.attention import select_backend, takes_whole
 from kernels.delta.scan import select_delta_backend
 from kernels.linear_attention import linear_attention, select_linear_backend
@@ -202,7 +202,7 @@ def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> s
         kernel = "scaled_dot_product_attention"
     else:
         kernel = "cudnn" if device == "cuda" and installed.prefers_cudnn(here) else "aten"
-    return "aten" if kernel == "cudnn" and config.model.head_dim > cudnn.widest() else kernel
+    return "aten" if kernel == "cudnn" and config.model.head_dim > cuda.widest_cudnn() else kernel
 
 
 def _whole(cp: ContextParallel, alone: Attend) -> Attend:

@@ -24,8 +24,8 @@ from torch import Tensor
 from checkpoint.api import CheckpointConfig, load_model
 from checkpoint.manifest import read_manifest
 from checkpoint.search import checkpoint_of
+from kernels.blocks import merged
 from kernels.cache import States
-from kernels.merge import merged
 from model.architecture import architecture_of
 from model.attention import Attention, LinearCore
 from model.generate import Choose, DivergedError, Draw, Read, at_ends, check_lengths, write

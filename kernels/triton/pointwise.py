@@ -92,7 +92,7 @@ def gated_backward(dout: Tensor, gate: Tensor, up: Tensor, activation: str = "si
 
 @triton.jit(do_not_specialize=["count", "T", "H"])
 def merge_kernel(out, lse, part, part_lse, strides, count, T, H, D: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):
-    """Merge N of ``count`` rows as ``kernels.merge.merge_``; strides of batch, token and head of each tensor."""
+    """Merge N of ``count`` rows as ``kernels.blocks.merge_``; strides of batch, token and head of each tensor."""
     row, d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, WIDTH)
     batch, token, head = (row // (T * H)).to(tl.int64), (row // H % T).to(tl.int64), row % H
     out += (batch * strides[0] + token * strides[1] + head * strides[2])[:, None] + d[None, :]
@@ -109,7 +109,7 @@ def merge_kernel(out, lse, part, part_lse, strides, count, T, H, D: tl.constexpr
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold a block's result in, as ``kernels.merge.merge_``; ``out`` ``[B, T, H, D]`` or ``[T, H, D]``, float32."""
+    """Fold a block's result in, as ``kernels.blocks.merge_``; ``out`` ``[B, T, H, D]`` or ``[T, H, D]``, float32."""
     if out.ndim == 3:
         out, lse, block_out, block_lse = (x[None] for x in (out, lse, block_out, block_lse))
     given = out, lse, block_out if block_out.stride(-1) == 1 else block_out.contiguous(), block_lse

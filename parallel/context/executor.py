@@ -21,12 +21,11 @@ from kernels.attention import (
     attend_tiles_,
     block_backward,
     block_forward,
+    empty_results,
     only_block,
-    over_no_keys,
     select_backend,
 )
-from kernels.blocks import Keys, Rows, Tile
-from kernels.merge import merged, sinks_gradient, with_sinks
+from kernels.blocks import Keys, Rows, Tile, merged, sinks_gradient, with_sinks
 from parallel.context.circulation import Needed, Whole
 from parallel.context.layout import ContextError
 from parallel.context.plan import Plan, plan_of
@@ -78,7 +77,7 @@ class Executor:
             else:
                 # Rounding lse scales the weights of its whole row, which the gradients of norms of q and k do not
                 # average out, and each merge would round it once more. GPUs' kernels have float32.
-                out, lse = results or over_no_keys(rows, q, wide)
+                out, lse = results or empty_results(rows, q, wide)
                 exact = torch.float64 if lse.device.type == "cpu" else wide
                 results = out, lse = *_dense((out,), wide), *_dense((lse,), exact)
                 attend_tiles_(out, lse, queries, Keys(k, v), tiles, scale, backend)
@@ -86,7 +85,7 @@ class Executor:
         if not stays:
             staying()  # all tokens here are padding
         final = len(self._team) == 1 and sinks is None
-        out, lse = _dense(results, None if final else wide) or over_no_keys(rows, q, wide)
+        out, lse = _dense(results, None if final else wide) or empty_results(rows, q, wide)
         lse = lse.to(wide)
         if len(self._team) > 1:
             out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))

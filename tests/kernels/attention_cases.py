@@ -11,8 +11,7 @@ from unittest.mock import patch
 import torch
 
 from kernels.attention import add_gradients_, attend_tiles_, block_backward, block_forward, select_backend
-from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
-from kernels.merge import merge_
+from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile, merge_
 from parallel.context.layout import Stride
 from parallel.context.tiles import pieces, tiles
 
@@ -135,7 +134,8 @@ def merge_error(device="cpu"):
 
 def main():
     """Print the errors, with blocks of 16 tokens, and that of a band that is a token too wide."""
-    from kernels.triton import tiled, work
+    from kernels.triton import attention as tiled
+    from kernels.triton import work
 
     small = {256: tiled.Blocking(16, 16, 4, 1)}
     with (

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from kernels import attention, cudnn, installed, reference
+from kernels import cuda, installed, reference
 from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, pad_heads, select_backend
-from kernels.blocks import Keys, Rows
+from kernels.blocks import Keys, Rows, merge_
 from kernels.installed import Gpu
-from kernels.merge import merge_
 from runtime.errors import UserError
 
 SCALE = 0.2
@@ -131,12 +130,12 @@ def test_a_backend_that_cannot_serve_is_refused(arguments, message):
     ("here", "widest"), [(Gpu((9, 0), 92000), 256), (Gpu((9, 0), 90800), 128), (Gpu((10, 0), 92000), 128)]
 )
 def test_cudnn_gets_the_heads_and_keys_that_it_takes(here, widest, monkeypatch):
-    for module in (installed, cudnn):
+    for module in (installed, cuda):
         monkeypatch.setattr(module, "gpu", lambda: here)
-    monkeypatch.setattr(cudnn, "forward", lambda *_: ("cudnn",) * 2)
-    monkeypatch.setattr(cudnn, "backward", lambda *_: ("cudnn",) * 3)
-    monkeypatch.setattr(attention, "_aten_cuda_forward", lambda *_: ("other",) * 2)
-    monkeypatch.setattr(attention, "_aten_cuda_backward", lambda *_: ("other",) * 3)
+    monkeypatch.setattr(cuda, "cudnn_forward", lambda *_: ("cudnn",) * 2)
+    monkeypatch.setattr(cuda, "cudnn_backward", lambda *_: ("cudnn",) * 3)
+    monkeypatch.setattr(cuda, "flash_forward", lambda *_: ("other",) * 2)
+    monkeypatch.setattr(cuda, "flash_backward", lambda *_: ("other",) * 3)
     named, auto = (select_backend.__wrapped__(name, "cuda", torch.bfloat16) for name in ("cudnn", "auto"))
     assert auto.name == ("cudnn" if here.cudnn > 91500 else "aten")
     for width, keys in ((64, 8), (widest, 8), (widest + 8, 8), (64, 1)):

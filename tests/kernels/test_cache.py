@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels import cache
+from kernels.blocks import merged
 from kernels.cache import KVCache, States
-from kernels.merge import merged
 from model.attention import sdpa
 
 TOKENS, HEADS, GROUPS, WIDTH = 40, 4, 2, 8

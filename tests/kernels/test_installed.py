@@ -14,9 +14,10 @@ import torch
 from torch.nn import attention as registry
 from torch.nn.attention import _registry
 
-from kernels import cudnn, installed, reference
+from kernels import installed, reference
 from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows
+from kernels.cuda import Lengths
 from kernels.installed import (
     ABSENT,
     H20_SHARES,
@@ -29,7 +30,6 @@ from kernels.installed import (
     version_of,
     warning,
 )
-from kernels.packed import Lengths
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
 from planner.cluster import CLUSTERS, load_cluster
@@ -173,7 +173,7 @@ def at(monkeypatch):
     """Set the GPU of the test."""
 
     def set_to(here):
-        for module in (installed, cudnn):
+        for module in (installed, cuda):
             monkeypatch.setattr(module, "gpu", lambda: here)
         forget()
 

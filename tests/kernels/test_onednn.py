@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels import attention, onednn, products, strips
+from kernels import attention, cpu, products
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
-from kernels.strips import heads_first, triangle
+from kernels.cpu import heads_first, triangle
 from tests.kernels.attention_cases import folded
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
@@ -32,8 +32,8 @@ def made(rows, columns, heads=4, groups=2, width=16):
 def attended(q, k, v, dout, causal, mask, functions):
     """out, lse, dq, dk, dv, heads first."""
     q, k, v, dout = heads_first(q, k, v, dout)
-    out, lse = functions.forward(q, k, v, causal, SCALE, mask)
-    return [out, lse, *functions.backward(Rows(q, dout, out, lse), Keys(k, v), causal, SCALE, mask)]
+    out, lse = functions.onednn_forward(q, k, v, causal, SCALE, mask)
+    return [out, lse, *functions.onednn_backward(Rows(q, dout, out, lse), Keys(k, v), causal, SCALE, mask)]
 
 
 class Truth:
@@ -47,14 +47,14 @@ class Truth:
         return found if mask is None else found + mask
 
     @classmethod
-    def forward(cls, q, k, v, causal, _, mask):
+    def onednn_forward(cls, q, k, v, causal, _, mask):
         found = cls.scores(q, k, causal, mask)
         return found.softmax(-1) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1), found.logsumexp(-1)
 
     @classmethod
-    def backward(cls, rows, keys, *given):
+    def onednn_backward(cls, rows, keys, *given):
         leaves = [x.detach().requires_grad_() for x in (rows.q, *keys)]
-        return torch.autograd.grad(cls.forward(*leaves, *given)[0], leaves, rows.dout)
+        return torch.autograd.grad(cls.onednn_forward(*leaves, *given)[0], leaves, rows.dout)
 
 
 def off(found, truth):
@@ -66,30 +66,30 @@ def test_equals_float64(name):
     rows, columns, kind = STRIPS[name]
     mask = triangle(CAUSAL, 512, torch.float32)[250 : 250 + rows, :columns] if kind == "mask" else None
     inputs = made(rows, columns)
-    found = attended(*inputs, kind == "causal", mask, onednn)
+    found = attended(*inputs, kind == "causal", mask, cpu)
     truth = attended(*(x.double() for x in inputs), kind == "causal", mask, Truth)
     assert max(off(found, truth)) < 1e-6
     assert [x.shape for x in found] == [x.shape for x in truth]
     inputs[1][0, 0] += 0.1  # negative control: one key
-    assert max(off(attended(*inputs, kind == "causal", mask, onednn), truth)) > 1e-5
+    assert max(off(attended(*inputs, kind == "causal", mask, cpu), truth)) > 1e-5
 
 
 def test_a_forward_over_few_keys_takes_many_rows_at_once(monkeypatch):
     """Nothing is summed over rows there; one product makes scores, and one uses them."""
     shapes = list[torch.Size]()
-    monkeypatch.setattr(onednn, "product", lambda x, weight: (shapes.append(x.shape), x @ weight.t())[1])
+    monkeypatch.setattr(cpu, "product", lambda x, weight: (shapes.append(x.shape), x @ weight.t())[1])
     q, k = torch.randn(1, 1, 1024, 32), torch.randn(1, 1, 256, 32)
-    onednn.forward(q, k, k, False, SCALE, None)
+    cpu.onednn_forward(q, k, k, False, SCALE, None)
     assert shapes == [(1024, 32), (1024, 256)]
     shapes.clear()
-    onednn.forward(q, k, k, True, SCALE, None)  # where a mask hides keys, rows that see few take few
+    cpu.onednn_forward(q, k, k, True, SCALE, None)  # where a mask hides keys, rows that see few take few
     assert len(shapes) == 12
 
 
 def test_large_scores_do_not_overflow():
     inputs = made(300, 1100)
     inputs[0] *= 300
-    found = attended(*inputs, False, None, onednn)
+    found = attended(*inputs, False, None, cpu)
     truth = attended(*(x.double() for x in inputs), False, None, Truth)
     assert all(x.isfinite().all() for x in found)
     assert max(off(found[:2], truth[:2])) < 1e-4
@@ -101,21 +101,21 @@ def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
 
     Heads of a group of keys come ``apart`` if they are large, so that what comes back is small.
     """
-    monkeypatch.setattr(strips, "LARGE", 1 if apart else 1 << 30)
-    heads, backward = set[int](), onednn.backward
-    monkeypatch.setattr(onednn, "backward", lambda *given: (heads.add(given[0].q.shape[1]), backward(*given))[1])
+    monkeypatch.setattr(cpu, "LARGE", 1 if apart else 1 << 30)
+    heads, backward = set[int](), cpu.onednn_backward
+    monkeypatch.setattr(cpu, "onednn_backward", lambda *given: (heads.add(given[0].q.shape[1]), backward(*given))[1])
     monkeypatch.setattr(products, "ONEDNN", True)
-    monkeypatch.setattr(onednn, "LEAST_WORK", 1 << 20)
-    monkeypatch.setattr(onednn, "NARROWEST", 16)
+    monkeypatch.setattr(cpu, "LEAST_WORK", 1 << 20)
+    monkeypatch.setattr(cpu, "NARROWEST", 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     taken = {True: 0, False: 0}
-    suits = onednn.suits
+    suits = cpu.suits
 
     def counted(*given):
         taken[suits(*given)] += 1
         return suits(*given)
 
-    monkeypatch.setattr(onednn, "suits", counted)
+    monkeypatch.setattr(cpu, "suits", counted)
     q, k, v, dout = made(1344, 1344)
     tiles = [Tile(slice(0, 1024), slice(0, 1024), CAUSAL), Tile(slice(1024, 1344), slice(900, 1220), ANTI)]
     tiles += [Tile(slice(1024, 1344), slice(0, 704), FULL), Tile(slice(1024, 1344), slice(1220, 1230), FULL)]
@@ -136,8 +136,8 @@ def test_leaves_the_rest_to_torchs_kernel(change, monkeypatch):
     width = 16 if change == "narrow" else 128
     q = torch.empty(1, 8, rows, width, dtype=torch.float64 if change == "float64" else torch.float32)
     if change == "odd":  # where there is more to gain
-        assert onednn.suits(q.expand(3, -1, -1, -1), q)
-    assert not onednn.suits(q, q)
+        assert cpu.suits(q.expand(3, -1, -1, -1), q)
+    assert not cpu.suits(q, q)
     monkeypatch.setattr(products, "ONEDNN", True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert onednn.suits(q.new_empty(1, 8, 512, 128, dtype=torch.float32), q.new_empty(1, 8, 512, 128))
+    assert cpu.suits(q.new_empty(1, 8, 512, 128, dtype=torch.float32), q.new_empty(1, 8, 512, 128))

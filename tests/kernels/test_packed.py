@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels import packed, reference
+from kernels import cuda, reference
 from kernels.attention import select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
-from kernels.packed import Lengths, Packed, launches, shared
+from kernels.cuda import Lengths, Packed, launches, shared
 from tests.kernels import test_tiles
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, error, inputs, tiles_of, truth
 
@@ -60,7 +60,7 @@ def stand_in(monkeypatch):
 @pytest.mark.parametrize("mask", MASKS)
 def test_out_and_every_gradient_are_those_of_the_naive_form(mask, small, monkeypatch):
     """With no tile small enough, some and all."""
-    monkeypatch.setattr(packed, "SMALL", small)
+    monkeypatch.setattr(cuda, "SMALL", small)
     given = inputs(torch.float64)
     assert error(attention_by_tiles("", given, tiles_of(mask)), truth(given, mask)) < 1e-13
     assert bool(CALLS) == any(len(shared(tiles_of(mask)[part::2])[0]) > 1 for part in (0, 1))
@@ -79,10 +79,10 @@ def test_all_squares_are_one_launch_and_all_rectangles_another():
 
 def test_a_row_in_the_wrong_place_is_seen(monkeypatch):
     given = inputs(torch.float64)
-    monkeypatch.setattr(packed, "_run", lambda start, stop, _: torch.arange(start, stop).numpy())  # ANTI unturned
-    packed._launches.cache_clear()
+    monkeypatch.setattr(cuda, "_run", lambda start, stop, _: torch.arange(start, stop).numpy())  # ANTI unturned
+    cuda._launches.cache_clear()
     assert error(attention_by_tiles("", given, tiles_of("window")), truth(given, "window")) > 1e-3
-    packed._launches.cache_clear()
+    cuda._launches.cache_clear()
 
 
 def test_documents_that_lie_in_order_are_not_copied():

@@ -7,8 +7,7 @@ import torch
 
 from kernels import reference
 from kernels.attention import FULL, block_backward, select_backend
-from kernels.blocks import Keys, Rows
-from kernels.merge import merged, sinks_gradient, with_sinks
+from kernels.blocks import Keys, Rows, merged, sinks_gradient, with_sinks
 
 BOUND = 1e-12
 

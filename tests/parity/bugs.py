@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import model.language
 import parallel.data
-from kernels import strips
+from kernels import cpu
 from model.layers import Rotary
 from parallel.context import api, plan
 from parallel.context.circulation import Whole
@@ -89,8 +89,8 @@ def last_round_skipped():
 
 def merged_alike():
     """Two blocks count the same, however much a query attends to each."""
-    merge = strips.merge_
-    strips.merge_ = lambda out, lse, part, part_lse: merge(out, lse, part, lse.clone())
+    merge = cpu.merge_
+    cpu.merge_ = lambda out, lse, part, part_lse: merge(out, lse, part, lse.clone())
 
 
 def gradient_halved():

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from kernels.triton import tiled
+from kernels.triton import attention
 from tests.starts import PATIENCE, ROOT, ended
 
 SHARED = {80: 163 << 10, 90: 227 << 10}
@@ -86,6 +86,6 @@ def compiled(capability, code):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", stub)
         patch.setattr(JITFunction, "__getitem__", compiling)
-        patch.setattr(tiled, "capability", lambda device: capability)
+        patch.setattr(attention, "capability", lambda device: capability)
         code()
     return found

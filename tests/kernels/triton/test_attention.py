@@ -102,9 +102,9 @@ def test_float32_fits_too(capability):
 
 @pytest.mark.slow
 def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
-    from kernels.triton import tiled
+    from kernels.triton import attention
 
-    monkeypatch.setattr(tiled, "blocking_of", lambda *_: tiled.Blocking(128, 128, 8, 2))
+    monkeypatch.setattr(attention, "blocking_of", lambda *_: attention.Blocking(128, 128, 8, 2))
     found = [loop for one in compiled(90, lambda: launches(128)) for loop in one.spilled(tmp_path)]
     assert max(stored for _, stored in found) > 10 * SPILLED[1], found
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from kernels import attention, packed
+from kernels import attention, cuda
 from kernels.blocks import Keys, Rows
 from parallel.context import Plan, heads, transport
 from parallel.context.executor import Executor
@@ -122,7 +122,7 @@ def timelines(plan, compute):
             patch.object(transport, "dist", noted),
             patch.object(transport, "all_gather_single", noted.all_gather),
             patch.object(attention, "merge_", _merge),
-            patch.object(packed, "merge_", _merge),
+            patch.object(cuda, "merge_", _merge),
             # operators on such tensors would take the shape functions instead
             patch.object(HeadExchange, "to_heads", _to_heads),
             patch.object(HeadExchange, "to_tokens", _to_tokens),
@@ -133,7 +133,7 @@ def timelines(plan, compute):
 
 
 def _merge(out, lse, block_out, block_lse):
-    """Take what ``kernels.merge.merge_`` takes; the shape function of logaddexp took half of all time."""
+    """Take what ``kernels.blocks.merge_`` takes; the shape function of logaddexp took half of all time."""
     assert out.shape == block_out.shape == (*lse.shape, out.shape[-1])
     assert lse.shape == block_lse.shape
     assert out.dtype == lse.dtype == block_lse.dtype == torch.float32

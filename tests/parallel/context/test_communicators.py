@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import pretrain_dit
 import pretrain_gpt
-from kernels import attention, installed, packed
+from kernels import cuda, installed
 from kernels.attention import AttentionBackend, select_backend
 from parallel.context import METHODS, executor, make_plan
 from parallel.data import shard_model
@@ -95,7 +95,7 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(size, each):
             plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
             width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(packed, "SMALL", (1 << 20, 0)[(i // 2 + j) % 2])  # all tiles in shared launches, or none
+                patch.setattr(cuda, "SMALL", (1 << 20, 0)[(i // 2 + j) % 2])  # all tiles in shared launches, or none
                 backend = taking(KINDS[(i + 2 * j + size) % 3], patch)
                 calls += through(plan, backend=backend, kv_heads=kv_heads, width=width).calls
     assert each > 1 or {*FORWARD, *BACKWARD} == {*calls}
@@ -103,7 +103,7 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(size, each):
 
 def test_what_flash_attention_would_refuse_is_seen(monkeypatch):
     taking("aten", monkeypatch)
-    monkeypatch.setattr(packed, "SMALL", 0)
+    monkeypatch.setattr(cuda, "SMALL", 0)
     through(make_plan("zigzag", seq_len=LENGTH, size=4), kv_heads=4)
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x)
     with pytest.raises(AssertionError, match="lse is not contiguous"):
@@ -153,7 +153,7 @@ def with_layout(change, kernel):
 
     def called(*given):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "heads_first", change)
+            patch.setattr(cuda, "heads_first", change)
             return kernel(*given)
 
     return called
@@ -161,7 +161,7 @@ def with_layout(change, kernel):
 
 def wrong_kernels():
     """Backends each of which gets one thing wrong that shape functions take, and the width that shows it."""
-    forward, backward, plain = attention._aten_cuda_forward, attention._aten_cuda_backward, attention.heads_first
+    forward, backward, plain = cuda.flash_forward, cuda.flash_backward, cuda.heads_first
     as_given = with_layout(lambda *some: [x.transpose(1, 2) for x in some], forward)
     turned = with_layout(lambda *some: [x if x.ndim == 3 else plain(x)[0] for x in some], backward)  # all but lse
     return {
@@ -175,7 +175,7 @@ def wrong_kernels():
 def test_what_a_kernel_would_refuse_is_seen(words, monkeypatch):
     plan, (width, backend) = make_plan("ring", seq_len=LENGTH, size=4), wrong_kernels()[words]
     for small in (0, 1 << 20):  # each tile alone, and in shared launches
-        monkeypatch.setattr(packed, "SMALL", small)
+        monkeypatch.setattr(cuda, "SMALL", small)
         through(plan, width=width, strided=True)
     monkeypatch.setattr(executor, "select_backend", lambda *_: backend)
     with pytest.raises(AssertionError, match=words):

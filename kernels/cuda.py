@@ -1,27 +1,42 @@
-"""Many small tiles in one launch, for kernels that take sequences of many lengths packed one behind the other.
+"""Softmax attention of tiles on a GPU by torch's kernels: cuDNN's, FlashAttention's, and many small tiles packed.
 
-A launch takes all CAUSAL and ANTI tiles, another all FULL ones. An ANTI tile is a CAUSAL one whose rows and columns are
-packed last to first. Rows are copied only if they do not lie in order already. Results go back in passes: no row and no
-column appears twice in a pass, so nothing depends on the order in which a device's threads add.
+A launch of packed tiles takes all CAUSAL and ANTI tiles, another all FULL ones. An ANTI tile is a CAUSAL one whose rows
+and columns are packed last to first. Rows are copied only if they do not lie in order already. Results go back in
+passes: no row and no column appears twice in a pass, so nothing depends on the order in which a device's threads add.
 
-Shapes: R rows and C columns of all tiles of a launch, packed. q, dout, out ``[R, H, D]``; k, v ``[C, K, D]``, H a
-multiple of K; lse ``[R, H]``. Unpacked as in ``kernels.blocks``.
+Shapes as in ``kernels.attention``; packed, R rows and C columns of all tiles of a launch: q, dout, out ``[R, H, D]``; k
+and v ``[C, K, D]``, H a multiple of K; lse ``[R, H]``.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from kernels.blocks import ANTI, FULL, Gradients, Keys, Rows, Tile, TileNumbers, as_numbers
-from kernels.merge import merge_
-from kernels.strips import in_one_piece
+from kernels.blocks import (
+    ANTI,
+    FULL,
+    Gradients,
+    Keys,
+    Rows,
+    Tile,
+    TileNumbers,
+    as_numbers,
+    heads_first,
+    in_one_piece,
+    merge_,
+)
+from kernels.installed import HOPPER, gpu
 from runtime.tensors import cached_on_device, to_device
 
+aten = torch.ops.aten
+Kernel = tuple[Callable[..., Any], Callable[..., Any]]
+"""A forward and its backward."""
 SMALL = 1 << 20
 """Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no rows."""
 
@@ -54,6 +69,90 @@ class Launch(NamedTuple):
     causal: bool
     lengths: Lengths
     passes: tuple[Pass, ...]
+
+
+def widest_cudnn() -> int:
+    """Return the most channels of a head that the kernel takes here, as torch's check_cudnn_tensor_shapes has it."""
+    return 256 if gpu().capability == (HOPPER, 0) and gpu().cudnn >= 91000 else 128
+
+
+def takes_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Return whether the kernel takes these shapes."""
+    return q.shape[-1] <= widest_cudnn() and k.shape[1] > 1
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
+    )
+    out, lse = heads_first(out, lse.reshape(lse.shape[:3]))
+    return out, lse
+
+
+def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # unused without dropout
+    lengths = (rows.q.shape[1], keys.k.shape[1])
+    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
+    given = dout, q, k, v, out, lse.contiguous()[..., None], no_seed, no_seed, None, None, None, *lengths, 0.0, causal
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
+    dq, dk, dv = heads_first(dq, dk, dv)
+    return dq, dk, dv
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
+    out, lse = heads_first(out, lse)
+    return out, lse
+
+
+def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # unused without dropout
+    lengths = (rows.q.shape[1], keys.k.shape[1])
+    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
+    )
+    dq, dk, dv = heads_first(dq, dk, dv)
+    return dq, dk, dv
+
+
+def packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    # Flash attention, for cuDNN's backend too, which would pad to the longest.
+    out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
+    return out, lse.transpose(0, 1)
+
+
+def packed_backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float) -> Gradients:
+    q, dout, out, lse = rows
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
+    lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
+    return aten._flash_attention_backward(
+        dout, q, *keys, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
+    )
+
+
+def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
+    """Return a kernel's forward and backward for heads of any width, padded to a multiple of 8, which GPUs' take.
+
+    Channels of zeros add nothing to a score; the scale is given and stays.
+    """
+
+    def padded_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        if not (more := -q.shape[-1] % 8):
+            return forward(q, k, v, *rest)
+        out, lse = forward(*(F.pad(x, (0, more)) for x in (q, k, v)), *rest)
+        return out[..., :-more], lse
+
+    def padded_backward(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
+        if not (more := -rows.q.shape[-1] % 8):
+            return backward(rows, keys, *rest)
+        q, dout, out, *columns = (F.pad(x, (0, more)) for x in (*rows[:3], *keys))
+        found = backward(Rows(q, dout, out, rows.lse), Keys(*columns), *rest)
+        return tuple(x[..., :-more] for x in found)
+
+    return padded_forward, padded_backward
 
 
 @dataclass(frozen=True)

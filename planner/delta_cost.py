@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.delta.chunks import CHUNK
-from kernels.delta.scan import GPU_CHUNKS
+from kernels.delta.rule import GPU_CHUNKS
 from parallel.context.linear import segments as schedules
 from parallel.context.linear.halo import halo_traffic
 from parallel.context.linear.segments import cut, parts

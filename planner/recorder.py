@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.attention import AttentionBackend
-from kernels.delta import scan
+from kernels.delta import rule
 from parallel.context import executor
 from parallel.mesh import Mesh
 from parallel.offload import SEVERAL, Offload, in_slabs
@@ -61,7 +61,7 @@ def _slab_back(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: An
     return torch.empty_like(leaving)
 
 
-SLABS = scan.Slabs(lambda *_: None, _slab_back)
+SLABS = (lambda *_: None, _slab_back)
 """A delta rule in the shapes of its kernels."""
 
 
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
             patch.object(ShardingPropagator, shapes, unrecorded),
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(executor, "select_backend", lambda *_: SHAPES),
-            patch.object(scan, "slabs_by", lambda *_: SLABS),
+            patch.object(rule, "kernel_of", lambda *_: SLABS),
             self._fake,
             self,
         ):

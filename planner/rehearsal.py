@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kernels.delta import scan
+from kernels.delta import rule
 from kernels.loss import LOSS_CHUNK
 from model import layers
 from parallel.context.geometry import gather_order
@@ -104,7 +104,7 @@ def rehearse(
         norm, turn = (_FusedNorm.apply, _FusedRotation.apply) if device == "cuda" else (F.rms_norm, layers.rotate)
         with (
             patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]),
-            patch.object(scan, "CPU_CHUNKS", scan.GPU_CHUNKS if device == "cuda" else scan.CPU_CHUNKS),
+            patch.object(rule, "CPU_CHUNKS", rule.GPU_CHUNKS if device == "cuda" else rule.CPU_CHUNKS),
             patch.object(F, "rms_norm", norm),
             patch.object(layers, "rotate", turn),
             recorder.recording(),

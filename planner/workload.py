@@ -18,7 +18,7 @@ from data.text.indexed import open_indexed
 from data.text.megatron import build_datasets
 from data.text.packing import PADDING_DOCUMENT, packed_documents
 from data.tokenizer import load_tokenizer
-from kernels.delta.scan import CPU_CHUNKS
+from kernels.delta.rule import CPU_CHUNKS
 from kernels.loss import LOSS_CHUNK
 from model.config import ModelConfig
 from model.dit import multiply_adds, num_dit_parameters

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import cuda, installed
 from kernels.attention import select_backend, takes_whole
-from kernels.delta.scan import select_delta_backend
+from kernels.delta.rule import select_delta_backend
 from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.config import ModelConfig

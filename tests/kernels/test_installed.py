@@ -14,7 +14,7 @@ import torch
 from torch.nn import attention as registry
 from torch.nn.attention import _registry
 
-from kernels import installed, reference
+from kernels import cuda, installed, reference
 from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows
 from kernels.cuda import Lengths

@@ -1,6 +1,6 @@
 """Executor of the gated delta rule over segments on several ranks. The only autograd code for it.
 
-A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without (kernels/delta/scan.py).
+A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without (kernels/delta/rule.py).
 So one that continues a document is computed before S arrives: one product is left, and U + M S goes on at once, or the
 map itself did earlier (segments.py). The gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only
 segments in the middle of a document take that wider scan: one that begins it knows its state, one that ends it is
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.delta import scan
+from kernels.delta import rule
 from parallel.context.linear.segments import Message, Part, Parts, chains, cut, parts, rounds_of, state_plan
 from parallel.context.plan import Plan, rank_operator
 from parallel.context.transport import Arrival, Tensors, Transport
@@ -48,7 +48,7 @@ class DeltaExecutor:
     """As for ``select_delta_backend``; that of softmax attention, its Triton kernel too, leaves it to ``auto``."""
 
     def __post_init__(self) -> None:
-        if self.backend == "triton" or self.backend not in scan.DELTA_BACKENDS:
+        if self.backend == "triton" or self.backend not in rule.DELTA_BACKENDS:
             self.backend = "auto"
         self.handle, self.rank = _executors.add(self), self.transport.rank
 
@@ -89,7 +89,7 @@ class DeltaExecutor:
         kept, scans = dict[Part, list[Tensor]](), dict[Part, tuple[Tensor, Tensor, Tensor]]()
 
         def compute(part: Part, state: Tensor | None = None) -> Tensor:
-            found, states = scan.scan(*part.inputs(tensors), state, backend=self.backend)
+            found, states = rule.scan(*part.inputs(tensors), state, backend=self.backend)
             part.put(out, found)
             kept[part] = [states]
             return states[-1]
@@ -98,7 +98,7 @@ class DeltaExecutor:
         def own(part: Part) -> Tensors:
             if not part.wide:
                 return (compute(part),)
-            scans[part] = scan.wide_scan(*part.inputs(tensors), backend=self.backend)
+            scans[part] = rule.wide_scan(*part.inputs(tensors), backend=self.backend)
             return scans[part][2][-1].split([v.shape[-1], q.shape[-1]], -1)
 
         def enter(part: Part, state: Tensor) -> None:
@@ -120,7 +120,7 @@ class DeltaExecutor:
         for number, heads in enumerate(zip(k.chunk(groups, 2), v.chunk(groups, 2), strict=True)):
             saved, kept = _unpacked(parts(plan, self.rank, waits=number > 0), kept, *heads)
             found += [states[-1] for part, (states, *_) in saved.items() if part.segments[-1] == last]
-        return torch.cat(found, 1) if found else torch.zeros_like(scan.empty_states(k[:, :1], v[:, :1])[0])
+        return torch.cat(found, 1) if found else torch.zeros_like(rule.empty_states(k[:, :1], v[:, :1])[0])
 
     def backward(self, plan: Plan, dout: Tensor, kept: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Return dq, dk, dv, dg and dbeta in the dtypes of the inputs."""
@@ -138,7 +138,7 @@ class DeltaExecutor:
 
         def compute(part: Part, dfinal: Tensor | None = None) -> Tensor:
             taken = part.inputs(wave.inputs), saved[part][0], part.of(dout), dfinal
-            *gradients, dstate = scan.backward(*taken, backend=self.backend)
+            *gradients, dstate = rule.backward(*taken, backend=self.backend)
             for dx, gradient in zip(found, gradients, strict=True):
                 part.put(dx, gradient)
             return dstate
@@ -250,7 +250,7 @@ def _unpacked(mine: Parts, kept: Tensor, k: Tensor, v: Tensor) -> tuple[dict[Par
     shapes = []
     for part in mine.all:
         keys, values = part.of(k), part.of(v)
-        states, width = scan.empty_states(keys, values).shape, keys.shape[-1]
+        states, width = rule.empty_states(keys, values).shape, keys.shape[-1]
         shapes.append((part, states))
         if part.wide:
             shapes += [(part, torch.Size((*values.shape[:3], width))), (part, torch.Size((*states[1:3], width, width)))]

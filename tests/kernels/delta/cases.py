@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
-from kernels.delta import rule, scan
+from kernels.delta import rule
 from kernels.delta.rule import delta_rule
 
 NAMES = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dstate")
@@ -113,7 +113,7 @@ def errors_of_a_wide_scan(backend):
     *leaves, state = (x.float() for x in inputs(Case(130, batch=1)))
     leaves[3] *= 0.01  # so that much of the state reaches the end
     want, final = reference.delta_rule(*(x.double() for x in (*leaves, state)))
-    out, reads, states = scan.wide_scan(*leaves, backend=backend)
+    out, reads, states = rule.wide_scan(*leaves, backend=backend)
     added, through = states[-1].split([24, 16], -1)
     found = out + torch.einsum("bthd,bhde->bthe", reads, state), through @ state + added
     return len(states), [((a - b).norm() / b.norm()).item() for a, b in zip(found, (want, final), strict=True)]
@@ -144,7 +144,7 @@ def differences(gates, C):
 def main():
     """Print the errors of all cases, of a wide scan, and with faults."""
     found = {"errors": [errors_of_triton(case) for case in TRITON], "faults": _faults()}
-    scan.CPU_CHUNKS = 2  # a chunk of two heads in a slab
+    rule.CPU_CHUNKS = 2  # a chunk of two heads in a slab
     found["wide"] = errors_of_a_wide_scan("triton")
     found["slabs"] = errors_of_triton(Case(130, batch=1))
     json.dump(found, sys.stdout)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kernels import installed, reference
-from kernels.delta import scan
-from kernels.delta.rule import by_fla
-from kernels.delta.scan import select_delta_backend
+from kernels.delta import rule
+from kernels.delta.rule import by_fla, select_delta_backend
 from runtime.errors import UserError
 from tests.kernels.delta.cases import Case, inputs
 
@@ -60,6 +59,6 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch):
     for device, more, reason in (("cpu", {}, "fla needs a cuda device"), ("cuda", {"per_channel": True}, "per head")):
         with pytest.raises(UserError, match=reason):
             select_delta_backend("fla", device, torch.bfloat16, **more)
-    monkeypatch.setattr(scan, "select_delta_backend", lambda *_, **__: "fla")
+    monkeypatch.setattr(rule, "select_delta_backend", lambda *_, **__: "fla")
     with pytest.raises(UserError, match="passes no states between ranks"):
-        scan.scan(*leaves, backend="fla")
+        rule.scan(*leaves, backend="fla")

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
-from kernels.delta import scan
-from kernels.delta.rule import delta_rule, forgetting
-from kernels.delta.scan import select_delta_backend
+from kernels.delta import rule
+from kernels.delta.rule import delta_rule, forgetting, select_delta_backend
 from runtime.errors import UserError
 from tests.kernels.delta.cases import PACKED, Case, errors, inputs, results
 
@@ -51,7 +50,7 @@ def test_strong_gates_and_equal_keys_cost_no_digits(case):
 
 @pytest.mark.parametrize("case", CASES[-3:])
 def test_slabs_of_one_chunk_change_nothing(case, monkeypatch):
-    monkeypatch.setattr(scan, "CPU_CHUNKS", 1)
+    monkeypatch.setattr(rule, "CPU_CHUNKS", 1)
     found = errors(case, results(case, "chunked"))
     assert max(found.values()) <= 1e-13, found
 
@@ -86,7 +85,7 @@ def test_a_wide_scan_is_the_map_of_any_state(case):
     *leaves, state = inputs(case)
     leaves[3] *= 0.01  # so that much of the state reaches the end
     want, final = reference.delta_rule(*leaves, state)
-    out, reads, states = scan.wide_scan(*leaves)
+    out, reads, states = rule.wide_scan(*leaves)
     added, through = states[-1].split([case.values, case.width], -1)
     out = out + torch.einsum("bthd,bhde->bthe", reads, state)
     torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
@@ -189,7 +188,7 @@ def test_wrong_documents_and_backends_are_named():
 def test_a_backend_fits_its_inputs():
     auto = partial(select_delta_backend, "auto")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan, "has_triton", lambda: True)
+        patch.setattr(rule, "has_triton", lambda: True)
         assert auto("cuda", torch.bfloat16) == "triton"
         assert auto("cuda", torch.bfloat16, per_channel=True) == "chunked"
         assert auto("cuda", torch.bfloat16, width=264) == "chunked"
@@ -203,6 +202,6 @@ def test_a_backend_fits_its_inputs():
         ):
             with pytest.raises(UserError, match=reason):
                 refused(device, dtype, **more)
-        patch.setattr(scan, "has_triton", lambda: False)
+        patch.setattr(rule, "has_triton", lambda: False)
         with pytest.raises(UserError, match="not installed"):
             refused("cuda", torch.float16)

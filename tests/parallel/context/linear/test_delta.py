@@ -132,14 +132,14 @@ def test_float32_keeps_its_digits_under_strong_gates_and_equal_keys():
 
 def decay_alone():
     """M replaced by the decay of linear attention."""
-    wide = delta.scan.wide_scan
+    wide = delta.rule.wide_scan
 
     def without(q, k, v, g, beta, backend):
         out, reads, states = wide(q, k, v, g, beta, backend=backend)
         states[-1, ..., v.shape[-1] :] = torch.diag_embed(g.sum(1).exp()[..., None].expand(*states.shape[1:4]))
         return out, reads, states
 
-    delta.scan.wide_scan = without
+    delta.rule.wide_scan = without
 
 
 def documents_joined():
@@ -183,13 +183,13 @@ def test_who_has_which_segments():
 
 def heads_ahead(rank, world_size):
     """Heads of each scan that did not wait for its state."""
-    found, wide_scan = [], delta.scan.wide_scan
+    found, wide_scan = [], delta.rule.wide_scan
 
     def counted(q, k, v, *others, **options):
         found.append(v.shape[2])
         return wide_scan(q, k, v, *others, **options)
 
-    delta.scan.wide_scan = counted
+    delta.rule.wide_scan = counted
     cp = context_parallel("ring", seq_len=251, group=dist.group.WORLD, layout="contiguous")
     cp.attend_delta(*(cp.shard(x, 1) for x in inputs(251, 2)[:5]))
     return found

@@ -11,8 +11,8 @@ if __name__ == "__main__":  # before torch, whose import takes seconds in which 
 import torch.distributed as dist
 
 from data.latents.dataset import build_latent_datasets
-from model.architecture import architecture_of
 from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_parameters
+from model.registry import architecture_of
 from parallel.mesh import Mesh, distributed_mesh
 from planner.choice import fastest_method, fitted_to_world
 from planner.dry_run import dry_run

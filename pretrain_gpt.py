@@ -13,9 +13,8 @@ from functools import partial
 import torch
 
 from data.text.megatron import build_datasets
-from model.architecture import architecture_of
 from model.language import LanguageModel, initial_weight
-from model.registry import attention_title, build_model, flops_per_token, num_parameters, num_trained
+from model.registry import architecture_of, attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh, distributed_mesh
 from planner.choice import fastest_method, fitted_to_world, with_layout_and_schedule
 from planner.dry_run import dry_run

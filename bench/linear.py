@@ -32,7 +32,7 @@ from kernels import reference
 from kernels.linear_attention import linear_attention
 from kernels.linear_scan import SCAN_CHUNK
 from model.attention import sdpa
-from model.linear.attention import alibi_slopes
+from model.linear import alibi_slopes
 from tools.common.arguments import one_line_errors, run_command
 from tools.common.report import Table
 

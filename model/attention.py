@@ -132,7 +132,7 @@ def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: An
 class HybridAttention(NamedTuple):
     """The two attention cores of a hybrid model.
 
-    ``linear`` is a LinearAttend, or in a model with a delta rule a ``model.linear.delta.DeltaAttend``.
+    ``linear`` is a LinearAttend, or in a model with a delta rule a ``model.linear.DeltaAttend``.
     """
 
     linear: Any = linear

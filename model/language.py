@@ -3,7 +3,7 @@
 ``model.traits`` says what the kinds have: LLaMA (Touvron et al. 2023), with RMSNorm, rotary positions, SwiGLU and no
 biases; Gemma 3 (arXiv:2503.19786), OLMo 3 (arXiv:2512.13961), Qwen3.5 and OLMo Hybrid, which differ in norms, ropes and
 gates; GPT (Radford et al. 2019), with LayerNorm, GELU, biases and learned positions; TransNormerLLM and the Linear
-Transformer (``model.linear.attention``).
+Transformer (``model.linear``).
 
 Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entries.
 """
@@ -21,8 +21,7 @@ from kernels.products import linear
 from model.attention import Attend, HybridAttention, LinearAttend, attention_of
 from model.config import ModelConfig
 from model.layers import FEED_FORWARDS, LAYERS, NORMS, Linear, PreNormLayer, Rotary, drop_layers
-from model.linear.attention import LinearAttention, Sinusoids, TokenMixer
-from model.linear.delta import DeltaAttention, OneDevice, initial_bias, initial_rate
+from model.linear import DeltaAttention, LinearAttention, OneDevice, Sinusoids, TokenMixer, initial_bias, initial_rate
 from model.lora import initial_adapter, is_adapter
 from runtime.tensors import Part, initial_weight_slice
 

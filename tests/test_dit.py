@@ -8,8 +8,8 @@ import torch
 
 import pretrain_dit
 from checkpoint.api import load_model
-from model.architecture import architecture_of
 from model.dit import DiT
+from model.registry import architecture_of
 from runtime.ranks import run_ranks
 from tests.endings import apart, end, refusal
 from tests.parity.cases import DIFFUSION, REFERENCE, chosen_cases

@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.api import CheckpointConfig
 from data.tokenizer import load_tokenizer
-from model.architecture import architecture_of
 from model.config import ModelConfig
 from model.hf import load_hf, save_hf
-from model.registry import build_model
+from model.registry import architecture_of, build_model
 from runtime.errors import UserError
 from tests.pretraining import differences, pretrain
 from tools.convert_hf import export_model, import_model

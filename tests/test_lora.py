@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from checkpoint.api import load_model
 from checkpoint.manifest import CheckpointError
 from checkpoint.search import find_checkpoint
-from model.architecture import architecture_of
 from model.config import ModelConfig
 from model.hf import save_hf
 from model.hf.adapter import peft_name, write_adapter
 from model.lora import is_adapter, merge
-from model.registry import build_model
+from model.registry import architecture_of, build_model
 from runtime.errors import UserError
 from tests.parity.cases import REFERENCE
 from tests.parity.run import compare, equal, trained

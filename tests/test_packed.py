@@ -13,7 +13,7 @@ import pretrain_gpt
 from data.loader import IGNORE_INDEX
 from kernels.delta.convolution import causal_convolution
 from kernels.delta.rule import delta_rule
-from model.linear.delta import OneDevice
+from model.linear import OneDevice
 from parallel.context import plan
 from runtime.ranks import run_ranks
 from tests.packed import TINY, alone, as_it_is, over_ranks, steps_on_rank, validation_on_rank, write_packed

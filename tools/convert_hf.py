@@ -21,7 +21,6 @@ from checkpoint.search import checkpoint_of, find_checkpoint
 from data.fingerprint import digest
 from data.text.config import DataConfig
 from data.tokenizer import load_tokenizer
-from model.architecture import architecture_of
 from model.hf import config_to_hf
 from model.hf.adapter import read_adapter, write_adapter
 from model.hf.api import Read, open_hf, read_config, their_weights
@@ -29,7 +28,7 @@ from model.hf.dit import load_dit, save_dit
 from model.hf.folder import CONFIG, read_json
 from model.hf.shards import TOKENIZERS, carry, new_folder, write_model
 from model.lora import merge
-from model.registry import num_parameters
+from model.registry import architecture_of, num_parameters
 from parallel.context.config import ContextConfig
 from runtime.errors import UserError, with_article
 from tools.common.arguments import one_line_errors, parser_for, run_command

@@ -28,7 +28,7 @@ from data.loader import IGNORE_INDEX, Batch
 from data.text.corpus import Corpus, input_files
 from data.text.indexed import check_indexed
 from data.tokenizer import Tokenizer
-from model.architecture import architecture_of
+from model.registry import architecture_of
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum

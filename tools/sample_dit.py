@@ -20,7 +20,7 @@ from checkpoint.api import load_model
 from checkpoint.manifest import CheckpointError, checkpoint_folder, read_manifest
 from checkpoint.search import checkpoint_of
 from data.latents.dataset import Vae
-from model.architecture import architecture_of
+from model.registry import architecture_of
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.pipeline.stages import PipelineConfig
 from pretrain_dit import resolve

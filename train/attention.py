@@ -16,7 +16,7 @@ from kernels.linear_attention import linear_attention, select_linear_backend
 from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.config import ModelConfig
 from model.dit import full_sdpa
-from model.linear.delta import DeltaAttend, OneDevice
+from model.linear import DeltaAttend, OneDevice
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.linear.relayout import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle

@@ -26,11 +26,10 @@ from checkpoint.manifest import read_manifest
 from checkpoint.search import checkpoint_of
 from kernels.blocks import merged
 from kernels.cache import States
-from model.architecture import architecture_of
 from model.attention import Attention, LinearCore
 from model.generate import Choose, DivergedError, Draw, Read, at_ends, check_lengths, write
-from model.linear.delta import DeltaAttention
-from model.registry import build_model
+from model.linear import DeltaAttention
+from model.registry import architecture_of, build_model
 from parallel.context.config import HybridLayout
 from parallel.mesh import SIZES, Mesh, distributed_mesh
 from parallel.pipeline.stages import stage_layers

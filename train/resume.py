@@ -12,9 +12,9 @@ from torch import nn
 from checkpoint.api import compare_architecture, load_checkpoint, load_model
 from checkpoint.manifest import MANIFEST, CheckpointError, is_count, read_manifest
 from checkpoint.saving import newest_checkpoint
-from model.architecture import architecture_of
 from model.hf.api import open_hf
 from model.lora import is_adapter
+from model.registry import architecture_of
 from parallel.data import copy_whole
 from runtime.errors import printable
 from runtime.together import is_first, raise_together

@@ -23,7 +23,7 @@ from kernels.attention import CAUSAL, block_backward, block_forward, select_back
 from kernels.blocks import Keys, Rows
 from kernels.linear_attention import linear_attention
 from model.attention import sdpa
-from model.linear.attention import alibi_slopes
+from model.linear import alibi_slopes
 from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps

@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from model.architecture import architecture_of
 from model.config import ModelConfig
+from model.registry import architecture_of
 
 GPT = ModelConfig(model_type="gpt", max_position_embeddings=64, vocab_size=40)
 

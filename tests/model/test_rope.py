@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from model.architecture import architecture_of
 from model.config import ModelConfig
 from model.layers import Rotary
+from model.registry import architecture_of
 from model.rope import RopeConfig, frequencies
 
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="compares with transformers' tables")

@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 
 from checkpoint.api import save_checkpoint, stored_weights
 from checkpoint.search import find_checkpoint
-from model.architecture import architecture_of
 from model.hf.dit import dit_to_original, save_dit
+from model.registry import architecture_of
 from tests.model.dits import IMAGE, VIDEO, random_dit
 from tools.convert_hf import main
 from train.config.diffusion import load_config

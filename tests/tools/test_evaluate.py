@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from checkpoint.api import load_model, save_checkpoint
 from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer, train_tokenizer
-from model.architecture import architecture_of
 from model.config import ModelConfig
 from model.hf import to_hf
-from model.registry import build_model
+from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
 from tools.evaluate import buckets, main
 

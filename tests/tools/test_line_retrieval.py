@@ -10,9 +10,8 @@ from checkpoint.api import save_checkpoint
 from data.chat.template import load_template
 from data.ruler.examples import Prompts
 from data.tokenizer import load_tokenizer
-from model.architecture import architecture_of
 from model.config import ModelConfig
-from model.registry import build_model
+from model.registry import architecture_of, build_model
 from runtime.ranks import RankError, run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tools import line_retrieval as command

@@ -9,10 +9,9 @@ import torch
 from checkpoint.api import save_checkpoint
 from data.fingerprint import digest
 from data.tokenizer import load_tokenizer, train_tokenizer
-from model.architecture import architecture_of
 from model.config import ModelConfig
 from model.language import LanguageModel
-from model.registry import build_model
+from model.registry import architecture_of, build_model
 from tests.model.generation import generate
 from tests.starts import ended
 from tools import sample

@@ -7,10 +7,9 @@ import torch
 
 from checkpoint.api import save_checkpoint
 from kernels.cache import States
-from model.architecture import architecture_of
 from model.config import ModelConfig
 from model.generate import Draw
-from model.registry import build_model
+from model.registry import architecture_of, build_model
 from parallel.context import ContextConfig
 from parallel.mesh import MeshConfig
 from runtime.errors import UserError

@@ -18,10 +18,9 @@ from checkpoint.api import CheckpointConfig
 from checkpoint.manifest import read_manifest
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
-from model.architecture import architecture_of
 from model.config import ModelConfig
 from model.language import LanguageModel, initial_weight
-from model.registry import flops_per_token
+from model.registry import architecture_of, flops_per_token
 from parallel.context import context_parallel
 from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.errors import DataError

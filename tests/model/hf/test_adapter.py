@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.api import load_model
 from checkpoint.search import checkpoint_of
-from model.architecture import architecture_of
 from model.hf import load_hf
 from model.hf.adapter import read_adapter
-from model.registry import build_model
+from model.registry import architecture_of, build_model
 from runtime import bounds
 from runtime.errors import UserError
 from tests.model.hf.hugging_face import GPT2, LLAMA, TOKENS, hugging_face, transformers

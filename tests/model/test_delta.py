@@ -11,7 +11,7 @@ from torch import nn
 from kernels.cache import States
 from model.attention import HybridAttention, sdpa
 from model.config import ModelConfig
-from model.linear.delta import DeltaAttention, Gates, OneDevice, initial_bias, initial_rate, normalised
+from model.linear import DeltaAttention, Gates, OneDevice, initial_bias, initial_rate, normalised
 from model.registry import build_model, flops_per_token, num_parameters, state_elements
 from runtime.errors import UserError
 from tests.model.generation import generate

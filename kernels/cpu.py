@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import products
+from kernels import operators
 from kernels.blocks import CAUSAL, FULL, Gradients, Keys, Rows, Tile, halved, heads_first, merge_
-from kernels.products import product
+from kernels.operators import product
 
 aten = torch.ops.aten
 Part = tuple[slice, slice, bool, Tensor | None]  # rows, columns, causal, mask
@@ -160,7 +160,7 @@ def is_faster(dtype: torch.dtype) -> bool:
     With several threads they are not: torch's kernel gives each its heads, and these would meet after every operator.
     """
     alone = torch.get_num_threads() == 1
-    return products.ONEDNN and alone and torch.promote_types(dtype, torch.float32) == torch.float32
+    return operators.ONEDNN and alone and torch.promote_types(dtype, torch.float32) == torch.float32
 
 
 def suits(q: Tensor, k: Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.cache import States
-from kernels.products import linear
+from kernels.operators import linear
 from model.attention import Attend, HybridAttention, LinearAttend, attention_of
 from model.config import ModelConfig
 from model.layers import FEED_FORWARDS, LAYERS, NORMS, Linear, PreNormLayer, Rotary, drop_layers

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from kernels.pointwise import Activation, gated, rotate
-from kernels.products import linear
+from kernels.operators import Activation, gated, linear, rotate
 from model.rope import RopeConfig, frequencies
 from model.windows import Window
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.delta.convolution import causal_convolution
 from kernels.delta.rule import delta_rule
-from kernels.pointwise import gated
+from kernels.operators import gated
 from model.attention import LinearAttend, LinearCore, refuse_mask
 from model.config import ModelConfig
 from model.layers import Linear, RMSNorm, Rotary

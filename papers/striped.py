@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import torch
 
-from kernels.products import linear
+from kernels.operators import linear
 from papers import rows
 from papers.emulate import clock, emulate
 from papers.jobs import Figures, Job, Runs, shown

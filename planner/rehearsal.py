@@ -231,7 +231,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _FusedRotation(torch.autograd.Function):
-    """``kernels.pointwise.rotate`` in the shapes of its one launch; torch's operators make copies in float32."""
+    """``kernels.operators.rotate`` in the shapes of its one launch; torch's operators make copies in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ from model.hf import config_to_hf
 from model.hf.adapter import read_adapter, write_adapter
 from model.hf.api import Read, open_hf, read_config, their_weights
 from model.hf.dit import load_dit, save_dit
-from model.hf.folder import CONFIG, read_json
-from model.hf.shards import TOKENIZERS, carry, new_folder, write_model
+from model.hf.folder import CONFIG, TOKENIZERS, carry, new_folder, read_json, write_model
 from model.lora import merge
 from model.registry import architecture_of, num_parameters
 from parallel.context.config import ContextConfig

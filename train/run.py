@@ -17,8 +17,7 @@ from checkpoint.api import CheckpointConfig
 from checkpoint.drafts import remove_drafts
 from checkpoint.manifest import STARTS, fingerprint
 from checkpoint.search import POINTER, saved_iterations
-from model.hf.folder import CONFIG
-from model.hf.shards import carry, new_folder
+from model.hf.folder import CONFIG, carry, new_folder
 from runtime.errors import LaunchError, UserError, printable
 from runtime.files import FULL, InUseError, not_a_file, owned, unwritable, write_text
 from runtime.processes import launched_world_size

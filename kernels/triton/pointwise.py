@@ -40,7 +40,7 @@ def rotate_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    """Rotate as ``kernels.pointwise.rotate``, or by the opposite angles; x of 16 or 32 bits, cos and sin float32."""
+    """Rotate as ``kernels.operators.rotate``, or by the opposite angles; x of 16 or 32 bits, cos and sin float32."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, tokens, heads, width = x.shape
     out, count, half = torch.empty(x.shape, dtype=x.dtype, device=x.device), batch * tokens * heads, width // 2

@@ -10,9 +10,21 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.hf.folder import Read, check_described, check_value, described, entry, finite, naming, read_json, shown
+from model.hf.folder import (
+    Read,
+    Weights,
+    check_described,
+    check_value,
+    described,
+    entry,
+    finite,
+    inside,
+    naming,
+    read_json,
+    shown,
+    write_weights,
+)
 from model.hf.llama import LLAMA
-from model.hf.shards import Weights, inside, write_weights
 from model.lora import THEIRS, is_adapter
 from model.registry import meta_state
 from model.traits import LLAMAS

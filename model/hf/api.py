@@ -6,7 +6,7 @@ asked.
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,20 @@ from model.hf.adapter import CONFIG as ADAPTER
 from model.hf.family import TIED, TOKEN_IDS, Contents, Family
 from model.hf.folder import (
     CONFIG,
-    Joined,
     Read,
+    Weights,
     check_described,
     check_sizes,
     described,
     finite,
+    inside,
     naming,
+    new_folder,
     read_json,
     shown,
     unsupported,
+    write_model,
 )
-from model.hf.shards import Weights, inside, new_folder, write_model
 from model.registry import architecture_of, meta_state
 from model.traits import LLAMAS
 from runtime.errors import UserError, with_article
@@ -167,6 +169,30 @@ def _describes(contents: Mapping[str, Any], config: ModelConfig) -> bool:
     kept = ("max_position_embeddings", "init_method_std")
     same = all(getattr(read, name) == getattr(config, name) for name in kept)
     return same and architecture_of(read) == architecture_of(config)
+
+
+class Joined(Mapping[str, Tensor]):
+    """A state whose modules that are stored in parts are whole, joined as they are read."""
+
+    def __init__(self, state: Mapping[str, Tensor], apart: Mapping[str, Sequence[str]]) -> None:
+        """Look for the modules of ``apart``, each with its parts in their order."""
+        self._state, self._parts = state, {name: [name] for name in state}
+        for whole, parts in apart.items():
+            for first in [name for name in state if parts[0] in name]:
+                names = [first.replace(parts[0], part) for part in parts]
+                if all(name in self._parts for name in names):
+                    self._parts = {name: own for name, own in self._parts.items() if name not in names}
+                    self._parts[first.replace(parts[0], whole)] = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        parts = [self._state[part] for part in self._parts[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

@@ -15,8 +15,19 @@ from torch import Tensor
 from model.dit import meta_dit_state, position_embedding
 from model.dit_config import DiTConfig
 from model.hf.family import Fused, Names
-from model.hf.folder import CONFIG, check_sizes, check_state, entry, naming, read_json, unsupported
-from model.hf.shards import Weights, new_folder, write_model
+from model.hf.folder import (
+    CONFIG,
+    Weights,
+    check_described,
+    check_sizes,
+    entry,
+    finite,
+    naming,
+    new_folder,
+    read_json,
+    unsupported,
+    write_model,
+)
 from runtime.errors import UserError
 
 PATCHES, POSITIONS = "x_embedder.weight", "pos_embed"
@@ -55,6 +66,14 @@ def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str,
     check_state(state, meta_dit_state(config))
     positions = position_embedding(torch.arange(config.num_patches), config)[None]
     return NAMES.to_theirs(state, config) | {POSITIONS: positions.to(state[PATCHES].dtype)}
+
+
+def check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    """Raise UserError for missing, unknown or misshapen weights, and for non-float or non-finite ones."""
+    check_described(state, like)
+    read = finite(state.__getitem__)
+    for name in like:
+        read(name)
 
 
 def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:

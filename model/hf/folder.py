@@ -1,7 +1,9 @@
-"""Read untrusted config.json and model.safetensors files of a model's folder, and write them whole."""
+"""Files of a model's folder, untrusted: config.json, and safetensors, read and written tensor by tensor."""
 
 import json
 import math
+import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +13,21 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
+from runtime.files import replacing
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDEX = f"{WEIGHTS}.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+WEIGHT_FILES = (".safetensors", ".index.json", *PICKLES)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+CARRIED = (
+    *TOKENIZERS,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+"""Those of weights, with safetensors' names."""
 Read = Callable[[str], Tensor]
 """A parameter's name -> its tensor; each call may read a file."""
 _MOST = 2**31 - 1
@@ -107,13 +120,6 @@ def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, in
         raise UserError(f"num_layers is {layers}, and there are {len(state)} weights; they are of two models")
 
 
-def check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Raise UserError for missing, unknown or misshapen weights, and for non-float or non-finite ones."""
-    check_described(state, like)
-    for name in like:
-        check_finite(name, state[name])
-
-
 def check_described(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Raise UserError for missing, unknown, misshapen or non-float weights; meta tensors will do.
 
@@ -129,53 +135,24 @@ def check_described(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> 
             raise UserError(f"{name} has shape {tuple(shape)}; the configuration makes it {tuple(weight.shape)}")
         if (dtype := state[name].dtype) not in DTYPES:
             raise UserError(
-                f"{name} is {_name(dtype)}; weights must be {', '.join(map(_name, DTYPES[:-1]))} or float64: "
+                f"{name} is {_name(dtype)}; weights must be {', '.join(map(_name, [*DTYPES][:-1]))} or float64: "
                 "take a checkpoint that is not quantized"
             )
 
 
-def check_finite(name: str, weight: Tensor) -> None:
-    """Raise UserError for a weight with values that are not finite."""
-    # In parts: torch takes three times a tensor's memory to look at all of it.
-    if broken := sum(part.numel() - int(part.isfinite().sum()) for part in weight.reshape(-1).split(1 << 24)):
-        raise UserError(
-            f"{name} holds {broken} of {weight.numel()} values that are not finite; take another checkpoint"
-        )
-
-
 def finite(read: Read) -> Read:
-    """Return what reads as ``read`` does, and raises as ``check_finite``."""
+    """Return ``read`` with a check, which raises UserError for a weight with values that are not finite."""
 
     def checked(name: str) -> Tensor:
         weight = read(name)
-        check_finite(name, weight)
+        # In parts: torch takes three times a tensor's memory to look at all of it.
+        if broken := sum(part.numel() - int(part.isfinite().sum()) for part in weight.reshape(-1).split(1 << 24)):
+            raise UserError(
+                f"{name} holds {broken} of {weight.numel()} values that are not finite; take another checkpoint"
+            )
         return weight
 
     return checked
-
-
-class Joined(Mapping[str, Tensor]):
-    """A state whose modules that are stored in parts are whole, joined as they are read."""
-
-    def __init__(self, state: Mapping[str, Tensor], apart: Mapping[str, Sequence[str]]) -> None:
-        """Look for the modules of ``apart``, each with its parts in their order."""
-        self._state, self._parts = state, {name: [name] for name in state}
-        for whole, parts in apart.items():
-            for first in [name for name in state if parts[0] in name]:
-                names = [first.replace(parts[0], part) for part in parts]
-                if all(name in self._parts for name in names):
-                    self._parts = {name: own for name, own in self._parts.items() if name not in names}
-                    self._parts[first.replace(parts[0], whole)] = names
-
-    def __getitem__(self, name: str) -> Tensor:
-        parts = [self._state[part] for part in self._parts[name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
 
 
 def described(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -185,3 +162,187 @@ def described(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+class Weights(Mapping[str, Tensor]):
+    """The tensors of a folder's safetensors files; each is read when it is asked for, and not kept.
+
+    Reads only safetensors, never pickles, and only files directly in the folder, whatever an index names. The files are
+    those that transformers reads: model.safetensors before an index, and every tensor of each file that an index names.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[str], Any] = warnings.warn, single: str = WEIGHTS) -> None:
+        """Read the names, and ``tell`` in a line of files and tensors that are passed over.
+
+        Args:
+            single: the file that has all tensors where there is no index.
+
+        Raises:
+            UserError: naming the file and what is wrong with it.
+        """
+        self.files: dict[str, Path] = {}
+        whole = single != WEIGHTS or (folder / WEIGHTS).exists() or not (folder / INDEX).exists()
+        index = {} if whole else _index(folder)
+        files = [single] if whole else sorted(set(index.values()))
+        names = sorted(path.name for path in folder.glob("*") if path.name.endswith(WEIGHT_FILES))
+        beside = [name for name in names if name not in files]
+        pickles = [name for name in beside if Path(name).suffix in PICKLES]
+        if whole and pickles and not (folder / single).exists():
+            raise UserError(
+                f"{folder / pickles[0]} is a pickle, which can run code when it is read, and there is no {single}; "
+                "take the model's safetensors files"
+            )
+        for file in files:
+            path = inside(folder, file)
+            with _opened(path) as opened:
+                held = set(opened.keys())
+            if lacking := [name for name, where in index.items() if where == file and name not in held]:
+                raise UserError(f"{path}: lacks {lacking[0]}, which {INDEX} places there; download it again")
+            if twice := sorted(held & self.files.keys()):
+                tell(
+                    f"note: {self.files[twice[0]]}: {twice[0]} is passed over, as transformers does: {file} has it too"
+                )
+            self.files |= dict.fromkeys(held, path)
+        if passed := [name for name in beside if whole or name != INDEX]:
+            more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
+            tell(f"note: {folder}: {', '.join(passed[:3])}{more} passed over, as transformers does; {files[0]} is read")
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _opened(self.files[name]) as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Return which file holds each tensor. Raises UserError for an index that names others than of this folder."""
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+        raise UserError(f"{folder / INDEX}: weight_map is missing or not a table of file names; download it again")
+    for file in sorted(set(index.values())):
+        if file != Path(file).name or not file.endswith(".safetensors"):
+            raise UserError(f"{folder / INDEX}: names {file!r}, no safetensors file directly in this folder")
+    return index
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return a file of a folder. Raises UserError for a link that leaves it, but to the blobs of the hub's cache."""
+    path = folder / name
+    if not path.is_symlink():
+        return path
+    try:
+        real, home = path.resolve(strict=True), folder.resolve()
+    except (OSError, RuntimeError):  # the latter for a loop
+        raise UserError(f"{path} is a link that leads nowhere; put a file in its place") from None
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if real.parent not in (home, blobs):
+        raise UserError(f"{path} is a link that leaves its folder, to {real}; put a copy in its place")
+    return path
+
+
+def carry(source: Path, target: Path, *more: str) -> None:
+    """Copy tokenizer files, generation settings and ``more``. Raises UserError for a link that leaves the folder."""
+    for name in (*CARRIED, *more):
+        if (source / name).is_file():
+            shutil.copyfile(inside(source, name), target / name)
+
+
+def _opened(path: Path) -> Any:
+    """Open a safetensors file. Raises UserError naming it and what is wrong."""
+    from safetensors import SafetensorError, safe_open
+
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file; download it again")
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; only safetensors are read, and all shards are needed") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}); download it again") from None
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a draft beside ``folder``, which is renamed to it at the end and removed if the block raises.
+
+    Raises:
+        UserError: the folder exists and is not empty, has no name, or cannot be written.
+    """
+    if not folder.name:
+        raise UserError(f"{folder} has no name; give the name of a new folder")
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise UserError(f"{folder} exists; choose a new folder, nothing is written over")
+    try:
+        with replacing(folder) as (draft,):
+            draft.mkdir()
+            yield draft
+    except OSError as error:
+        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error  # of a parent
+        raise UserError(f"cannot write to {folder} ({why}); free space or choose another") from error
+
+
+def write_model(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    contents: Mapping[str, Any],
+    read: Callable[[str], Tensor] | None = None,
+    most_bytes: int = 5 * 10**9,
+) -> list[Path]:
+    """Write config.json and weights into an empty folder, these as files of at most ``most_bytes``, with an index.
+
+    One tensor at a time is in memory; safetensors' own ``save_file`` takes whole files.
+
+    Args:
+        weights: tensors by name, or with ``read`` meta tensors.
+        contents: of config.json.
+        read: returns one of the weights, of its shape and dtype.
+        most_bytes: of a file; a larger tensor has one of its own.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, weight in weights.items():
+        if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + weight.nbytes > most_bytes:
+            shards.append({})
+        shards[-1][name] = weight
+    width = f"-of-{len(shards):05d}.safetensors"
+    names = [f"model-{number:05d}{width}" for number in range(1, len(shards) + 1)] if len(shards) > 1 else [WEIGHTS]
+    for file, shard in zip(names, shards, strict=True):
+        write_weights(folder / file, shard, read or weights.__getitem__)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(one.nbytes for one in weights.values())},
+            "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    return [folder / file for file in names]
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    """Write one file in safetensors' format: the header's length, a JSON header, the tensors' bytes.
+
+    Arguments as in ``write_model``.
+    """
+    # Wide types first, as safetensors does, so that each tensor is aligned to its type.
+    order = sorted(weights, key=lambda name: -weights[name].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + weights[name].nbytes
+        shape, dtype = list(weights[name].shape), DTYPES[weights[name].dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            tensor = read(name)
+            if (tensor.shape, tensor.dtype) != (weights[name].shape, weights[name].dtype):
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, and its header says otherwise")
+            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

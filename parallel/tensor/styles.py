@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
-from kernels.products import linear
+from kernels.operators import linear
 
 
 def of_tokens(x: Tensor, mesh: DeviceMesh) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import loss
 from kernels.chunks import sum_over_chunks
-from kernels.products import linear
+from kernels.operators import linear
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:

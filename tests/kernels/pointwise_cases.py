@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from kernels import pointwise
+from kernels import operators
 from tests.kernels.attention_cases import error
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -26,7 +26,7 @@ def rotary_error(dtype, device="cpu", width=20):
     worst = 0.0
     for angles in (each, each[:1], each[0]):
         results = []
-        for turn, wide in ((pointwise._Rotated.apply, dtype), (pointwise.turned, torch.float64)):
+        for turn, wide in ((operators._Rotated.apply, dtype), (operators.turned, torch.float64)):
             leaf, exact = x.detach().to(wide).requires_grad_(), angles.to(torch.promote_types(wide, torch.float32))
             out = turn(leaf, exact.cos(), exact.sin())
             results.append((out.detach(), *torch.autograd.grad(out, leaf, dout.to(wide))))
@@ -45,7 +45,7 @@ def gate_errors(dtype, device="cpu", faulty=False, activation="silu"):
     generator = torch.Generator().manual_seed(8)
     gate, up, dout = (4 * torch.randn(3, 7, 150, generator=generator).to(device, dtype) for _ in range(3))
     exact = [x.double().requires_grad_() for x in (gate, up)]
-    out = pointwise.ACTIVATIONS[activation][0](exact[0]) * exact[1]
+    out = operators.ACTIVATIONS[activation][0](exact[0]) * exact[1]
     want = out.detach(), *torch.autograd.grad(out, exact, dout.double())
     if faulty:
         gate, up = up, gate

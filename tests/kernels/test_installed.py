@@ -35,7 +35,7 @@ from parallel.mesh import MeshConfig
 from planner.cluster import CLUSTERS, load_cluster
 from runtime.errors import UserError
 from runtime.machine import cudnn_number
-from tests.kernels import test_packed, test_tiles
+from tests.kernels import test_cuda, test_tiles
 from tests.kernels.test_tiles import attention_by_tiles, error, inputs, tiles_of, truth
 from train.attention import kernel_lines
 from train.config.entries import Config, TrainConfig
@@ -302,12 +302,12 @@ class Computing:
 
     def _flash_attention_forward(self, q, k, v, *rest, scale, **_):
         self.calls += 1
-        out, lse = test_packed.forward(q, k, v, Lengths(*rest[:4]), rest[5], scale)
+        out, lse = test_cuda.forward(q, k, v, Lengths(*rest[:4]), rest[5], scale)
         return self._found(q, out, lse.transpose(0, 1).contiguous(), ())
 
     def _flash_attention_backward(self, dout, q, k, v, out, lse, *rest, scale, **_):
         rows = Rows(q, dout, out, lse.transpose(0, 1))
-        return test_packed.backward(rows, Keys(k, v), Lengths(*rest[:4]), rest[5], scale)
+        return test_cuda.backward(rows, Keys(k, v), Lengths(*rest[:4]), rest[5], scale)
 
     def _found(self, q, out, lse, between):
         seed = torch.zeros(2, dtype=torch.uint64)
@@ -347,12 +347,12 @@ def test_blocks_go_through_the_version_that_is_named(kind, versions):
 
 
 @pytest.mark.parametrize("mask", ["documents", "window and documents"])
-def test_packed_tiles_go_through_the_version_of_the_gpu(mask, versions, monkeypatch):
+def test_cuda_tiles_go_through_the_version_of_the_gpu(mask, versions, monkeypatch):
     taken = select_backend("auto", *CUDA, documents=True)
     assert taken.name == "flash_attn_3"
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: taken)
-    test_packed.CALLS.clear()
+    test_cuda.CALLS.clear()
     given = inputs(torch.float32)
     assert error(attention_by_tiles("", given, tiles_of(mask)), truth(given, mask)) < 1e-5
-    assert max(tiles for tiles, _ in test_packed.CALLS) > 2, "packed tiles share a launch"
+    assert max(tiles for tiles, _ in test_cuda.CALLS) > 2, "packed tiles share a launch"
     assert versions[-1][1].calls > 0

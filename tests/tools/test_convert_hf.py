@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from checkpoint.api import load_model, save_checkpoint
 from checkpoint.search import find_checkpoint
-from model.hf.shards import Weights
+from model.hf.folder import Weights
 from model.registry import architecture_of, build_model
 from tests.model.hf.hugging_face import CONFIGS, TOKENS, hugging_face, transformers
 from tools.convert_hf import export_model, import_model, main

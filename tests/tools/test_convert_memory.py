@@ -10,7 +10,7 @@ import torch
 
 from model.hf import config_to_hf
 from model.hf.api import their_weights
-from model.hf.shards import NAMES, Weights
+from model.hf.folder import DTYPES, Weights
 from model.registry import meta_state
 from runtime.ranks import run_ranks
 from tests.model.hf.hugging_face import LLAMA
@@ -34,7 +34,7 @@ def sparse(folder, config, dtype):
     header, end = {}, 0
     for name, weight in theirs.items():
         start, end = end, end + weight.nbytes
-        header[name] = {"dtype": NAMES[dtype], "shape": list(weight.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(weight.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     folder.mkdir()
     with (folder / "model.safetensors").open("wb") as file:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import products
+from kernels import operators
 from model.attention import sdpa
 from model.config import ModelConfig
 from parallel.context import ContextConfig
@@ -42,7 +42,7 @@ def test_without_a_method_the_attention_is_plain():
     ],
 )
 def test_one_process_takes_the_kernel_where_that_is_as_fast(change, strips, whole, monkeypatch):
-    monkeypatch.setattr(products, "ONEDNN", strips)
+    monkeypatch.setattr(operators, "ONEDNN", strips)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     cp, attend = context_of(replace(CONFIG, **change), None)
     assert isinstance(attend, SoftmaxAttention) != whole

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kernels.products import linear
+from kernels.operators import linear
 from runtime.machine import describe, time_steps, usable_cores
 from runtime.together import gather_results
 

@@ -12,7 +12,7 @@ from data.loader import IGNORE_INDEX, Batch
 from data.text.blend import cumulative_lengths, positions_in_documents
 from data.text.config import DataConfig, blend
 from data.text.indexed import entropy, token_counts
-from kernels.products import linear
+from kernels.operators import linear
 from model.language import LanguageModel
 from parallel.context import ContextParallel
 from parallel.context.plan import PLANS, PlanHandle

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.products import linear
+from kernels.operators import linear
 from runtime.machine import card_of
 from runtime.progress import clock_time
 from train.config.common import LoopConfig

@@ -1,11 +1,15 @@
-"""Products by oneDNN against torch's own, in float64 and beside its float32."""
+"""Products by oneDNN against torch's own, in float64 and beside its float32; the gate by torch's operators."""
+
+from itertools import product
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels import products
+from kernels import operators
+from kernels.operators import ACTIVATIONS, gated
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
@@ -15,7 +19,7 @@ SHAPES = [((2, 700), 24, 56), ((4096,), 96, 64), ((40,), 512, 8), ((33,), 8, 8)]
 
 @pytest.fixture(autouse=True)
 def _onednn(monkeypatch):
-    monkeypatch.setattr(products, "ONEDNN", True)
+    monkeypatch.setattr(operators, "ONEDNN", True)
 
 
 def made(rows, inside, outside):
@@ -43,7 +47,7 @@ def test_is_as_exact_as_torchs(rows, inside, outside, biased):
     truth = with_gradients(
         F.linear, *(None if one is None else one.detach().double().requires_grad_() for one in given)
     )
-    found, theirs = with_gradients(products.linear, *given), with_gradients(F.linear, *given)
+    found, theirs = with_gradients(operators.linear, *given), with_gradients(F.linear, *given)
     assert "_Linear" in type(found[0].grad_fn.next_functions[0][0]).__name__  # it went to oneDNN
     assert off(found, truth) < 3 * max(off(theirs, truth), 2e-7)
     assert [(a.shape, a.dtype) for a in found] == [(b.shape, b.dtype) for b in theirs]
@@ -54,22 +58,22 @@ def test_is_as_exact_as_torchs(rows, inside, outside, biased):
 def test_takes_tensors_of_any_strides():
     x, weight, _, grad = made((64,), 16, 24)
     turned = x.detach().t().contiguous().t().requires_grad_(), weight.detach().t().contiguous().t().requires_grad_()
-    found = with_gradients(products.linear, *turned, None, grad.t().contiguous().t())
+    found = with_gradients(operators.linear, *turned, None, grad.t().contiguous().t())
     assert off(found, with_gradients(F.linear, x, weight, None, grad)) < 1e-6
-    (spread,) = torch.autograd.grad(products.linear(x, weight).sum(), weight)  # a gradient that is one number
+    (spread,) = torch.autograd.grad(operators.linear(x, weight).sum(), weight)  # a gradient that is one number
     assert off([spread], list(torch.autograd.grad(F.linear(x, weight).sum(), weight))) < 1e-6
 
 
 def test_may_be_added_to_in_place():
     x, weight, _, grad = made((4, 16), 16, 24)
-    found = with_gradients(lambda *given: products.linear(*given).add_(1), x, weight, None, grad)
+    found = with_gradients(lambda *given: operators.linear(*given).add_(1), x, weight, None, grad)
     assert off(found, with_gradients(lambda *given: F.linear(*given).add_(1), x, weight, None, grad)) < 1e-6
 
 
 def test_computes_no_gradient_that_is_not_asked_for(monkeypatch):
     x, weight, _, grad = made((64,), 16, 24)
-    monkeypatch.setattr(products, "weight_gradient", None)
-    products.linear(x, weight.detach()).backward(grad)
+    monkeypatch.setattr(operators, "weight_gradient", None)
+    operators.linear(x, weight.detach()).backward(grad)
     assert x.grad is not None
 
 
@@ -77,8 +81,8 @@ def test_keeps_the_input_of_trained_weights_alone():
     x, weight, _, _ = made((64,), 16, 24)
     for given, kept in (((x, weight), 2), ((x, weight.detach()), 1), ((x.detach(), weight), 1)):
         saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda one, into=saved: into.append(one) or one, lambda one: one):
-            products.linear(*given)
+        with saved_tensors_hooks(lambda one, into=saved: into.append(one) or one, lambda one: one):
+            operators.linear(*given)
         assert len(saved) == kept
 
 
@@ -86,16 +90,16 @@ def test_keeps_the_input_of_trained_weights_alone():
 def test_leaves_all_else_to_torch(change, monkeypatch):
     x, weight, _, _ = made((4,) if change == "few rows" else (64,), 16, 24)
     if change == "another processor":
-        monkeypatch.setattr(products, "ONEDNN", False)
+        monkeypatch.setattr(operators, "ONEDNN", False)
     elif change != "few rows":
         x, weight = (one.detach().to(getattr(torch, change)).requires_grad_() for one in (x, weight))
-    monkeypatch.setattr(products, "product", None)
-    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    monkeypatch.setattr(operators, "product", None)
+    assert torch.equal(operators.linear(x, weight), F.linear(x, weight))
 
 
 def test_counts_its_operations():
     counts = []
-    for function in (products.linear, F.linear):
+    for function in (operators.linear, F.linear):
         with FlopCounterMode(display=False) as counter:
             with_gradients(function, *made((700,), 24, 56))
         counts.append(counter.get_total_flops())
@@ -106,6 +110,22 @@ def test_counts_its_operations():
 @pytest.mark.needs("g++", "as", "ld")
 def test_compiles_as_one_graph():
     x, weight, bias, grad = made((700,), 24, 56)
-    compiled = torch.compile(lambda *given: F.silu(products.linear(*given)), fullgraph=True, dynamic=False)
-    eager = with_gradients(lambda *given: F.silu(products.linear(*given)), x, weight, bias, grad)
+    compiled = torch.compile(lambda *given: F.silu(operators.linear(*given)), fullgraph=True, dynamic=False)
+    eager = with_gradients(lambda *given: F.silu(operators.linear(*given)), x, weight, bias, grad)
     assert off(with_gradients(compiled, x, weight, bias, grad), eager) < 1e-6
+
+
+def kept(gate, up, activation, fused):
+    """The result and the gradients of gate and up, and how many tensors were kept for them."""
+    saved = []
+    with saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
+        out = gated(gate, up, activation) if fused else ACTIVATIONS[activation][0](gate) * up
+    return [out.detach(), *torch.autograd.grad(out, (gate, up), out.detach().cos())], len(set(saved))
+
+
+def test_the_gate_keeps_its_inputs_alone_and_changes_no_bit():
+    for dtype, activation in product((torch.float64, torch.float32, torch.bfloat16), ACTIVATIONS):
+        gate, up = (torch.randn(3, 50, dtype=dtype, requires_grad=True) for _ in range(2))
+        (got, ours), (want, torchs) = (kept(gate, up, activation, fused) for fused in (True, False))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert (ours, torchs) == (2, 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import attention, cpu, products
+from kernels import attention, cpu, operators
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.cpu import heads_first, triangle
 from tests.kernels.attention_cases import folded
@@ -104,7 +104,7 @@ def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
     monkeypatch.setattr(cpu, "LARGE", 1 if apart else 1 << 30)
     heads, backward = set[int](), cpu.onednn_backward
     monkeypatch.setattr(cpu, "onednn_backward", lambda *given: (heads.add(given[0].q.shape[1]), backward(*given))[1])
-    monkeypatch.setattr(products, "ONEDNN", True)
+    monkeypatch.setattr(operators, "ONEDNN", True)
     monkeypatch.setattr(cpu, "LEAST_WORK", 1 << 20)
     monkeypatch.setattr(cpu, "NARROWEST", 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -130,7 +130,7 @@ def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
 
 @pytest.mark.parametrize("change", ["another processor", "threads", "float64", "narrow", "little work", "odd"])
 def test_leaves_the_rest_to_torchs_kernel(change, monkeypatch):
-    monkeypatch.setattr(products, "ONEDNN", change != "another processor")
+    monkeypatch.setattr(operators, "ONEDNN", change != "another processor")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if change == "threads" else 1)
     rows = {"little work": 64, "odd": 216}.get(change, 512)
     width = 16 if change == "narrow" else 128
@@ -138,6 +138,6 @@ def test_leaves_the_rest_to_torchs_kernel(change, monkeypatch):
     if change == "odd":  # where there is more to gain
         assert cpu.suits(q.expand(3, -1, -1, -1), q)
     assert not cpu.suits(q, q)
-    monkeypatch.setattr(products, "ONEDNN", True)
+    monkeypatch.setattr(operators, "ONEDNN", True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert cpu.suits(q.new_empty(1, 8, 512, 128, dtype=torch.float32), q.new_empty(1, 8, 512, 128))

@@ -1,0 +1,198 @@
+"""Operators of a model's layers: products of activations and weights, rotary positions, a feed-forward's gate.
+
+For products of float32 on a CPU torch takes MKL, which keeps to AVX2 on AMD's processors; oneDNN uses their AVX-512 and
+is about twice as fast there. The others are one launch each on a GPU, but under torch.compile, which fuses torch's own.
+
+Shapes: N rows (tokens), I and O widths before and after a product.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.torch_version import TorchVersion
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from kernels.triton import has_triton
+
+FEWEST_ROWS = 32
+"""Below them a product takes less time than its call."""
+
+
+def _takes_onednn() -> bool:
+    if TorchVersion(torch.__version__) < "2.13":  # which cannot part a backward of our own in two (zero bubble)
+        return False
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "AuthenticAMD" in info.read_text(encoding="utf-8")
+
+
+ONEDNN = _takes_onednn()
+"""True if float32 products go to oneDNN on this processor."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute x W^T + b as ``torch.nn.functional.linear``: x ``[..., I]``, weight ``[O, I]``, bias ``[O]``."""
+    if x.device.type != "cpu" or not ONEDNN or not _suits(x, weight):
+        return F.linear(x, weight, bias)
+    # In rows: oneDNN's operator returns a view of others, which nothing could be added to in place.
+    return _Linear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    """Return whether these are plain tensors in float32, with enough rows."""
+    if (x.dtype, weight.dtype) != (torch.float32, torch.float32) or x.shape[:-1].numel() < FEWEST_ROWS:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return not (isinstance(x, DTensor) or isinstance(weight, DTensor) or torch.is_autocast_enabled("cpu"))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        return product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        grad = grad.contiguous()
+        dx = product(grad, weight.t()) if need_x else None
+        dw = weight_gradient(grad, x) if need_weight else None
+        return dx, dw, grad.sum(0) if need_bias else None
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b by oneDNN; float32, x ``[N, I]``, weight ``[O, I]`` with any strides."""
+    if torch.compiler.is_compiling():  # inductor knows oneDNN's operator for constant weights alone
+        return _product_op(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@torch.library.custom_op("longmesh::product", mutates_args=())
+def _product_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return product(x, weight, bias)
+
+
+@_product_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(len(x), len(weight))
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the sum over rows of the outer products of grad ``[N, O]`` and x ``[N, I]``: ``[O, I]``."""
+    turned = grad.shape[1] > x.shape[1]  # oneDNN is fastest where the result is wide
+    left, right = (x, grad) if turned else (grad, x)
+    found = product(left.t(), right.t())
+    return found.t() if turned else found
+
+
+def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
+if torch.backends.mkldnn.is_available():
+    operators = (torch.ops.mkldnn._linear_pointwise, torch.ops.longmesh.product)
+    # A vendored copy in the same process may have registered oneDNN's.
+    register_flop_formula([one for one in operators if one not in flop_registry])(_flops)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate queries or keys by their tokens' angles (Su et al. 2021), channels i and i + D/2 a pair.
+
+    On a GPU in one launch where Triton is there; torch takes eight, and 12 times as much memory traffic in bfloat16.
+
+    Args:
+        x: ``[B, T, H, D]``.
+        cos, sin: ``[T, 1, D/2]``, ``[B, T, 1, D/2]`` or ``[1, T, 1, D/2]``, float32 or wider, in which it is computed.
+
+    Returns:
+        ``[B, T, H, D]`` in x's dtype.
+    """
+    if torch.compiler.is_compiling() or not x.is_cuda or cos.dtype != torch.float32 or not has_triton():
+        return turned(x, cos, sin)
+    return _Rotated.apply(x, cos, sin)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x by torch's operators."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [B, T, H, D/2] each
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        from kernels.triton.pointwise import rotate as in_one_launch
+
+        ctx.save_for_backward(cos, sin)
+        return in_one_launch(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Turn the gradient back."""
+        from kernels.triton.pointwise import rotate as in_one_launch
+
+        cos, sin = ctx.saved_tensors
+        return in_one_launch(gradient, cos, sin, back=True), None, None
+
+
+Activation = Literal["silu", "gelu"]
+"""gelu is its tanh form (Hendrycks & Gimpel 2016)."""
+ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "silu": (F.silu, torch.ops.aten.silu_backward.grad_input),
+    "gelu": (partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")),
+}
+"""Each with its gradient, of that of its result and its input."""
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return activation(gate) * up (Shazeer 2020, eq. 6) for gate and up of one shape and dtype; keep these two alone.
+
+    Differentiable once. Autograd would keep activation(gate) too, which the backward computes again. On a GPU in one
+    launch each way where Triton is there; torch takes two and three, and 1.7 and 1.8 times as much memory traffic.
+    """
+    if torch.compiler.is_compiling():
+        return ACTIVATIONS[activation][0](gate) * up
+    return _Gated.apply(gate, up, activation)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        if _in_one_launch(gate):
+            from kernels.triton.pointwise import gated
+
+            return gated(gate, up, activation)
+        return ACTIVATIONS[activation][0](gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        if _in_one_launch(gate):
+            from kernels.triton.pointwise import gated_backward
+
+            return *gated_backward(gradient, gate, up, ctx.activation), None
+        activation, slope = ACTIVATIONS[ctx.activation]
+        dgate = gradient * up
+        slope(dgate, gate, grad_input=dgate)
+        return dgate, activation(gate).mul_(gradient), None
+
+
+def _in_one_launch(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and has_triton()

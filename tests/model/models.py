@@ -1,4 +1,4 @@
-"""Small language models of every kind, and their weights as training leaves them, for the tests of these."""
+"""Small models of every kind, and their weights as training leaves them, for the tests of these."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,6 +8,8 @@ from unittest.mock import patch
 import torch
 
 from model.config import ModelConfig
+from model.dit import DiT
+from model.dit_config import DiTConfig
 from model.registry import build_model
 
 LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
@@ -33,6 +35,12 @@ OLMO3 = replace(LLAMA, model_type="olmo3", **LOCAL)
 KDA = replace(QWEN3_5, linear_gate="per_channel", linear_num_key_heads=4)
 DELTAS = [QWEN3_5, OLMO_HYBRID, KDA]
 KINDS = [LLAMA, GPT, TRANSNORMER, LINEAR]
+IMAGE = DiTConfig(
+    num_layers=2, hidden_size=24, num_attention_heads=4, latent_shape=(3, 8, 8), num_classes=5, learn_sigma=True
+)
+VIDEO = DiTConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, latent_shape=(3, 6, 4, 8), patch_size_t=2, num_classes=5
+)
 
 
 def tied(config):
@@ -52,6 +60,15 @@ def used(config, attend=None, dtype=torch.float32):
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model.to(dtype)
+
+
+def random_dit(config):
+    """Build a DiT of weights far from zero, so that zeros hide no error."""
+    model, generator = DiT(config), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.15, generator=generator)
+    return model
 
 
 def tokens(length=12, vocabulary=40):

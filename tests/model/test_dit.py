@@ -18,7 +18,7 @@ from model.dit import (
     unpatchify,
 )
 from model.dit_config import DiTConfig
-from tests.model.dits import IMAGE, VIDEO, random_dit
+from tests.model.models import IMAGE, VIDEO, random_dit
 from tests.starts import ROOT
 
 with (ROOT / "papers" / "tables" / "dit_sizes.csv").open() as table:

@@ -8,26 +8,6 @@ from model.layers import LayerNorm, RMSNorm, Rotary
 from model.rope import RopeConfig
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 5e-7), (torch.bfloat16, 2**-8)])
-@pytest.mark.parametrize("width", [64, 250])
-def test_rms_norm_and_its_gradients(dtype, bound, width):
-    torch.manual_seed(0)
-    norm = RMSNorm(width, eps=1e-5)
-    norm.weight.data.uniform_(0.5, 1.5)
-    norm = norm.to(dtype)
-    x = (3 * torch.randn(2, 5, width)).to(dtype).requires_grad_()
-    upstream = torch.randn(2, 5, width).to(dtype)
-    out = norm(x)
-    out.backward(upstream)
-
-    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
-    exact = exact_x * torch.rsqrt(exact_x.pow(2).mean(-1, keepdim=True) + 1e-5) * exact_weight
-    exact.backward(upstream.double())
-    assert out.dtype == dtype
-    for got, want in ((out, exact), (x.grad, exact_x.grad), (norm.weight.grad, exact_weight.grad)):
-        assert (got.double() - want).norm() <= bound * want.norm()
-
-
 @pytest.mark.parametrize("norm_of", [RMSNorm, LayerNorm])
 def test_norms_round_bf16_once(norm_of):
     torch.manual_seed(0)
@@ -60,33 +40,10 @@ def test_rotary_angles_hold_at_long_positions():
     rotary = Rotary(positions, 64, RopeConfig(rotary_base=500_000.0), torch.bfloat16)
     assert rotary.cos.dtype == torch.float32
     assert angle_error(rotary, positions, 500_000.0, 64) < 1e-7
-
-
-def test_rotary_bound_sees_float32_angles():
-    """Negative control: angles in float32, as Hugging Face has them, miss the bound a thousandfold."""
-    positions = torch.tensor([524_287])
-    rotary = Rotary(positions, 64, RopeConfig(rotary_base=500_000.0), torch.float32)
-    frequencies = 1.0 / 500_000.0 ** (torch.arange(0, 64, 2).float() / 64)
-    angles = positions[:, None, None].float() * frequencies
+    # Negative control: angles in float32, as Hugging Face has them, miss the bound a thousandfold.
+    angles = positions[:, None, None].float() / 500_000.0 ** (torch.arange(0, 64, 2).float() / 64)
     rotary.cos, rotary.sin = angles.cos(), angles.sin()
     assert angle_error(rotary, positions, 500_000.0, 64) > 1e-4
-
-
-def test_rotation_matches_complex_multiplication_and_its_gradient():
-    torch.manual_seed(0)
-    x = torch.randn(2, 6, 3, 8, dtype=torch.float64, requires_grad=True)
-    positions = torch.tensor([5, 0, 3, 7, 100, 2])
-    out = Rotary(positions, 8, RopeConfig(rotary_base=100.0), x.dtype).rotate(x)
-    turns = torch.polar(
-        torch.ones(6, 1, 4, dtype=torch.float64),
-        positions[:, None, None] * 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4),
-    )
-    turned = torch.complex(x[..., :4], x[..., 4:]) * turns
-    expected = torch.cat([turned.real, turned.imag], dim=-1)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
-    upstream = torch.randn_like(out)
-    got, want = (torch.autograd.grad(y, x, upstream, retain_graph=True)[0] for y in (out, expected))
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
 
 
 def test_bf16_is_rounded_once():

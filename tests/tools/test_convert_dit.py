@@ -8,7 +8,7 @@ from checkpoint.api import save_checkpoint, stored_weights
 from checkpoint.search import find_checkpoint
 from model.hf.dit import dit_to_original, save_dit
 from model.registry import architecture_of
-from tests.model.dits import IMAGE, VIDEO, random_dit
+from tests.model.models import IMAGE, VIDEO, random_dit
 from tools.convert_hf import main
 from train.config.diffusion import load_config
 from train.config.entries import DiTRunConfig

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from model.dit import DiT, patchify, unpatchify
 from model.hf.dit import dit_from_original, dit_to_original, load_dit, save_dit
-from tests.model.dits import IMAGE, VIDEO, random_dit
+from tests.model.models import IMAGE, VIDEO, random_dit
 
 WEIGHTS = """
 x_embedder.proj 24 3 2 2 | t_embedder.mlp.0 24 256 | t_embedder.mlp.2 24 24

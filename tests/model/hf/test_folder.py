@@ -13,8 +13,8 @@ from model.hf.dit import load_dit, save_dit
 from model.registry import build_model
 from runtime.errors import UserError
 from tests.data.test_mutations import mutations, outcomes
-from tests.model.dits import IMAGE, random_dit
 from tests.model.hf.hugging_face import CONFIGS, GPT2, LLAMA, TOKENS, WINDOW, hugging_face, transformers
+from tests.model.models import IMAGE, random_dit
 
 READ = {
     "llama": {

@@ -173,13 +173,13 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
             f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
             "use --bf16, or --attention-backend reference for a small exact run"
         )
-    taken = installed.fastest(installed.gpu(), documents, installed.is_usable) if name == "auto" else name
+    taken = installed.fastest(installed.gpu(), documents) if name == "auto" else name
     if (version := VERSIONS.get(taken)) and (reason := installed.problem(taken)):
         raise UserError(f"attention_backend is {taken}, and {reason}; install {version.install}, or use auto")
-    plain, packed = _aten_cuda(None)
+    plain, packed = cuda.flash(None)
     other, other_packed = (plain, packed) if name == "auto" else (None, None)
     if version:
-        kernel, own_packed = _aten_cuda(version.impl)
+        kernel, own_packed = cuda.flash(version.impl)
         most = version.widest
         fits = (taken, f"takes heads of up to {most} channels", lambda q, _: q.shape[-1] <= most)
         packs = Packed(*pad_heads(*by_shape(*fits, own_packed, other_packed)))
@@ -187,21 +187,8 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
     if taken == "cudnn":
         said = f"takes heads of up to {cuda.widest_cudnn()} channels here and more than one key"
         kernel = by_shape("cudnn", said, cuda.takes_cudnn, (cuda.cudnn_forward, cuda.cudnn_backward), other)
-        return AttentionBackend("cudnn", *pad_heads(*kernel), packed=_packed())
-    return AttentionBackend("aten", *pad_heads(*plain), packed=_packed())
-
-
-@cache
-def _packed() -> Packed:
-    return Packed(*pad_heads(*_aten_cuda(None)[1]))
-
-
-def _aten_cuda(impl: str | None) -> tuple[Kernel, Kernel]:
-    """Return aten's flash attention of a tile, and of packed ones, by a version of it; None is FlashAttention 2."""
-    forward, backward, packed_forward, packed_backward = installed.by(
-        impl, cuda.flash_forward, cuda.flash_backward, cuda.packed_forward, cuda.packed_backward
-    )
-    return (forward, backward), (packed_forward, packed_backward)
+        return AttentionBackend("cudnn", *pad_heads(*kernel), packed=Packed(*pad_heads(*packed)))
+    return AttentionBackend("aten", *pad_heads(*plain), packed=Packed(*pad_heads(*packed)))
 
 
 def by_shape(

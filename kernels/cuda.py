@@ -31,7 +31,7 @@ from kernels.blocks import (
     in_one_piece,
     merge_,
 )
-from kernels.installed import HOPPER, gpu
+from kernels.installed import HOPPER, gpu, put
 from runtime.tensors import cached_on_device, to_device
 
 aten = torch.ops.aten
@@ -97,6 +97,19 @@ def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradie
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
     dq, dk, dv = heads_first(dq, dk, dv)
     return dq, dk, dv
+
+
+def flash(impl: str | None) -> tuple[Kernel, Kernel]:
+    """Return flash attention of a tile, and of packed ones, by a version of it; None is FlashAttention 2."""
+
+    def placed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            put(impl)
+            return function(*args)
+
+        return call
+
+    return (placed(flash_forward), placed(flash_backward)), (placed(packed_forward), placed(packed_backward))
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,9 @@ aten's operators, for the whole process. So every call of a backend sees to it t
 """
 
 import re
-from collections.abc import Callable
 from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import attention
@@ -100,7 +98,7 @@ def prefers_cudnn(here: Gpu) -> bool:
     return here.capability[0] in OWN and here.cudnn >= FAST_CUDNN
 
 
-def fastest(here: Gpu, documents: bool, usable: Callable[[str], bool]) -> str:
+def fastest(here: Gpu, documents: bool) -> str:
     """Return the backend that ``auto`` takes on a GPU.
 
     With ``documents``, tiles have other shapes in each micro-batch, and cuDNN is passed over: torch has it build a
@@ -109,12 +107,7 @@ def fastest(here: Gpu, documents: bool, usable: Callable[[str], bool]) -> str:
     if prefers_cudnn(here) and not documents:
         return "cudnn"
     own = OWN.get(here.capability[0])
-    return own if own and usable(own) else "aten"
-
-
-def is_usable(name: str) -> bool:
-    """Return whether this one of ``VERSIONS`` can run here."""
-    return problem(name) is None
+    return own if own and problem(own) is None else "aten"
 
 
 @cache
@@ -136,11 +129,6 @@ def problem(name: str) -> str | None:
     return None
 
 
-def has_fla() -> bool:
-    """Return whether flash-linear-attention is installed."""
-    return find_spec("fla") is not None
-
-
 def put(impl: str | None) -> None:
     """Put a version in place by its name in torch's registry; None is torch's own FlashAttention 2."""
     if getattr(attention, "current_flash_attention_impl", lambda: None)() == impl:
@@ -149,19 +137,6 @@ def put(impl: str | None) -> None:
         attention.restore_flash_attention_impl()
     else:
         attention.activate_flash_attention_impl(impl)
-
-
-def by(impl: str | None, *functions: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """Return functions that put a version in place before each call."""
-
-    def placed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            put(impl)
-            return function(*args)
-
-        return call
-
-    return tuple(map(placed, functions))
 
 
 def in_words(kernel: str, here: Gpu) -> str:

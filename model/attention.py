@@ -46,12 +46,19 @@ class Attend(Protocol):
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *, window: Window | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any = None,
+    *,
+    window: Window | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Compute causal attention on one device that holds the whole sequence in order; shapes as in Attend.
+    """Compute attention on one device that holds the whole sequence in order; shapes as in Attend.
 
-    A window or sinks take blocks of queries, so that memory grows with T times the window; learned sinks keep their
-    scores for the backward.
+    A window or sinks, which are causal, take blocks of queries, so that memory grows with T times the window; learned
+    sinks keep their scores for the backward.
 
     Raises:
         UserError: a mask, which belongs to a method of context parallelism.
@@ -60,7 +67,7 @@ def sdpa(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, D]
     if window is None and sinks is None:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
     length, left = q.shape[2], _left(window)
     found = []
     for start in range(0, length, BLOCK):

@@ -34,7 +34,7 @@ OWN |= dict.fromkeys(
 """Settings of some kinds of model alone: these, and the words for the others."""
 COUNTS = (
     *("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"),
-    "query_pre_attn_scalar",
+    *("query_pre_attn_scalar", *SIZES),
 )
 """Settings that are 1 or more, or left out."""
 LINEARS = ("wq", "wk", "wv", "wu", "wb", "wa", "wo", "gate", "up", "down")
@@ -94,7 +94,7 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
 
     def __post_init__(self) -> None:
         heads = self.num_attention_heads
-        at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads")
+        at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "linear_conv_kernel_dim")
         for name in COUNTS:
             value = getattr(self, name)
             require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
@@ -143,7 +143,6 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
 
     def _check_delta(self) -> None:
         """Check the heads of layers with a gated delta rule."""
-        self.check_delta()
         keys, values = self.key_heads, self.value_heads
         must = f"it must be a multiple of linear_num_key_heads {keys}"
         require(self, values % keys == 0, "linear_num_value_heads", must)

@@ -61,7 +61,7 @@ class Diffusion:
                 "learn_sigma is true and objective rectified_flow has no variance to learn; set learn_sigma to false, "
                 "or objective to ddpm or v_prediction"
             )
-        self.schedule = Schedule.of(linear_betas(config.num_timesteps).double())
+        self.schedule = Schedule.linear(config.num_timesteps)
         self._placed: dict[torch.device, Schedule] = {}
 
     @property
@@ -175,6 +175,12 @@ class Schedule:
     """Factors of x0 and x_t in the mean of the step before (Ho et al. 2020, equation 7)."""
 
     @classmethod
+    def linear(cls, count: int) -> "Schedule":
+        """Build the chain of Ho et al. 2020 and the original DiT, its variances scaled to ``count`` steps."""
+        # above 1 with fewer than 20 steps
+        return cls.of(torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64).clamp(max=0.999))
+
+    @classmethod
     def of(cls, betas: Tensor) -> "Schedule":
         """Build the tables of a chain whose steps have these variances."""
         kept = torch.cumprod(1 - betas, dim=0)
@@ -203,12 +209,6 @@ class Schedule:
         share = (variance + 1) / 2
         largest, smallest = self.betas[index].log(), self.small[index].log()
         return share * broadcast(largest, variance) + (1 - share) * broadcast(smallest, variance)
-
-
-def linear_betas(count: int) -> Tensor:
-    """Return the noising variances of Ho et al. 2020 and the original DiT, float64, scaled to ``count`` steps."""
-    # above 1 with fewer than 20 steps
-    return torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64).clamp(max=0.999)
 
 
 def discretized_gaussian_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
@@ -297,23 +297,16 @@ def draw(
         step_noise: for ddpm, returns noise shaped like ``noise`` to add after step 0, 1, ... steps - 2.
     """
     method = method or diffusion.methods[0]
+    if method == "ddpm":
+        assert step_noise is not None
+        return _ddpm(diffusion, denoise, noise, steps, step_noise)
+    x, count = noise, diffusion.config.num_timesteps
     if method == "euler":
-        return _euler(diffusion, denoise, noise, steps)
-    if method == "ddim":
-        return _ddim(diffusion, denoise, noise, steps)
-    assert step_noise is not None
-    return _ddpm(diffusion, denoise, noise, steps, step_noise)
-
-
-def _euler(diffusion: Diffusion, denoise: Denoise, x: Tensor, steps: int) -> Tensor:
-    for step in range(steps):
-        times = x.new_full((len(x),), diffusion.config.num_timesteps * (1 - step / steps), dtype=torch.float32)
-        x = x - denoise(x, times).to(x.dtype) / steps
-    return x
-
-
-def _ddim(diffusion: Diffusion, denoise: Denoise, x: Tensor, steps: int) -> Tensor:
-    chosen = chosen_times(diffusion.config.num_timesteps, steps)
+        for step in range(steps):
+            times = x.new_full((len(x),), count * (1 - step / steps), dtype=torch.float32)
+            x = x - denoise(x, times).to(x.dtype) / steps
+        return x
+    chosen = chosen_times(count, steps)
     for time, before in zip(reversed(chosen), [*reversed(chosen[:-1]), None], strict=True):
         times = x.new_full((len(x),), time, dtype=torch.float32)
         prediction, _ = diffusion.split(denoise(x, times).to(x.dtype))

@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attend, Attention, Window, refuse_mask
+from model.attention import Attend, Attention, sdpa
 from model.dit_config import DiTConfig
 from model.layers import MLP, LayerNorm, Linear, drop_layers
 from runtime.tensors import Part, initial_weight_slice
@@ -22,19 +21,8 @@ FREQUENCIES = 256
 """Sines and cosines per time."""
 
 
-def full_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *, window: Window | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    """Compute attention without a mask on one device that holds all patches: [B, T, H, D] each -> [B, T, H, D].
-
-    Raises:
-        UserError: a mask, which belongs to a method of context parallelism.
-    """
-    refuse_mask(mask)
-    assert window is None  # a diffusion transformer has none, and no sinks
-    assert sinks is None
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+full_sdpa = partial(sdpa, causal=False)
+"""Attention of one device that holds all patches, which see each other: an ``Attend`` without windows or sinks."""
 
 
 def patchify(latents: Tensor, config: DiTConfig) -> Tensor:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from runtime.errors import at_least, require
-
 
 class Traits(NamedTuple):
     """Properties of all models of a kind; the defaults are a LLaMA's."""
@@ -84,13 +82,6 @@ class DeltaConfig:
     linear_gate: Literal["per_head", "per_channel"] = "per_head"
     """Gate of a delta rule: a number per head (Gated DeltaNet), or one per channel of each key, with output gates
     through a bottleneck too (Kimi Delta Attention)."""
-
-    def check_delta(self) -> None:
-        """Check the sizes. Raises UserError."""
-        for name in SIZES:
-            value = getattr(self, name)
-            require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
-        at_least(self, 1, "linear_conv_kernel_dim")
 
 
 SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")

@@ -15,13 +15,14 @@ else is computed again in the backward.
 
 import math
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import installed, reference
+from kernels import reference
 from kernels.delta import chunks
 from kernels.delta.chunks import CHUNK
 from kernels.linear_attention import check_sequence
@@ -151,7 +152,7 @@ def select_delta_backend(
     if name in ("triton", "fla"):
         here = interpreted() if name == "triton" else False
         problems = {
-            "is not installed": not (has_triton() if name == "triton" else installed.has_fla()),
+            "is not installed": not (has_triton() if name == "triton" else find_spec("fla")),
             f"needs a cuda device and this one is {device_type}": device_type != "cuda" and not here,
             f"takes no {dtype} in the delta rule": dtype not in (torch.bfloat16, torch.float16, torch.float32),
             "takes gates per head in the delta rule, and these are per channel": per_channel,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import installed, reference
+from kernels import reference
 from kernels.delta import rule
 from kernels.delta.rule import by_fla, delta_rule, forgetting, select_delta_backend
 from runtime.errors import UserError
@@ -253,7 +253,7 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch):
     *leaves, _ = inputs(Case(7))
     with pytest.raises(UserError, match="fla is not installed; use auto or chunked"):
         select_delta_backend("fla", "cuda", torch.bfloat16)
-    monkeypatch.setattr(installed, "has_fla", lambda: True)
+    monkeypatch.setattr(rule, "find_spec", lambda _: True)
     assert select_delta_backend("fla", "cuda", torch.bfloat16) == "fla"
     for device, more, reason in (("cpu", {}, "fla needs a cuda device"), ("cuda", {"per_channel": True}, "per head")):
         with pytest.raises(UserError, match=reason):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from kernels.chunks import over_chunks
+from kernels.loss import over_chunks
 from parallel.offload import Layer, Offload, OnHost, identity, take
 from runtime.errors import UserError
 

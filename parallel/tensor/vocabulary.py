@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels import loss
-from kernels.chunks import sum_over_chunks
+from kernels.loss import sum_over_chunks
 from kernels.operators import linear
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import attention, cpu, operators
+from kernels import attention, cpu, operators, reference
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.cpu import heads_first, triangle
 from tests.kernels.attention_cases import folded
@@ -14,12 +14,13 @@ SCALE = 0.3
 STRIPS = {
     "several blocks of rows and of keys": (700, 2100, None),
     "one row": (1, 1500, None),
-    "causal": (512, 512, "causal"),
-    "causal, more rows than keys": (300, 170, "causal"),
-    "causal, several blocks": (1301, 1301, "causal"),
-    "causal, blocks of rows behind all keys": (1301, 700, "causal"),
-    "mask of a lower strip": (200, 500, "mask"),
+    "causal": (512, 512, 0),
+    "causal, more rows than keys": (300, 170, 0),
+    "causal, several blocks": (1301, 1301, 0),
+    "causal, blocks of rows behind all keys": (1301, 700, 0),
+    "mask of a lower strip": (200, 500, 250),
 }
+"""Rows, keys, and how many keys after its own a row sees."""
 
 
 def made(rows, columns, heads=4, groups=2, width=16):
@@ -29,32 +30,20 @@ def made(rows, columns, heads=4, groups=2, width=16):
     return [torch.randn(2, n + 3, h, 2 * width)[:, 1:-2, :, width:] for n, h in sizes]
 
 
-def attended(q, k, v, dout, causal, mask, functions):
+def attended(inputs, ahead):
     """out, lse, dq, dk, dv, heads first."""
-    q, k, v, dout = heads_first(q, k, v, dout)
-    out, lse = functions.onednn_forward(q, k, v, causal, SCALE, mask)
-    return [out, lse, *functions.onednn_backward(Rows(q, dout, out, lse), Keys(k, v), causal, SCALE, mask)]
+    q, k, v, dout = heads_first(*inputs)
+    mask = triangle(CAUSAL, 512, torch.float32)[ahead : ahead + q.shape[2], : k.shape[2]] if ahead else None
+    out, lse = cpu.onednn_forward(q, k, v, ahead == 0, SCALE, mask)
+    return [out, lse, *cpu.onednn_backward(Rows(q, dout, out, lse), Keys(k, v), ahead == 0, SCALE, mask)]
 
 
-class Truth:
-    """Attention with all scores at hand, in float64."""
-
-    @staticmethod
-    def scores(q, k, causal, mask):
-        found = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * SCALE
-        if causal:
-            found = found.masked_fill(torch.ones(found.shape[2:], dtype=torch.bool).tril().logical_not(), -torch.inf)
-        return found if mask is None else found + mask
-
-    @classmethod
-    def onednn_forward(cls, q, k, v, causal, _, mask):
-        found = cls.scores(q, k, causal, mask)
-        return found.softmax(-1) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1), found.logsumexp(-1)
-
-    @classmethod
-    def onednn_backward(cls, rows, keys, *given):
-        leaves = [x.detach().requires_grad_() for x in (rows.q, *keys)]
-        return torch.autograd.grad(cls.onednn_forward(*leaves, *given)[0], leaves, rows.dout)
+def naive(inputs, ahead):
+    """The same in float64."""
+    *leaves, dout = (x.double() for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
+    out, lse = reference.attention(*leaves, causal=False, scale=SCALE, window=(None, ahead))
+    return heads_first(out, lse, *torch.autograd.grad(out, leaves, dout))
 
 
 def off(found, truth):
@@ -63,15 +52,13 @@ def off(found, truth):
 
 @pytest.mark.parametrize("name", STRIPS)
 def test_equals_float64(name):
-    rows, columns, kind = STRIPS[name]
-    mask = triangle(CAUSAL, 512, torch.float32)[250 : 250 + rows, :columns] if kind == "mask" else None
+    rows, columns, ahead = STRIPS[name]
     inputs = made(rows, columns)
-    found = attended(*inputs, kind == "causal", mask, cpu)
-    truth = attended(*(x.double() for x in inputs), kind == "causal", mask, Truth)
+    found, truth = attended(inputs, ahead), naive(inputs, ahead)
     assert max(off(found, truth)) < 1e-6
     assert [x.shape for x in found] == [x.shape for x in truth]
     inputs[1][0, 0] += 0.1  # negative control: one key
-    assert max(off(attended(*inputs, kind == "causal", mask, cpu), truth)) > 1e-5
+    assert max(off(attended(inputs, ahead), truth)) > 1e-5
 
 
 def test_a_forward_over_few_keys_takes_many_rows_at_once(monkeypatch):
@@ -89,8 +76,7 @@ def test_a_forward_over_few_keys_takes_many_rows_at_once(monkeypatch):
 def test_large_scores_do_not_overflow():
     inputs = made(300, 1100)
     inputs[0] *= 300
-    found = attended(*inputs, False, None, cpu)
-    truth = attended(*(x.double() for x in inputs), False, None, Truth)
+    found, truth = attended(inputs, None), naive(inputs, None)
     assert all(x.isfinite().all() for x in found)
     assert max(off(found[:2], truth[:2])) < 1e-4
 

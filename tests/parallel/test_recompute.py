@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels.chunks
+import kernels.loss
 from model.attention import sdpa
 from model.config import ModelConfig
 from model.language import LanguageModel, initial_weight
@@ -94,8 +94,8 @@ def test_chunks_inside_of_every_policy(granularity):
 @pytest.mark.parametrize("size", ["ffn_chunk_size", "loss_chunk_size"])
 def test_a_dropped_chunk_would_be_noticed(size, monkeypatch):
     whole = step(config("none"))
-    chunks = kernels.chunks._chunks
-    monkeypatch.setattr(kernels.chunks, "_chunks", lambda x, size: list(chunks(x, size))[:-1])
+    chunks = kernels.loss._chunks
+    monkeypatch.setattr(kernels.loss, "_chunks", lambda x, size: list(chunks(x, size))[:-1])
     with monkeypatch.context() as patch:  # rows that nothing fills would be whatever the memory held
         patch.setattr(Tensor, "new_empty", Tensor.new_zeros)
         assert furthest(step(config("none", **{size: 7})), whole) > 1e-3

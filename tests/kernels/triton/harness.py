@@ -53,6 +53,13 @@ class Launched(NamedTuple):
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
         return {"shared": self.kernel.metadata.shared, **found}
 
+    def check(self, capability, folder, spilled=0):
+        """Assert that it keeps to a GPU's registers and shared memory, and spills at most so many bytes; None: any."""
+        used = self.used(folder)
+        assert used["shared"] <= SHARED[capability], self.blocking
+        assert used["REG"] <= 255
+        assert spilled is None or used["STACK"] + used["LOCAL"] <= spilled, (self.name, used, self.blocking)
+
     def spilled(self, folder):
         """Instructions that load from the stack and store there, in each innermost loop with matrix products."""
         said = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", self._said(folder, "-sass"))

@@ -58,10 +58,8 @@ def check(capability, width, alone, folder):
     """Compile the launches; assert that they keep to a GPU's registers and shared memory, and return their names."""
     found = compiled(capability, lambda: launches(width, alone=alone))
     for one in found:
-        used, loops = one.used(folder), one.spilled(folder)
-        print(capability, width, one.name, one.blocking, used, loops)
-        assert used["shared"] <= SHARED[capability]
-        assert used["REG"] <= 255
+        one.check(capability, folder, spilled=None)
+        loops = one.spilled(folder)
         assert len(loops) == 2, "one without a mask, and one with"
         assert all(a <= most for loop in loops for a, most in zip(loop, SPILLED, strict=True)), (one.name, loops)
         assert ("wgmma" if capability == 90 else "mma") in one.kernel.asm["ptx"]
@@ -87,10 +85,7 @@ def test_so_does_the_merge(capability, tmp_path):
 
     out, lse = meta(2, 1000, 16, 128).float(), meta(2, 1000, 16).float()
     (one,) = compiled(capability, lambda: pointwise.merge_(out, lse, out.bfloat16(), lse))
-    used = one.used(tmp_path)
-    assert used["shared"] <= SHARED[capability]
-    assert used["REG"] <= 255
-    assert used["STACK"] + used["LOCAL"] == 0
+    one.check(capability, tmp_path)
 
 
 @pytest.mark.slow

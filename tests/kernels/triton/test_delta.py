@@ -53,10 +53,7 @@ def steps(width, values, dtype, columns=0):
 def check(capability, launched, allowed, folder):
     """Assert that kernels keep to a GPU's shared memory, spill little, and multiply by its matrix units."""
     for one in {id(one.kernel): one for one in launched}.values():
-        used = one.used(folder)
-        assert used["shared"] <= SHARED[capability], one
-        assert used["REG"] <= 255
-        assert used["STACK"] + used["LOCAL"] <= allowed.get(one.name, 64), (one.name, used, one.blocking)
+        one.check(capability, folder, allowed.get(one.name, 64))
         assert "mma" in one.kernel.asm["ptx"], one.name
 
 

@@ -74,15 +74,6 @@ def steps(width, value_width, heads, documents):
         scan(*args, decays, None, documents, reverse=True, wide=True)
 
 
-def check(capability, width, value_width, one, folder):
-    """Assert that a kernel keeps to a GPU's registers and shared memory."""
-    used = one.used(folder)
-    spilled, allowed = used["STACK"] + used["LOCAL"], 0 if max(width, value_width) <= 128 else 32
-    assert used["shared"] <= SHARED[capability], one.blocking
-    assert used["REG"] <= 255
-    assert spilled <= allowed, (used, one.blocking)
-
-
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (256, 128)])
 def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, width, value_width, tmp_path):
@@ -92,7 +83,7 @@ def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, wi
     assert carried.given[0].shape == (1, 16, 8, width, value_width), "states of segments"
     assert [one.name for one in (added, carried, launched)] == ["scan_kernel", "carry_kernel", "scan_kernel"]
     for one in (added, carried, launched):
-        check(capability, width, value_width, one, tmp_path)
+        one.check(capability, tmp_path, 0 if max(width, value_width) <= 128 else 32)
     assert ("wgmma" if capability == 90 and width == 128 else "mma") in launched.kernel.asm["ptx"]
 
 
@@ -110,7 +101,7 @@ def test_so_does_every_launch(capability, width, value_width, tmp_path, monkeypa
     assert len(launched) == 2 * 14 + 12 * 3 + 2 * 2, "in segments three for a scan, two without outputs"
     assert len(kernels) > 20, "one a set of flags and of arguments that Triton tells apart"
     for one in kernels.values():
-        check(capability, width, value_width, one, tmp_path)
+        one.check(capability, tmp_path, 0 if max(width, value_width) <= 128 else 32)
 
 
 @pytest.mark.slow

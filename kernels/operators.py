@@ -121,11 +121,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ``[B, T, H, D]`` in x's dtype.
     """
     if torch.compiler.is_compiling() or not x.is_cuda or cos.dtype != torch.float32 or not has_triton():
-        return turned(x, cos, sin)
+        return rotate_unfused(x, cos, sin)
     return _Rotated.apply(x, cos, sin)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_unfused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x by torch's operators."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [B, T, H, D/2] each
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

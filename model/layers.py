@@ -27,13 +27,10 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
     scale: float = 1.0
     """A factor of the result, before it is rounded."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.by(x, weight=self.weight)
-
-    def by(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Do as `forward` with this weight: under tensor parallelism the module's own is no plain tensor."""
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Normalise x; by another ``weight`` under tensor parallelism, where the module's own is a DTensor."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.scale * (1 + weight.to(wide))
+        weight = self.scale * (1 + (self.weight if weight is None else weight).to(wide))
         return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 

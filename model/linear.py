@@ -71,13 +71,12 @@ class LRPE(nn.Module):
         self.head_dim = head_dim
         self.theta = nn.Parameter(torch.empty(heads * head_dim))
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Map q and k [B, T, H, D] at positions [T] or [B, T] to [B, T, H, 2 D] each, in their dtype."""
-        return self.by(q, k, positions, theta=self.theta)
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor, theta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map q and k [B, T, H, D] at positions [T] or [B, T] to [B, T, H, 2 D] each, in their dtype.
 
-    def by(self, q: Tensor, k: Tensor, positions: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Do as `forward` with theta [H * D] of these heads: under tensor parallelism a device holds some of them."""
-        angles = theta.unflatten(0, (-1, self.head_dim)).double()  # [H, D]
+        ``theta`` [H * D] is of these heads: under tensor parallelism a device holds some of them.
+        """
+        angles = (self.theta if theta is None else theta).unflatten(0, (-1, self.head_dim)).double()  # [H, D]
         turns = torch.remainder(angles * positions[..., None, None], 2 * math.pi)  # exact far beyond float32's reach
         turns = turns.to(torch.promote_types(q.dtype, torch.float32))  # [T, H, D] or [B, T, H, D]
         cos, sin = turns.cos(), turns.sin()
@@ -180,13 +179,9 @@ class Taps(nn.Module):
         self.taps = taps
         self.weight = nn.Parameter(torch.empty(channels * taps))
 
-    def forward(self) -> Tensor:
-        """Return it as [channels, taps]; the last is of the token itself."""
-        return self.by(weight=self.weight)
-
-    def by(self, weight: Tensor) -> Tensor:
-        """Do as `forward` with the weight of these channels: under tensor parallelism a device holds some of them."""
-        return weight.unflatten(0, (-1, self.taps))
+    def forward(self, weight: Tensor | None = None) -> Tensor:
+        """Return it, or that of this device's channels, as [channels, taps]; the last is of the token itself."""
+        return (self.weight if weight is None else weight).unflatten(0, (-1, self.taps))
 
 
 class Gates(nn.Module):
@@ -204,12 +199,10 @@ class Gates(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * channels))
 
-    def forward(self, a: Tensor) -> Tensor:
-        """Return [B, T, H], or [B, T, H, D], of these heads."""
-        return self.by(a, A_log=self.A_log, dt_bias=self.dt_bias)
-
-    def by(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-        """Do as `forward` with the parameters of these heads."""
+    def forward(self, a: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None) -> Tensor:
+        """Return [B, T, H], or [B, T, H, D], of these heads; by their parameters, where a device holds some of them."""
+        A_log = self.A_log if A_log is None else A_log
+        dt_bias = self.dt_bias if dt_bias is None else dt_bias
         rates = F.softplus(a.to(torch.promote_types(a.dtype, torch.float32)) + dt_bias)
         if self.channels == 1:
             return -A_log.exp() * rates

@@ -24,7 +24,7 @@ THETA = "layers.0.attention.lrpe.theta"
 """Ours is [H * D], theirs [H, 1, D]."""
 
 
-def _turned(config: ModelConfig, name: str, weight: Tensor) -> Tensor:
+def _transposed(config: ModelConfig, name: str, weight: Tensor) -> Tensor:
     return weight.T.contiguous() if name.startswith("layers.") and weight.ndim == 2 else weight
 
 
@@ -88,8 +88,8 @@ GPT2 = Family(
             "mlp.down": "mlp.c_proj",
         },
         fused={"attn.c_attn": Fused(("attention.wq", "attention.wk", "attention.wv"), dim=-1)},
-        ours_of=_turned,
-        theirs_of=_turned,
+        ours_of=_transposed,
+        theirs_of=_transposed,
     ),
     # Old checkpoints include the causal mask, and those of the bare GPT2Model omit the prefix.
     derived=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",

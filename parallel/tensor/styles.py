@@ -123,27 +123,29 @@ class Whole(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             whole: Any = dict(module.named_parameters(recurse=False))
             own = {name: p.to_local(grad_placements=[Partial()])[self.rows] for name, p in whole.items()}
-            if (by := getattr(module, "by", None)) is not None:
-                found: Tensor = by(x, **own)
-                return found
-            if isinstance(module, nn.RMSNorm):
+            if type(module) is nn.RMSNorm:
                 return F.rms_norm(x, list(module.normalized_shape), own["weight"], module.eps)
-            return F.embedding(x, **own) if isinstance(module, nn.Embedding) else linear(x, **own)
+            if isinstance(module, nn.Embedding):
+                return F.embedding(x, **own)
+            found: Tensor = linear(x, **own) if isinstance(module, nn.Linear) else plain(x, **own)
+            return found
 
+        plain: Any = module.forward  # of the model's own norms, which take a weight
         distribute_module(module, device_mesh)
         module.forward = forward
         return module
 
 
 class PerHead(ParallelStyle):
-    """Parameters of each head or its channels, in vectors sharded by heads; the module's ``by`` takes this rank's."""
+    """Parameters of each head or its channels, in vectors sharded by heads; the module's forward takes this rank's."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         part: Any = module
+        plain = part.forward
         names = [name for name, _ in module.named_parameters(recurse=False)]
         shard_parameters(module, device_mesh)
         # Read at every call: FSDP replaces the parameters.
-        part.forward = lambda *inputs: part.by(*inputs, **{name: getattr(part, name).to_local() for name in names})
+        part.forward = lambda *inputs: plain(*inputs, **{name: getattr(part, name).to_local() for name in names})
         return module
 
 

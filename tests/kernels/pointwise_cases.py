@@ -26,7 +26,7 @@ def rotary_error(dtype, device="cpu", width=20):
     worst = 0.0
     for angles in (each, each[:1], each[0]):
         results = []
-        for turn, wide in ((operators._Rotated.apply, dtype), (operators.turned, torch.float64)):
+        for turn, wide in ((operators._Rotated.apply, dtype), (operators.rotate_unfused, torch.float64)):
             leaf, exact = x.detach().to(wide).requires_grad_(), angles.to(torch.promote_types(wide, torch.float32))
             out = turn(leaf, exact.cos(), exact.sin())
             results.append((out.detach(), *torch.autograd.grad(out, leaf, dout.to(wide))))

@@ -239,6 +239,11 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
         return self._windows[layer] if self.has_softmax(layer) else None
 
     @property
+    def windows(self) -> tuple[Window | None, ...]:
+        """Return the window of each layer, as ``window``."""
+        return tuple(map(self.window, range(self.num_layers)))
+
+    @property
     def _windows(self) -> tuple[Window | None, ...]:
         return windows_of(self.window_size, self.window_attn_skip_freq, self.num_layers)
 

@@ -96,7 +96,7 @@ def softmax_layers(config: ModelConfig) -> list[int]:
 
 def attention_title(config: ModelConfig) -> str | None:
     """Describe windows and sinks in a few words; None if there are none."""
-    windows = [window for window in map(config.window, range(config.num_layers)) if window]
+    windows = list(filter(None, config.windows))
     words = []
     if windows:
         words.append(f"{len(windows)} of {config.num_layers} layers see {windows[0][0]:,} tokens back")
@@ -143,11 +143,9 @@ def architecture_of(config: ModelConfig | DiTConfig) -> Architecture:
         found |= _resolved(config, "softmax_every")
     if config.traits.delta:
         found |= _resolved(config, *SIZES, "linear_conv_kernel_dim", "linear_gate", "rotary_percent")
-    windows = [config.window(layer) for layer in range(config.num_layers)]
-    if any(windows):
-        left, right = next(window for window in windows if window)
-        found["window_size"] = f"{left},{right}"
-        found["window_attn_skip_freq"] = f"[{','.join(str(int(window is not None)) for window in windows)}]"
+    if window := next(filter(None, config.windows), None):
+        found["window_size"] = f"{window[0]},{window[1]}"
+        found["window_attn_skip_freq"] = f"[{','.join(str(int(one is not None)) for one in config.windows)}]"
     if config.local_rope is not None:
         found["rotary_base_local"] = config.local_rope.rotary_base
     if config.model_type == "gemma3":

@@ -21,7 +21,6 @@ from model.hf.parts import (
     window_from_hf,
     window_to_hf,
     windows_from_hf,
-    windows_of,
     windows_to_hf,
 )
 
@@ -65,7 +64,7 @@ LLAMA = Family(
     only={**SILU, "mlp_bias": (False,), "sliding_window": (None,), "rope_interleaved": (None, False)},
     rates=("attention_dropout",),
     ignored=frozenset({"pretraining_tp", "max_sequence_length", "is_llama_config"}),
-    needs=(Need("window_size", lambda config: not any(windows_of(config)), "none"), WHOLE_HEADS, SMALL_STD),
+    needs=(Need("window_size", lambda config: not any(config.windows), "none"), WHOLE_HEADS, SMALL_STD),
     names=Names(
         top={"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
         layers="model.layers",
@@ -95,7 +94,7 @@ MISTRAL = replace(
     parts=(ROPE_PART, Part(WINDOWS[:1], window_from_hf, window_to_hf)),
     only={"hidden_act": ("silu", "swish"), "attention_bias": (None, False), "mlp_bias": (None, False)},
     ignored=frozenset(),
-    needs=(Need("window_attn_skip_freq", lambda config: len(set(windows_of(config))) == 1, "none"),),
+    needs=(Need("window_attn_skip_freq", lambda config: len(set(config.windows)) == 1, "none"),),
 )
 MINISTRAL = replace(
     MISTRAL,
@@ -104,7 +103,7 @@ MINISTRAL = replace(
     architecture="MinistralForCausalLM",
     fields=fields(num_key_value_heads=8, max_position_embeddings=131072, head_dim=REQUIRED),
     parts=(ROPE_PART, Part(WINDOWS, ministral_from_hf, windows_to_hf)),
-    needs=(Need("window_size", lambda config: any(windows_of(config)), "a width"),),
+    needs=(Need("window_size", lambda config: any(config.windows), "a width"),),
 )
 QWEN2 = replace(
     MISTRAL,

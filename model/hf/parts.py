@@ -8,7 +8,6 @@ from model.hf.family import Contents
 from model.hf.folder import CONFIG, entry, unsupported
 from model.rope import PREFIX as SCALING
 from model.rope import SETTINGS, dynamic_base
-from model.windows import Window
 from runtime.errors import UserError
 
 WHOLE, SLIDING = "full_attention", "sliding_attention"
@@ -133,11 +132,6 @@ def ropes_to_hf(config: ModelConfig, local: str | None = None) -> dict[str, Any]
     return {**found, "rope_parameters": tables}
 
 
-def windows_of(config: ModelConfig) -> list[Window | None]:
-    """Return the window of each layer."""
-    return [config.window(layer) for layer in range(config.num_layers)]
-
-
 def _width(hf: Contents) -> int | None:
     """Return the keys of a window, a token's own among them; None without one."""
     width: int | None = entry(hf, "sliding_window", int, None) if "sliding_window" in hf else 4096
@@ -199,9 +193,8 @@ def ministral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
 
 def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Return the kind of each layer, and the window of those that have one."""
-    windows = windows_of(config)
-    kinds = {"layer_types": [WHOLE if window is None else SLIDING for window in windows]}
-    left = next((window[0] for window in windows if window), None)
+    kinds = {"layer_types": [WHOLE if window is None else SLIDING for window in config.windows]}
+    left = next((window[0] for window in config.windows if window), None)
     return kinds if left is None else {"sliding_window": left + 1, **kinds}
 
 

@@ -164,7 +164,7 @@ def is_faster(dtype: torch.dtype) -> bool:
 
 
 def suits(q: Tensor, k: Tensor) -> bool:
-    """Return whether to take these functions for a strip of float32 or wider, rather than torch's kernel."""
+    """Return whether oneDNN's products take a strip of these q and k, float32 or wider, rather than torch's kernel."""
     rows, width, columns = *q.shape[2:], k.shape[2]
     earned = not (rows % GRAIN or columns % GRAIN) or q.shape[:3].numel() * columns >= EARNED
     if not earned or width < NARROWEST:

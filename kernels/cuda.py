@@ -72,12 +72,12 @@ class Launch(NamedTuple):
 
 
 def widest_cudnn() -> int:
-    """Return the most channels of a head that the kernel takes here, as torch's check_cudnn_tensor_shapes has it."""
+    """Return the most channels of a head that cuDNN's kernel takes here (torch's check_cudnn_tensor_shapes)."""
     return 256 if gpu().capability == (HOPPER, 0) and gpu().cudnn >= 91000 else 128
 
 
 def takes_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Return whether the kernel takes these shapes."""
+    """Return whether cuDNN's kernel, a GPU's fastest from Hopper on, takes these shapes."""
     return q.shape[-1] <= widest_cudnn() and k.shape[1] > 1
 
 

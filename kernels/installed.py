@@ -89,7 +89,7 @@ def bundled_cudnn() -> int:
 
 
 def version_of(number: int) -> str:
-    """Return such a number as a version."""
+    """Format a number of cuDNN's, such as 91501, as a version."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 

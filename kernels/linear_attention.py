@@ -53,7 +53,7 @@ def linear_attention(
         log_decay: log of each head's decay, H numbers <= 0.
         state: state before the first token, default zero; only tokens of the first document see it.
         documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the state.
-        backend: as for ``select_backend``.
+        backend: as for ``select_linear_backend``.
 
     Returns:
         out ``[B, T, H, E]`` in v's dtype, and the state after the last token (of the last document).
@@ -139,7 +139,7 @@ def select_linear_backend(name: str, device_type: str, dtype: torch.dtype) -> st
 
 
 def scan_of(backend: str) -> Scan:
-    """Return the scan of a backend that ``select_backend`` returned."""
+    """Return the scan of a backend that ``select_linear_backend`` returned."""
     if backend == "triton":
         from kernels.triton.linear_attention import scan
 

@@ -337,11 +337,15 @@ def test_unsupported_configurations_are_refused(config, change):
         config_from_hf(config_to_hf(config) | change)
 
 
-def test_sinks_are_refused_both_ways(config):
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma3", "olmo3", "qwen3_5", "olmo_hybrid"])
+def test_sinks_are_refused_both_ways(name):
+    config = CONFIGS[name]
     state, other = hugging_face(config).state_dict(), dataclasses.replace(config, softmax_type="learnable")
     for refused in (lambda: config_to_hf(other), lambda: from_hf(state, other), lambda: to_hf({}, other)):
         with pytest.raises(UserError, match=r"softmax_type is learnable, and Hugging Face.s .*; only vanilla can be"):
             refused()
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.sinks holds attention sinks, .* without sinks"):
+        from_hf(state | {"model.layers.0.self_attn.sinks": torch.zeros(4)}, config)
 
 
 @pytest.mark.parametrize(
@@ -384,9 +388,3 @@ def test_a_state_dict_of_ours_that_is_not_whole_is_refused():
     state = from_hf(hugging_face(LLAMA).state_dict(), LLAMA)
     with pytest.raises(UserError, match=r"lacks layers\.1\.mlp"):
         to_hf({name: weight for name, weight in state.items() if "1.mlp." not in name}, LLAMA)
-
-
-def test_sinks_of_a_model_whose_configuration_has_none_are_refused(config):
-    state = hugging_face(config).state_dict() | {"model.layers.0.self_attn.sinks": torch.zeros(4)}
-    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.sinks holds attention sinks, .* without sinks"):
-        from_hf(state, config)

@@ -210,12 +210,6 @@ class Blocking(NamedTuple):
     COLUMNS: int
 
 
-def blocking_of(width: int) -> Blocking:
-    """Return sizes that fit registers and shared memory."""
-    rows = max(16, triton.next_power_of_2(width))
-    return Blocking(64 if rows <= 128 else 32, 32, rows, 32)
-
-
 class Slab(NamedTuple):
     """Tokens that are computed at once, and what the kernels' launches share."""
 
@@ -226,7 +220,9 @@ class Slab(NamedTuple):
 
     @property
     def blocking(self) -> Blocking:
-        return blocking_of(self.inputs[0].shape[-1])
+        """Sizes that fit registers and shared memory."""
+        rows = max(16, triton.next_power_of_2(self.inputs[0].shape[-1]))
+        return Blocking(64 if rows <= 128 else 32, 32, rows, 32)
 
     @property
     def grid(self) -> tuple[int, int]:

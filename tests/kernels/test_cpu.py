@@ -43,7 +43,7 @@ def naive(inputs, ahead):
     *leaves, dout = (x.double() for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
     out, lse = reference.attention(*leaves, causal=False, scale=SCALE, window=(None, ahead))
-    return heads_first(out, lse, *torch.autograd.grad(out, leaves, dout))
+    return heads_first(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
 def off(found, truth):

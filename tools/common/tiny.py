@@ -14,7 +14,7 @@ from typing import Any
 
 from data.ruler.tasks import TASKS, Case, Sources
 from data.ruler.texts import NOISE, SENTENCES, below, distinct, name, names, wordlists
-from model.hf.shards import new_folder
+from model.hf.folder import new_folder
 from runtime.errors import UserError
 from tools.common.lines import ADJECTIVES, NOUNS, VALUES
 

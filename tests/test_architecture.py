@@ -45,22 +45,22 @@ ENTRIES = {"pretrain_gpt", "pretrain_dit"}
 PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
-    "entry": 251,
-    "model": 4971,
-    "kernels": 4369,
-    "parallel": 8123,
+    "entry": 250,
+    "model": 4910,
+    "kernels": 4259,
+    "parallel": 8124,
     "checkpoint": 1439,
     "data": 4523,
-    "train": 5642,
+    "train": 5640,
     "planner": 3091,
     "runtime": 2416,
     "slurm": 336,
-    "tools": 4949,
+    "tools": 4947,
     "parity": 713,
     "papers": 2210,
     "bench": 3146,
     "docs": 186,
-    "tests": 44621,
+    "tests": 44435,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -27,7 +27,7 @@ CARRIED = (
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-"""Those of weights, with safetensors' names."""
+"""Dtypes of weights, with safetensors' names."""
 Read = Callable[[str], Tensor]
 """A parameter's name -> its tensor; each call may read a file."""
 _MOST = 2**31 - 1

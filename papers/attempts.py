@@ -185,24 +185,23 @@ def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
     if not missing and CONTROL in result["runs"]:
         print(f"all runs are in {path} already, nothing trained; --results FOLDER starts afresh")
         return result
+
+    def note(name: str, measured: Callable[[], dict[str, Any]]) -> None:
+        found = noted(result, path, name, measured)
+        said = f"return {found['mean'][0]:.2f} at the first attempt, {found['mean'][-1]:.2f} at the last"
+        print(f"{name:10}{said}, {found['seconds']:.0f} s", flush=True)
+
     right = doors.tasks(SEED, 0, size.tasks + size.unseen)
     seen, unseen = right[: size.tasks], right[size.tasks :]
     history = episodes(seen, LONGEST, SEED) if missing else []
     for name in missing:
-        _noted(result, path, name, partial(_trained, int(name), history, unseen, size.iterations, data))
+        note(name, partial(_trained, int(name), history, unseen, size.iterations, data))
     for name, perfect in (("players", False), ("perfect", True)):
         result["runs"][name] = figures(histories(unseen, LONGEST, SEED + 1, perfect=perfect)[2].sum(-1))
     prefix = data / f"{LONGEST}"
     shuffled = partial(play, _run_of(prefix), Codec.load(prefix), unseen, LATER, shuffled=True)
-    _noted(result, path, CONTROL, lambda: figures(shuffled()))
+    note(CONTROL, lambda: figures(shuffled()))
     return result
-
-
-def _noted(result: dict[str, Any], path: Path, name: str, measured: Callable[[], dict[str, Any]]) -> None:
-    """Measure a run, write it to ``path`` with the others, and say so."""
-    found = noted(result, path, name, measured)
-    said = f"return {found['mean'][0]:.2f} at the first attempt, {found['mean'][-1]:.2f} at the last"
-    print(f"{name:10}{said}, {found['seconds']:.0f} s", flush=True)
 
 
 def _run_of(prefix: Path) -> Path:

@@ -23,7 +23,7 @@ from data.text.indexed import open_indexed, write_index, writing
 from data.text.prepare import Request, prepare
 from planner.cluster import load_cluster
 from runtime.machine import commit_of
-from slurm.submit import Site, build_parser, checked, read_site, script, submit
+from slurm.submit import build_parser, checked, read_site, script, submit
 from train.watching.metrics import METRICS, read_metrics
 
 Figures = Mapping[str, float | int | str | None]
@@ -102,15 +102,6 @@ class Job:
         short = ["--train-iters", str(self.iterations), "--eval-iters", "0", "--log-interval", "1"]
         only = [] if len(self.cases) > 1 else next(iter(self.cases.values())).split()
         return [entry, *named, *reads, *short, *only]
-
-    def misfit(self, site: Site, cluster: str) -> str:
-        """Say why a cluster is not the paper's hardware; empty if it is."""
-        has, kind = load_cluster(cluster), (site.gpu or site.script).lower()
-        if self.gpu not in kind or abs(has.memory_gb / self.memory_gb - 1) > 0.15:
-            return f"it needs {self.hardware}; {cluster} has {kind} of {has.memory_gb:g} GB"
-        if has.gpus_per_node < self.in_node:
-            return f"it needs {self.hardware}; {cluster} has {has.gpus_per_node} in a node"
-        return ""
 
 
 def lengths(flag: str, published: int) -> dict[str, str]:
@@ -226,8 +217,12 @@ def submit_row(job: Job, row: Path, cluster: str, dry_run: bool) -> str:
     Raises:
         UserError: as ``slurm.submit``'s functions.
     """
-    if why := job.misfit(read_site(cluster)[0], cluster):
-        return f"not submitted: {why}"
+    site, has = read_site(cluster)[0], load_cluster(cluster)
+    kind = (site.gpu or site.script).lower()
+    if job.gpu not in kind or abs(has.memory_gb / job.memory_gb - 1) > 0.15:
+        return f"not submitted: it needs {job.hardware}; {cluster} has {kind} of {has.memory_gb:g} GB"
+    if has.gpus_per_node < job.in_node:
+        return f"not submitted: it needs {job.hardware}; {cluster} has {has.gpus_per_node} in a node"
     if (found := measured(job, row)) is not None:
         return f"not submitted: measured already on {found['on']}"
     if (row / "job").exists():

@@ -94,20 +94,19 @@ def scalability() -> Iterator[Row]:
 
 def job(backend: str, gpus: int, *, lasp: bool, cases: dict[str, str], recompute: str = "none") -> Job:
     """Return what measures a row of TransNormer 1B, of one run or, looking for the longest, of ``lengths``."""
+
+    def ran(runs: Runs) -> Figures:
+        return {"gb": shown(runs["run"].memory_gb), "tokens_per_s": shown(runs["run"].tokens_per_s)}
+
     strategy = f"--data-parallel-sharding-strategy {backend.lower()} --recompute-granularity {recompute}"
     return Job(
         gpus=gpus,
         config="transnormer_1b",
         flags=f"--context-parallel-size {gpus if lasp else 1} {strategy}",
         cases=cases,
-        figures=_ran if len(cases) == 1 else longest_of("ktokens"),
+        figures=ran if len(cases) == 1 else longest_of("ktokens"),
         iterations=SHORT if len(cases) == 1 else LONG,
     )
-
-
-def _ran(runs: Runs) -> Figures:
-    run = runs["run"]
-    return {"gb": shown(run.memory_gb), "tokens_per_s": shown(run.tokens_per_s)}
 
 
 def ablation() -> Iterator[Row]:

@@ -40,6 +40,11 @@ def gb(work: StepShape, gpus: int, tokens: int, stages: int) -> float:
 
 def job(config: str, gpus: int, tokens: int) -> Job:
     """Return what measures a row: Ulysses at once and in stages."""
+
+    def ran(runs: Runs) -> Figures:
+        parts = {f"{name}_{part}": shown(getattr(run, part)) for name, run in runs.items() for part in run._fields}
+        return {"supported": "yes" if runs["upipe"].fits else "no", **parts}
+
     return Job(
         gpu="h100",
         gpus=gpus,
@@ -47,17 +52,9 @@ def job(config: str, gpus: int, tokens: int) -> Job:
         flags=f"--context-parallel-size {gpus} --seq-length {tokens} --context-parallel-method ulysses "
         f"--recompute-granularity full --recompute-offload --loss-chunk-size {LOSS_CHUNK} --ffn-chunk-size {FFN_CHUNK}",
         cases={"upipe": f"--ulysses-head-chunks {STAGES}", "ulysses": "--ulysses-head-chunks 1"},
-        figures=_ran,
+        figures=ran,
         iterations=LONG,
     )
-
-
-def _ran(runs: Runs) -> Figures:
-    found: Figures = {"supported": "yes" if runs["upipe"].fits else "no"}
-    return {
-        **found,
-        **{f"{name}_{part}": shown(getattr(run, part)) for name, run in runs.items() for part in run._fields},
-    }
 
 
 def supported() -> list[Row]:
@@ -78,14 +75,10 @@ def supported() -> list[Row]:
     return found
 
 
-@lru_cache
-def _flags(model: str) -> str:
-    return next(row["flags"] for row in rows.published("public_models") if row["model"] == model)
-
-
 def prediction(row: dict[str, str]) -> tuple[float, float]:
     """Return the predicted seconds of a step and 10^9 bytes of a GPU of a row of tables/public_runs.csv."""
-    gpus, flags = int(row["gpus"]), f"{_flags(row['model'])} {row['flags']} --seq-length {row['tokens']}"
+    own = next(one["flags"] for one in rows.published("public_models") if one["model"] == row["model"])
+    gpus, flags = int(row["gpus"]), f"{own} {row['flags']} --seq-length {row['tokens']}"
     config: Any = parse_args([*flags.split(), "--bf16", "--mock-data", "--device", "cpu"])
     cluster = load_cluster(CLUSTERS / f"{row['cluster']}.toml").running(row["kernel"])
     found = predicted(config, gpus, cluster)

@@ -117,23 +117,6 @@ def stamp() -> dict[str, str]:
     return {"date": datetime.now(UTC).date().isoformat(), "commit": commit_of(ROOT, ".", ":(exclude)*/results/*")}
 
 
-def as_json(sheet: Sheet, rows: Sequence[Row], source: str) -> list[dict[str, Any]]:
-    """Return the rows as data."""
-    made = stamp()
-    return [
-        {
-            "table": sheet.name,
-            "of": dict(row.of),
-            **{column: getattr(row, column) and dict(getattr(row, column)) for column in COLUMNS},
-            "difference": row.difference,
-            "source": f"{source}, {sheet.where}",
-            "hardware": row.hardware,
-            **made,
-        }
-        for row in rows
-    ]
-
-
 def flat(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     """Return the names of all columns and the cells of all rows, None where a row has none."""
     parts = ("of", *COLUMNS, "difference")
@@ -155,13 +138,6 @@ def _text(head: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _stacked(head: Sequence[str]) -> list[tuple[str, ...]]:
-    """Break names of columns into lines as wide as their longest word."""
-    found = [wrap(name, max(map(len, name.split()))) for name in head]
-    tallest = max(map(len, found))
-    return list(zip(*([*[""] * (tallest - len(lines)), *lines] for lines in found), strict=True))
-
-
 def as_text(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str:
     """Format a table in aligned columns, with its source, its hardware and what its columns are."""
     (head, cells), made = flat(rows), stamp()
@@ -173,7 +149,10 @@ def as_text(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str
         sheet.about,
     ]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
-    table = aligned([*_stacked(head), *body], range(len(rows[0].of)))
+    broken = [wrap(name, max(map(len, name.split()))) for name in head]  # names of columns, below each other
+    tallest = max(map(len, broken))
+    above = list(zip(*([*[""] * (tallest - len(lines)), *lines] for lines in broken), strict=True))
+    table = aligned([*above, *body], range(len(rows[0].of)))
     table += ["", sheet.summary(rows)] if sheet.summary else []
     return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n"
 
@@ -283,7 +262,13 @@ def main(
                 f"--row is {args.row}, and no row of {', '.join(s.name for s in chosen)} has it in its name"
             )
         return
-    data = [row for sheet in chosen for row in as_json(sheet, _shown(paper, source, sheet, args), source)]
+    data, made = list[dict[str, Any]](), stamp()
+    for sheet in chosen:
+        where = {"source": f"{source}, {sheet.where}"}
+        for row in _shown(paper, source, sheet, args):
+            figures = {column: getattr(row, column) and dict(getattr(row, column)) for column in COLUMNS}
+            about = {"difference": row.difference, **where, "hardware": row.hardware, **made}
+            data.append({"table": sheet.name, "of": dict(row.of), **figures, **about})
     if args.json:
         print(json.dumps(data, indent=1))
 

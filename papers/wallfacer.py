@@ -2,17 +2,32 @@
 
 python -m papers.wallfacer
 python -m papers.wallfacer --table volumes --measure     # bytes counted on 8 processes
+python -m papers.wallfacer --table links --measure       # training steps of 8 ranks on emulated links
+
+The paper's clusters have fast links between the 16 or 8 GPUs of a node, and slow ones between nodes. In the table of
+links 100 Mbit/s join two nodes of 4 processes, one link for each node or for each rank; a DiT and a GPT of 2 layers
+train on them, beside the planner's prediction.
 """
 
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from papers import links, ring, rows
+from bench.harness import interleaved
+from bench.link.cases import cases_of, command_line, corpus, data_of
+from bench.link.choices import CLUSTERS as LINK_CLUSTERS
+from bench.link.choices import cluster_of, predictions
+from bench.link.network import LINKS, Network, prepare_machine
+from bench.link.ranks import train
+from papers import ring, rows
 from papers.jobs import Figures, Job, Runs
 from papers.rows import Row
 from parallel.context import Plan, context_parallel, make_plan
@@ -154,6 +169,15 @@ def job(name: str, cluster: Cluster, ranks: int, ktokens: int) -> Job:
         for team in (2, 4)
         for placement in ("collect_intra", "p2p_intra")
     }
+
+    def gained(runs: Runs) -> Figures:
+        rates = {name: run.tokens_per_s for name, run in runs.items() if run.tokens_per_s}
+        base = rates.pop("ring", None)
+        if base is None or not rates:
+            return {"team": None, "gain_percent": "OOM"}
+        best = max(rates, key=lambda name: rates[name])
+        return {"team": int(best.split()[0]), "gain_percent": round(100 * (rates[best] / base - 1), 1)}
+
     method = "zigzag" if causal else "ring"
     return Job(
         gpu="h100" if cluster.peak_tflops > 500 else "a100",
@@ -163,18 +187,76 @@ def job(name: str, cluster: Cluster, ranks: int, ktokens: int) -> Job:
         config=f"wallfacer_{name.lower().replace(' ', '_')}",
         flags=f"--context-parallel-size {ranks} {SHARDED}{length}",
         cases={"ring": f"--context-parallel-method {method} --context-parallel-team-size 1", **teams},
-        figures=_gained,
+        figures=gained,
         latents=() if causal else VIDEOS[ktokens],
     )
 
 
-def _gained(runs: Runs) -> Figures:
-    rates = {name: run.tokens_per_s for name, run in runs.items() if run.tokens_per_s}
-    base = rates.pop("ring", None)
-    if base is None or not rates:
-        return {"team": None, "gain_percent": "OOM"}
-    best = max(rates, key=lambda name: rates[name])
-    return {"team": int(best.split()[0]), "gain_percent": round(100 * (rates[best] / base - 1), 1)}
+LINK_RATE, LINK_TOKENS = "100mbit", 8192
+"""The rate of the link or of each rail; tokens of a step."""
+LINK_SETTINGS = [(link, model, length) for link in LINKS for model in ("dit", "gpt") for length in (1024, 2048)]
+RING = {"dit": "ring", "gpt": "zigzag"}
+"""Ring Attention as it is fastest: a causal mask's work is balanced."""
+TEAMS = ("wallfacer_c2", "wallfacer_c2_p2p_intra")
+"""Teams of 2, the only size of 8 ranks besides 1; both placements, of which the faster counts."""
+WARM_UP, STEPS, TURNS = 1, 4, 1
+"""Steps of a turn that do not count, and that do."""
+
+
+def link_gains(measured: bool = False) -> Iterator[Row]:
+    """Yield the gains predicted by ``bench/link``'s cluster files, or by a calibration of each link and measured.
+
+    Raises NetworkError: the machine does not allow the namespaces; MeasureError: a rank failed.
+    """
+    if not measured:
+        with tempfile.TemporaryDirectory() as folder:
+            for link, model, length in LINK_SETTINGS:
+                expected = _link_seconds(
+                    load_cluster(LINK_CLUSTERS / f"{link}.toml"), model, length, Path(folder, "no")
+                )
+                yield _link_row(link, model, length, expected)
+        return
+    prepare_machine()
+    with corpus() as text:
+        for kind in LINKS:
+            with Network(rails=kind == "rails") as network:
+                network.limit(LINK_RATE)
+                cluster = Cluster(**cluster_of(network, kind))
+                for link, model, length in (setting for setting in LINK_SETTINGS if setting[0] == kind):
+                    expected = _link_seconds(cluster, model, length, text)
+                    found = _trained_on_link(network, model, length, [*expected], text)
+                    yield (row := _link_row(link, model, length, expected, found))
+                    print(f"{link} {model} {length}: {row.measured}, predicted {row.analytic}", file=sys.stderr)
+
+
+def _link_seconds(cluster: Cluster, model: str, length: int, text: Path) -> dict[str, float]:
+    """Return the predicted seconds of a step by method."""
+    found = predictions(cluster, model, data_of(model, text, length), length, LINK_TOKENS // length)
+    return {name: found[name][1] for name in (RING[model], *TEAMS)}
+
+
+def _trained_on_link(network: Network, model: str, length: int, names: list[str], text: Path) -> dict[str, float]:
+    """Return the median seconds of a step by method, of which each trains in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    shape: dict[str, Any] = {"seq_length": length, "batch": LINK_TOKENS // length, "iterations": WARM_UP + STEPS}
+    for name in interleaved(names, TURNS):
+        flags = command_line(model, cases_of(model)[name], data_of(model, text, length), **shape)
+        steps = train(network, flags, lambda iteration: None, f"pretrain_{model}")
+        seconds[name] += [step.seconds for step in steps[WARM_UP:]]
+    return {name: median(taken) for name, taken in seconds.items()}
+
+
+def _link_row(
+    link: str, model: str, length: int, expected: dict[str, float], found: dict[str, float] | None = None
+) -> Row:
+    def gain_of(seconds: dict[str, float]) -> dict[str, float]:
+        ring, ours = seconds[RING[model]], min(seconds[name] for name in TEAMS)
+        shown = {"ring_s": ring, "wallfacer_s": ours, "times_as_fast": ring / ours}
+        return {name: round(float(value), 3) for name, value in shown.items()}
+
+    of: dict[str, str | int] = {"link": link, "model": model, "tokens": length}
+    where = f"{device_name('cpu') if found else 'emulated'}, 2 nodes of 4 processes, {LINK_RATE}"
+    return Row(of, {}, gain_of(expected), where, found and gain_of(found))
 
 
 def supported() -> Iterator[Row]:
@@ -188,28 +270,23 @@ def supported() -> Iterator[Row]:
         ours = {way: "yes" if size <= 80 else "no" for way, size in need.items()}
         ours |= {f"{way}_gb": f"{size:.1f}" for way, size in need.items()}
         of: dict[str, str | int] = {"model": row["model"], "ktokens": length}
-        measures = fitting_job(row["model"], length)
+        team = "--context-parallel-method wallfacer --context-parallel-team-size"
+        measures = Job(
+            gpus=8,
+            config=ring.MODELS[row["model"]],
+            flags=f"--context-parallel-size 8 --seq-length {length * K} {SHARDED} --loss-chunk-size {CHUNKED} "
+            f"--ffn-chunk-size {CHUNKED}",
+            cases={"ring_attention": f"{team} 1", "wallfacer": f"{team} 2"},
+            figures=lambda runs: {way: "yes" if run.fits else "no" for way, run in runs.items()},
+        )
         yield Row(of, {way: row[way] for way in need}, ours, "8 A100", job=measures)
-
-
-def fitting_job(model: str, ktokens: int) -> Job:
-    """Return what measures whether a length fits: a run with Ring Attention, and one with a team of 2."""
-    team = "--context-parallel-method wallfacer --context-parallel-team-size"
-    return Job(
-        gpus=8,
-        config=ring.MODELS[model],
-        flags=f"--context-parallel-size 8 --seq-length {ktokens * K} {SHARDED} --loss-chunk-size {CHUNKED} "
-        f"--ffn-chunk-size {CHUNKED}",
-        cases={"ring_attention": f"{team} 1", "wallfacer": f"{team} 2"},
-        figures=lambda runs: {way: "yes" if run.fits else "no" for way, run in runs.items()},
-    )
 
 
 TABLES: rows.Makers = {
     "volumes": volumes,
     "memory": memory,
     "gains": gains,
-    "links": links.gains,
+    "links": link_gains,
     "supported_length": supported,
 }
 main = partial(rows.main, "wallfacer", TABLES, __doc__)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parity.modules import GRADIENT, Piece, furthest_of_modules
-from parity.rank import Found, train
-from parity.samples import samples_of
+from parity.rank import Found, samples_of, train
 from parity.shrink import shrunk
 from runtime.ranks import run_ranks
 from train.config.common import CommonConfig
@@ -132,6 +131,10 @@ def _differences(got: Run, want: Run) -> Iterator[Difference]:
     """
     start, gradients, loss = want.tensors["initial"], want.tensors["gradients"], loss_name(want.records[0])
 
+    def of_step(step: int, name: str, bound: float) -> Difference:
+        a, b = (run.records[step][name] for run in (got, want))
+        return Difference(f"{name} of step {step + 1}", abs(a - b), abs(b), bound)
+
     def away(moment: str, name: str) -> float:
         one, other = ({name: run.tensors[moment].get(name, torch.empty(0))} for run in (got, want))
         return furthest(one, other)
@@ -139,20 +142,15 @@ def _differences(got: Run, want: Run) -> Iterator[Difference]:
     yield from (Difference(f"initial weight {name}", away("initial", name), 1.0, 0.0) for name in start)
     modules = [Difference(*found, MODULES) for found in furthest_of_modules(got.pieces, want.pieces[0])]
     yield from (one for one in modules if not one.what.startswith(GRADIENT))
-    yield _of_step(got, want, 0, loss, LOSS)
+    yield of_step(0, loss, LOSS)
     yield from (one for one in modules if one.what.startswith(GRADIENT))
     largest = {name: whole.abs().max().item() for name, whole in gradients.items()}
     least = max(largest.values()) / 1000
     for name in reversed([name for name in start if name in gradients]):
         size = away("gradients", name)
         yield Difference(f"gradient of the parameter {name}", size, max(largest[name], least), PARAMETERS)
-    yield _of_step(got, want, 0, "grad_norm", NORM)
+    yield of_step(0, "grad_norm", NORM)
     # From here on Adam has divided by the roots of tiny gradients.
     for name, bound in ((loss, 10 * LOSS), ("grad_norm", 100 * NORM), ("validation_loss", 10 * LOSS)):
-        yield _of_step(got, want, 1, name, bound)
+        yield of_step(1, name, bound)
     yield from (Difference(f"copies of {name} on two ranks", float("inf"), 1.0, 0.0) for name in got.copies_differ)
-
-
-def _of_step(got: Run, want: Run, step: int, name: str, bound: float) -> Difference:
-    a, b = (run.records[step][name] for run in (got, want))
-    return Difference(f"{name} of step {step + 1}", abs(a - b), abs(b), bound)

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from model.config import ModelConfig
 from model.traits import SIZES as DELTA_SIZES
 from parallel.mesh import SIZES
 from parallel.pipeline.stages import PipelineConfig
@@ -155,7 +154,8 @@ def _shrink_run(old: Values, new: Values, ranks: int, ratio: float) -> None:
 
 def _with_heads(asked: CommonConfig, old: Values, new: Values, ranks: int) -> CommonConfig:
     """Return the run with the fewest heads that it accepts, as many to a key head, and shared by ranks, as before."""
-    shape, tp, refused = asked.model, old[TP], list[UserError]()
+    shape: Any = asked.model
+    tp, refused = old[TP], list[UserError]()
     ratio, groups = min(shape.num_attention_heads // shape.query_groups, 8), shape.query_groups
     for found in (1, 2, 3, 4, 6, 8, 12, 16):
         if (found == 1) != (groups == 1 or groups < tp) or (found < new[TP]) != (groups < tp):
@@ -169,26 +169,17 @@ def _with_heads(asked: CommonConfig, old: Values, new: Values, ranks: int) -> Co
         if old["ffn_hidden_size"] is not None:
             wide["ffn_hidden_size"] = 8 * math.ceil(width * shape.ffn_size / shape.hidden_size / 8)
         if isinstance(asked, Config) and asked.model.traits.delta:
-            wide |= _delta_heads(asked.model, found * ratio)
+            value_dim = HEAD if shape.value_dim == shape.key_dim else 3 * HEAD // 2  # as many value heads to a key's
+            sizes = (found * ratio, found * ratio * shape.value_heads // shape.key_heads, HEAD, value_dim)
+            wide |= dict(zip(DELTA_SIZES, sizes, strict=True))
         try:
             config = _built(asked, new | wide)
-            _validate(config, ranks)
+            # A small run may offload to what the CPU has already, and have adapters beside random weights.
+            recompute = replace(config.recompute, recompute_offload=False)
+            run: Any = replace(config, recompute=recompute, checkpoint=replace(config.checkpoint, load="."))
+            (language if isinstance(config, Config) else diffusion).validate(run, ranks)
         except UserError as error:
             refused.append(error)
         else:
             return config
     raise UserError(f"no small model is of this one's kind; change what its smallest one is refused for: {refused[0]}")
-
-
-def _delta_heads(shape: ModelConfig, heads: int) -> Values:
-    """Return the sizes of so many key heads of a delta rule; value heads and widths of values as before to a key's."""
-    value_dim = HEAD if shape.value_dim == shape.key_dim else 3 * HEAD // 2
-    sizes = (heads, heads * shape.value_heads // shape.key_heads, HEAD, value_dim)
-    return dict(zip(DELTA_SIZES, sizes, strict=True))
-
-
-def _validate(config: CommonConfig, ranks: int) -> None:
-    """Validate; a small run may offload to what the CPU has already, and have adapters beside random weights."""
-    recompute = replace(config.recompute, recompute_offload=False)
-    run: Any = replace(config, recompute=recompute, checkpoint=replace(config.checkpoint, load="."))
-    (language if isinstance(config, Config) else diffusion).validate(run, ranks)

@@ -168,18 +168,16 @@ def _seconds(limit: str) -> float:
     return 86400 * int(days or 0) + sum(unit * int(part) for unit, part in zip(units, parts, strict=False))
 
 
-def _container(args: argparse.Namespace) -> dict[str, str]:
-    """Return the variables of job.sh for --container. Raises UserError if its other flags are given without it."""
+def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: Sequence[str]) -> str:
+    """Return the job's script: the cluster's, with this job's options, variables and command.
+
+    Raises UserError: as ``options``, or flags of a container are given without it.
+    """
     names = ("container", "container_runtime", "container_mounts")
     given = {name: getattr(args, name) for name in names if getattr(args, name)}
     if given and not args.container:
         name, value = next(iter(given.items()))
         raise UserError(f"{name} is {value}, and container is not set; name the image with --container")
-    return {name.upper(): value for name, value in ({"container_runtime": "pyxis"} | given).items() if given}
-
-
-def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: Sequence[str]) -> str:
-    """Return the job's script: the cluster's, with this job's options, variables and command."""
     wanted = {"comment": shlex.quote(save)} | options(args, site, gpus, save)  # where tools.watch looks for the run
     head, _, body = (HERE / f"{site.script}.sbatch").read_text(encoding="utf-8").partition("\nexport ")
     for key in wanted:
@@ -188,7 +186,8 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
     where = f"# Train on {printable(load_cluster(args.cluster).name)}, {counted(gpus, 'GPU')} a node;"
     head = re.sub(r"^# Train on .*?;", lambda _: where, head, count=1, flags=re.M)
     lines = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in wanted.items()]
-    variables = {"LAUNCHER": args.launcher} | _container(args)
+    container = {"container_runtime": "pyxis"} | given if given else {}
+    variables = {"LAUNCHER": args.launcher} | {name.upper(): value for name, value in container.items()}
     if not args.container and not Path(".venv/bin/python").exists():
         variables["PYTHON"] = sys.executable
     if site.interface:

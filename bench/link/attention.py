@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.harness import add_sizes, fingerprint, forward_backward, heading
-from bench.link import alone
+from bench.link import ranks
 from bench.link.__main__ import SHARED
 from bench.link.cases import CASES as CONFIGURATIONS
 from bench.link.network import LINKS, Network
@@ -45,7 +45,7 @@ SHARE_ON_LINK = 0.7
 """The link's share of the best time of methods that send all rows: with less, it is not the link that is measured."""
 COLUMNS: dict[str, Column] = {
     "method": "{name}",
-    **alone.COLUMNS,
+    **ranks.COLUMNS,
     "by the plan, MiB": lambda row: f"{row['attention_by_plan'] / 2**20:.2f}",
 }
 
@@ -75,12 +75,12 @@ class Contestant:
 
 
 def attend(pipe: Connection, work: AttentionShape, name: str, plan: Plan, truth: list[float], steps: int) -> None:
-    """Join, and run so many forwards and backwards, as ``alone.run_steps``."""
+    """Join, and run so many forwards and backwards, as ``ranks.run_steps``."""
     with process_group() as group:
         cp = ContextParallel(plan, group)
         step = forward_backward(cp.attend, *(cp.shard(x, dim=1) for x in work.tensors()))
         valid = (cp.positions < work.seq_length).nonzero()[:, 0]
-        alone.run_steps(pipe, group, steps, lambda: [x[:, valid] for x in step()], name, truth, work.dtype)
+        ranks.run_steps(pipe, group, steps, lambda: [x[:, valid] for x in step()], name, truth, work.dtype)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
     add("--link", choices=LINKS, default="shared", help="default: %(default)s")
     add_sizes(parser, seq_length=16384, num_heads=8, head_dim=32)
-    alone.add_link(parser)
+    ranks.add_link(parser)
     return parser
 
 
@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for contestant in contestants(work, args.methods):
                 row = {"case": case, "name": contestant.name, "all_rows": contestant.all_rows}
                 plan = contestant.plan(work, network)
-                row |= alone.figures(network, args, attend, work, contestant.name, plan, truth)
+                row |= ranks.figures(network, args, attend, work, contestant.name, plan, truth)
                 sizes = {"batch": 1, "heads": work.num_heads, "kv_heads": work.kv_heads, "head_dim": work.head_dim}
                 row["attention_by_plan"] = max(plan_crossing(plan, network.ranks_per_node, **sizes, element_size=4))
                 rows.append(row)
@@ -188,7 +188,7 @@ def sentence(said: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     title = "The attention alone over a slow link"
-    alone.run(build_parser().parse_args(argv), "link-attention", title, measure, markdown)
+    ranks.run_bench(build_parser().parse_args(argv), "link-attention", title, measure, markdown)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ with the predictions; by the others choices are judged. A setting that the resul
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -105,19 +105,6 @@ def predictions(
     return found
 
 
-def contest(
-    network: Network, model: str, cases: Mapping[str, Case], data: Path, rounds: int, **shape: Any
-) -> dict[str, list[float]]:
-    """Train cases in turns; return seconds per iteration by name: of a first turn, twice as long, and of the others."""
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    turns = ((list(cases), 2 * ITERATIONS), (list(interleaved([*cases], rounds)), ITERATIONS))
-    for order, iterations in turns:
-        lines = [command_line(model, cases[name], data, **shape, iterations=iterations + 1) for name in order]
-        for name, taken in zip(order, profile(network, lines, iterations), strict=True):
-            seconds[name].append(_short(taken))
-    return seconds
-
-
 def measured(network: Network, cluster: Cluster, model: str, length: int, data: Path, rounds: int) -> dict[str, Any]:
     """Predict a setting's candidates; train its best and ``OTHERS`` in a turn to profile them and in ``rounds`` more.
 
@@ -127,10 +114,13 @@ def measured(network: Network, cluster: Cluster, model: str, length: int, data: 
     shape: dict[str, Any] = {"seq_length": length, "batch": TOKENS // length, "more": more}
     found = predictions(cluster, base, data, **shape)
     chosen = {name: case for place, (name, (case, _)) in enumerate(found.items()) if place < BEST or name in OTHERS}
-    return {
-        "predicted": {name: _short(time) for name, (_, time) in found.items()},
-        "turns": contest(network, base, chosen, data, rounds, **shape),
-    }
+    seconds: dict[str, list[float]] = {name: [] for name in chosen}
+    turns = ((list(chosen), 2 * ITERATIONS), (list(interleaved([*chosen], rounds)), ITERATIONS))
+    for order, iterations in turns:
+        lines = [command_line(base, chosen[name], data, **shape, iterations=iterations + 1) for name in order]
+        for name, taken in zip(order, profile(network, lines, iterations), strict=True):
+            seconds[name].append(_short(taken))
+    return {"predicted": {name: _short(time) for name, (_, time) in found.items()}, "turns": seconds}
 
 
 def _short(seconds: float) -> float:
@@ -189,28 +179,6 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure_all(result: dict[str, Any], path: Path, links: list[str], models: list[str]) -> None:
-    """Measure the settings that ``result`` lacks, and write it to ``path`` and as Markdown after each."""
-    done = {(row["link"], row["model"], row["length"]) for row in result["settings"]}
-    with corpus() as data:
-        for link, model, length in settings(links, models):
-            if (link, model, length) in done:
-                continue
-            kind, rate = link.split()
-            with Network(rails=kind == "rails") as network:
-                network.limit(rate)
-                if link not in result["clusters"]:
-                    print(f"{link}: calibrating", flush=True)
-                    result["clusters"][link] = cluster_of(network, link)
-                cluster = Cluster(**result["clusters"][link])
-                found = measured(network, cluster, model, length, data, result["turns"])
-            result["settings"].append({"link": link, "model": model, "length": length, **stamp(), **found})
-            said = judged(result["settings"][-1])
-            print(f"{link} {model} {length}: {said['choice']}, {said['behind']:.1%} behind {said['best']}", flush=True)
-            result["load_average"] = list(os.getloadavg())
-            write_tables(path, result, markdown(result))
-
-
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
@@ -223,11 +191,30 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     machine = describe("cpu")
     path = results_file(args.results or Path(tempfile.mkdtemp(prefix="longmesh-choices-")), "choices", machine)
-    result = {"settings": [], "clusters": {}, "turns": args.turns} | (read_records(path) if path.exists() else {})
+    result: dict[str, Any] = {"settings": [], "clusters": {}, "turns": args.turns}
+    result |= read_records(path) if path.exists() else {}
     if result["turns"] != args.turns:
         raise UserError(f"{path} holds medians of {result['turns']} turns, not {args.turns}; give another --results")
     prepare_machine()
-    measure_all(result | {"machine": machine, "note": args.note}, path, args.links, args.models)
+    result |= {"machine": machine, "note": args.note}
+    done = {(row["link"], row["model"], row["length"]) for row in result["settings"]}
+    with corpus() as data:
+        for link, model, length in settings(args.links, args.models):
+            if (link, model, length) in done:
+                continue
+            kind, rate = link.split()
+            with Network(rails=kind == "rails") as network:
+                network.limit(rate)
+                if link not in result["clusters"]:
+                    print(f"{link}: calibrating", flush=True)
+                    result["clusters"][link] = cluster_of(network, link)
+                cluster = Cluster(**result["clusters"][link])
+                found = measured(network, cluster, model, length, data, args.turns)
+            result["settings"].append({"link": link, "model": model, "length": length, **stamp(), **found})
+            said = judged(result["settings"][-1])
+            print(f"{link} {model} {length}: {said['choice']}, {said['behind']:.1%} behind {said['best']}", flush=True)
+            result["load_average"] = list(os.getloadavg())
+            write_tables(path, result, markdown(result))
     print(f"in {path.with_suffix('.md')} and its .jsonl")
 
 

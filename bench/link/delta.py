@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.delta import inputs
 from bench.harness import add_sizes, fingerprint, format_targets, forward_backward, heading, target
-from bench.link import alone
+from bench.link import ranks
 from bench.link.network import Network
 from bench.link.ranks import began, text_of
 from bench.shapes import AttentionShape
@@ -41,7 +41,7 @@ CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Method and options: a chain of states, an all-to-all over heads, and all of the sequence on each rank."""
 COLUMNS: dict[str, Column] = {
     "contestant": "{name}",
-    **alone.COLUMNS,
+    **ranks.COLUMNS,
     "by the formula, MiB": lambda row: f"{row['by_formula'] / 2**20:.2f}",
 }
 
@@ -95,7 +95,7 @@ def by_formula(name: str, tokens: int, heads: int, width: int, ranks: int = 2) -
 
 
 def attend(pipe: Connection, work: AttentionShape, name: str, truth: list[float], steps: int) -> None:
-    """Join, and run so many forwards and backwards, as ``alone.run_steps``."""
+    """Join, and run so many forwards and backwards, as ``ranks.run_steps``."""
     method, options = CONTESTANTS[name]
     with process_group() as group:
         cp = context_parallel(method, seq_len=work.seq_length, group=group, **options)
@@ -103,7 +103,7 @@ def attend(pipe: Connection, work: AttentionShape, name: str, truth: list[float]
         parts = [cp.shard(x, dim=1).contiguous() for x in (*tensors, dout)]
         step = forward_backward(attention_of(name, cp), *parts)
         del tensors, dout
-        alone.run_steps(pipe, group, steps, step, name, truth, work.dtype, "one process")
+        ranks.run_steps(pipe, group, steps, step, name, truth, work.dtype, "one process")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--tokens", type=positive, default=8192, metavar="N", help="of each rank (default: %(default)s)"
     )
     add_sizes(parser, num_heads=4, head_dim=128)
-    alone.add_link(parser)
+    ranks.add_link(parser)
     return parser
 
 
@@ -131,7 +131,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         tensors, dout = tensors_of(work)
         truth = fingerprint(forward_backward(lambda *x: delta_rule(*x)[0], *tensors, dout)()).tolist()
         for name in CONTESTANTS:
-            found = alone.figures(network, args, attend, work, name, truth)
+            found = ranks.figures(network, args, attend, work, name, truth)
             formula = by_formula(name, args.tokens, args.num_heads, args.head_dim)
             rows.append({"name": name, **found, "by_formula": formula})
             print(Table(COLUMNS).line(rows[-1]), flush=True)
@@ -161,7 +161,7 @@ def markdown(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     title = "The gated delta rule over a slow link"
-    alone.run(build_parser().parse_args(argv), "link-delta", title, measure, markdown)
+    ranks.run_bench(build_parser().parse_args(argv), "link-delta", title, measure, markdown)
 
 
 if __name__ == "__main__":

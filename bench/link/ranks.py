@@ -1,10 +1,12 @@
-"""Train on real ranks inside the namespaces: the time of every iteration, and the bytes that cross the link.
+"""Train, or attend alone, on real ranks inside the namespaces: the time of every step, and the bytes that cross.
 
 Ranks are forked from a server that has already imported torch and the entry, then enter their node.
 """
 
 import argparse
 import os
+import re
+import time
 import tomllib
 from collections.abc import Callable
 from importlib import import_module
@@ -14,16 +16,21 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from bench.harness import failures_told
-from bench.link.network import Network, enter
+from bench.harness import add_results, check_same, failures_told, fingerprint
+from bench.link.network import Network, enter, prepare_machine
 from bench.shapes import AttentionShape
 from parallel.context import Plan, make_plan
 from parallel.mesh import MeshConfig, distributed_mesh
-from runtime.machine import describe
+from runtime.errors import UserError
+from runtime.machine import describe, results_file
 from runtime.ranks import messages, receive, send, started
 from tools.calibrate import Figures
 from tools.calibrate import measure as calibrate
+from tools.common.arguments import positive
+from tools.common.report import Column, write_tables
 from tools.common.training import Records, measure, trainer_of
 from train.config.entries import Config
 from train.config.language import parse_args
@@ -32,6 +39,15 @@ PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
 WARM_UP_LIMITED = 1
 """Steps within the limit that do not count: TCP finds its window."""
+WARM_UP_ALONE, FREE_ALONE = 1, 1
+"""Steps of an attention alone without the limit: those in which connections are made, and those that count."""
+COLUMNS: dict[str, Column] = {
+    "step, s": "{median:.3f}",
+    "on the link": "{on_link:.0%}",
+    "without a limit, s": "{unlimited:.3f}",
+    "crossed, MiB": lambda row: f"{row['crossed'] / 2**20:.2f}",
+}
+"""Columns of an attention alone."""
 
 
 def began(args: argparse.Namespace, benchmark: str) -> dict[str, Any]:
@@ -206,3 +222,72 @@ def _calibrate(pipe: Connection, work: AttentionShape, lengths: tuple[int, ...])
         figures = calibrate(mesh.device, work, lengths)
     if os.environ["RANK"] == "0":
         send(pipe, figures)
+
+
+def add_link(parser: argparse.ArgumentParser) -> None:
+    """Add the link's rate, how many steps count, and where results go."""
+    parser.add_argument("--rate", default="100mbit", help="of the link or of each rail (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=3, help="steps that count (default: %(default)s)")
+    add_results(parser)
+
+
+def figures(network: Network, args: argparse.Namespace, body: Callable[..., None], *given: Any) -> dict[str, Any]:
+    """Return the medians of a contestant's steps, and the share of them that the bytes take at the link's rate.
+
+    ``body(pipe, *given, steps)`` runs them on every rank, and ends with ``run_steps``.
+
+    Raises MeasureError: a rank failed, or computes something else than it should.
+    """
+    warm_up, free = WARM_UP_ALONE, FREE_ALONE
+    steps = warm_up + free + WARM_UP_LIMITED + args.repeats
+    found = medians(network, args.rate, lambda before: iterate(network, before, body, *given, steps), warm_up, free)
+    rails = network.ranks_per_node if network.rails else 1
+    return {**found, "on_link": found["crossed"] * 8 / bits_per_second(args.rate) / rails / found["median"]}
+
+
+def run_steps(
+    pipe: Connection, group: dist.ProcessGroup, steps: int, step: Callable[[], list[Tensor]], *same: Any
+) -> None:
+    """Report the time of each of so many steps, from a barrier until the slowest rank has ended.
+
+    The squares of what the first one returns must sum over the ranks to the truth: ``same`` is as of ``check_same``,
+    without what was got.
+    """
+    name, *truth = same
+    for index in range(steps):
+        dist.barrier(group)
+        start = time.perf_counter()
+        found = step()
+        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
+        if index == 0:
+            sums = fingerprint(found)
+            dist.all_reduce(sums, group=group)
+            check_same(name, sums.tolist(), *truth)
+        if dist.get_rank(group) == 0:
+            report(pipe, float(seconds))
+
+
+def bits_per_second(rate: str) -> float:
+    """Return a rate in bits per second. Raises UserError: it is not a number with kbit, mbit or gbit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
+    if found is None or float(found[1]) <= 0:
+        raise UserError(f"--rate is {rate!r}; give a number with kbit, mbit or gbit, such as 100mbit")
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+
+
+def run_bench(
+    args: argparse.Namespace,
+    name: str,
+    title: str,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    markdown: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure, print and, if asked, write. Raises UserError: a wrong rate; NetworkError: as ``prepare_machine``."""
+    bits_per_second(args.rate)
+    prepare_machine()
+    result = measure(args)
+    print("\n" + markdown(result))
+    if args.results:
+        path, text = results_file(args.results, name, result["machine"]), f"# {title}\n\n{markdown(result)}"
+        print(f"wrote {write_tables(path, result, text)} and its .jsonl")

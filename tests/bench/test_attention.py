@@ -1,7 +1,7 @@
 """The attention bench through its command line at a tiny size: real processes, figures that agree with each other."""
 
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from statistics import median
 
@@ -12,7 +12,7 @@ from bench import attention
 from bench.attention import MASKED_METHODS, compare, judge, slowest_pairs, summary
 from bench.harness import MeasureError, check_same
 from bench.processes import ONE_PROCESS, Contestants, Times
-from bench.shapes import AttentionShape
+from bench.shapes import LENGTHS, AttentionShape, documents_of
 from runtime.machine import usable_cores
 from tools.common.report import read_records
 
@@ -188,3 +188,15 @@ def test_a_run_writes_both_parts_whose_figures_agree_with_each_other(tmp_path, c
     assert all(len(row["seconds"]) == 3 for row in result["alone"].values())
     assert result["alone"]["window"]["pairs"] == 32 * 33 / 2 + (300 - 32) * 32
     assert max(map(len, path.read_text().splitlines())) < 1000
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_documents_fill_the_sequence_and_are_the_same_in_every_process(name):
+    found = documents_of(name, 16384)
+    assert found == documents_of(name, 16384) != documents_of(name, 16384, seed=4)
+    lengths = [b - a for a, b in pairwise(found)]
+    assert sum(lengths) == 16384
+    least, most = {"lognormal": (64, 4096), "short": (100, 1500), "chat": (32, 8192)}[name]
+    assert min(lengths[:-1]) >= least
+    assert max(lengths) <= most
+    assert documents_of(name, 1) == (0, 1)

@@ -1,15 +1,19 @@
-"""The bench of linear against quadratic attention: what it counts, what it computes, and what it reports."""
+"""The benches of linear attention and of the delta rule: what they count, compare and report."""
+
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import linear
+from bench import delta, linear
 from bench.lengths import lengths_between, overtakes, summary
 from bench.linear import CONTESTANTS, exponent, fits, flops, main, markdown, with_rates
 from bench.shapes import AttentionShape
 from kernels import linear_attention, linear_scan
 from tools.common.report import read_records
+
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="compares with transformers")
 
 
 def sized(length):
@@ -97,11 +101,18 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     assert markdown(result) in capsys.readouterr().out
 
 
-def test_something_else_is_not_timed(monkeypatch, tmp_path, capsys):
-    attend = linear.attend
-    monkeypatch.setattr(linear, "attend", lambda name, q, k, v: attend(name, q, k, v) * (1 + (name == "chunked")))
-    assert main(["--min-length", "32", "--max-length", "32", "--repeats", "1", "--results", str(tmp_path)]) == 1
-    assert "chunked computes something else than the naive form" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("bench", "name", "truth"),
+    [
+        (linear, "linear_attention", "the naive form"),
+        pytest.param(delta, "delta_rule", "transformers", marks=needs_transformers),
+    ],
+)
+def test_something_else_is_not_timed(bench, name, truth, monkeypatch, tmp_path, capsys):
+    ours = getattr(bench, name)
+    monkeypatch.setattr(bench, name, lambda *given, **more: [2 * ours(*given, **more)[0]])
+    assert bench.main(["--min-length", "64", "--max-length", "64", "--repeats", "1", "--results", str(tmp_path)]) == 1
+    assert f"chunked computes something else than {truth}" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
 
@@ -111,3 +122,20 @@ def test_bad_input_is_one_line(capsys):
     longest, repeats = capsys.readouterr().err.splitlines()
     assert longest == "error: --max-length is 256; it must be --min-length, 512, or more"
     assert repeats.startswith("error: argument --repeats: '0'")
+
+
+SHAPE = ["--num-heads", "2", "--head-dim", "16", "--min-length", "64", "--max-length", "130", "--repeats", "2"]
+
+
+@needs_transformers
+def test_the_bench_of_the_delta_rule_writes_figures(tmp_path, capsys):
+    assert delta.main([*SHAPE, "--max-seconds", "0.01", "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("delta-*.jsonl")
+    found = read_records(path)
+    assert [(row["length"], row["name"]) for row in found["rows"]] == [
+        (length, name) for length in (64, 128) for name in delta.CONTESTANTS
+    ]
+    assert [row["name"] for row in found["shared"]] == ["one process", "2 processes"]
+    said = capsys.readouterr().out
+    assert delta.markdown(found) in said
+    assert said.count(">= 3.0") == said.count("<= 0.62") == 1

@@ -1,7 +1,12 @@
-"""LASP's tables: what is out of memory, memory above the floor, longest sequences, counted bytes."""
+"""LASP's tables: what is out of memory, longest sequences, counted bytes; of convergence what is run and kept."""
 
-from papers import lasp
+from pathlib import Path
+
+import pytest
+
+from papers import convergence, lasp
 from runtime.ranks import run_ranks
+from train.config.language import parse_args, validate
 
 
 def above_floor(found, backend):
@@ -43,3 +48,67 @@ def test_the_losses_are_the_papers_and_those_kept():
     assert rows[0].published == {"without": 3.719, "lasp": 3.715}
     assert all(row.measured for row in rows)
     assert [*lasp.TABLES] == ["volumes", "scalability", "ablation", "convergence"]
+
+
+def result(without, with_lasp):
+    runs = {"transnormer/ddp/without": [5.0, without], "transnormer/ddp/lasp": [5.0, with_lasp]}
+    return {
+        "settings": {"iterations": 2, "ranks": 4, "sequences": 8, "seq_length": 256, "vocabulary": 1024},
+        "machine": {"device": "a processor", "cores": 2, "platform": "a system", "torch": "2.13.0", "date": "today"},
+        "runs": {name: {**convergence.figures(losses), "seconds": 1.0} for name, losses in runs.items()},
+    }
+
+
+def test_the_papers_table_has_our_rows():
+    found = convergence.published()
+    assert list(found) == convergence.ROWS
+    assert found["transnormer/fsdp"] == {"without": 3.717, "lasp": 3.714}
+
+
+def test_every_run_is_one_that_the_entry_takes():
+    for row in convergence.ROWS:
+        sizes = []
+        for way in convergence.WAYS:
+            config = parse_args(convergence.command_line(f"{row}/{way}", Path("data"), 300))
+            validate(config, convergence.RANKS)
+            sizes.append(config.mesh.context_parallel_size)
+        assert sizes == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong"), [(4.019, []), (4.021, ["transnormer/ddp"]), (float("nan"), ["transnormer/ddp"])]
+)
+def test_a_loss_outside_the_bound_is_named(loss, wrong):
+    assert convergence.compared(result(4.0, loss))[1] == wrong
+
+
+def test_a_control_that_is_no_further_off_than_lasp_is_named():
+    found = result(4.0, 4.00001)
+    for last, wrong in ((4.00002, ["transnormer/ddp/dropped"]), (4.1, [])):
+        found["runs"]["transnormer/ddp/dropped"] = convergence.figures([5.0, last])
+        assert convergence.compared(found)[1] == wrong
+    assert "2.5e-02 where states are dropped" in convergence.compared(found)[0][1]
+
+
+@pytest.mark.slow
+def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
+    flags = ["--rows", "transnormer/zero1", "--iterations", "3", "--results", str(tmp_path / "results")]
+    assert convergence.main([*flags, "--data", str(tmp_path / "stdlib")]) == 0
+    assert "transnormer/zero1               lasp" in capsys.readouterr().out
+    path = tmp_path / "results" / "lasp_convergence.jsonl"
+    kept = convergence.kept(path)
+    without, with_lasp = (kept["runs"][f"transnormer/zero1/{way}"] for way in convergence.WAYS)
+    assert with_lasp["loss"] == pytest.approx(without["loss"], rel=1e-6)
+    assert with_lasp["last"] == pytest.approx(without["last"], rel=1e-6)
+    assert (
+        convergence.main([*flags, "--data", str(tmp_path / "nothing")]) == 0
+    )  # nothing is trained again, nor prepared
+    assert "nothing trained" in capsys.readouterr().out
+    assert convergence.main([*flags, "--iterations", "4"]) == 1
+    assert "holds runs of" in capsys.readouterr().err
+
+
+def test_the_committed_runs_are_all_and_within_the_bound():
+    kept = convergence.kept(convergence.RESULTS)
+    assert len(kept["runs"]) == len(convergence.ROWS) * len(convergence.WAYS) + len(convergence.MODELS)
+    assert convergence.compared(kept)[1] == []

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.link.network import NetworkError
-from papers import links, wallfacer
+from papers import wallfacer
 from parallel.context import make_plan
 from runtime.ranks import run_ranks
 from tests.bench.link.test_link import permitted
@@ -43,8 +43,8 @@ def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains):
 
 
 def test_gains_on_links_are_predicted():
-    found = links.gains()
-    assert [tuple(row.of.values()) for row in found] == links.SETTINGS
+    found = list(wallfacer.link_gains())
+    assert [tuple(row.of.values()) for row in found] == wallfacer.LINK_SETTINGS
     assert all(1.2 < float(row.analytic["times_as_fast"] or 0) < 3 for row in found)
 
 
@@ -52,10 +52,10 @@ def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
     def refused():
         raise NetworkError("no namespaces here")
 
-    monkeypatch.setattr(links, "prepare_machine", refused)
+    monkeypatch.setattr(wallfacer, "prepare_machine", refused)
     assert wallfacer.main(["--table", "links", "--measure", "--json"]) == 0
     found = capsys.readouterr()
-    assert [row["measured"] for row in json.loads(found.out)] == [None] * len(links.SETTINGS)
+    assert [row["measured"] for row in json.loads(found.out)] == [None] * len(wallfacer.LINK_SETTINGS)
     assert "links is not measured here, but predicted: no namespaces here" in found.err
 
 
@@ -63,9 +63,9 @@ def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
 @permitted
 @pytest.mark.parametrize("model", ["dit", "gpt"])
 def test_a_gain_is_measured_on_a_link(model, monkeypatch):
-    monkeypatch.setattr(links, "SETTINGS", [("rails", model, 1024)])
-    monkeypatch.setattr(links, "TURNS", 1)
-    (row,) = links.gains(measured=True)
+    monkeypatch.setattr(wallfacer, "LINK_SETTINGS", [("rails", model, 1024)])
+    monkeypatch.setattr(wallfacer, "TURNS", 1)
+    (row,) = wallfacer.link_gains(measured=True)
     assert float(row.measured["times_as_fast"] or 0) == pytest.approx(
         float(row.analytic["times_as_fast"] or 0), rel=0.3
     )

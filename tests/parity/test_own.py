@@ -10,7 +10,7 @@ from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
 from parity.own import compared, report
-from parity.samples import samples_of
+from parity.rank import samples_of
 from parity.shrink import shrunk
 from tests.parity import bugs
 from tools.parity import configured

@@ -1,9 +1,9 @@
-"""The attention alone over the link: what crosses is what the plan says, and verdicts are by hand."""
+"""Attention and the delta rule alone over the link: what crosses is what plan and formula say; verdicts by hand."""
 
 import pytest
 
 from bench.harness import MeasureError
-from bench.link import attention
+from bench.link import attention, delta
 from bench.link.attention import contestants, verdict, work_of
 from bench.link.network import Network
 from bench.link.ranks import plan_crossing
@@ -44,12 +44,18 @@ def test_what_crosses_is_what_the_plan_says(tmp_path, capsys):
 
 
 @permitted
-def test_a_rank_that_computes_something_else_is_told(monkeypatch):
-    sums = attention.fingerprint
-    monkeypatch.setattr(attention, "fingerprint", lambda tensors: 1.01 * sums(tensors))
-    args = attention.build_parser().parse_args(["--seq-length", "256", "--cases", "one", "--methods", "ring"])
-    with pytest.raises(MeasureError, match="exchange computes something else"):
-        attention.measure(args)
+@pytest.mark.parametrize(
+    ("bench", "flags", "name"),
+    [
+        (attention, ["--seq-length", "256", "--cases", "one", "--methods", "ring"], "exchange"),
+        (delta, ["--tokens", "100", "--head-dim", "16"], "states"),
+    ],
+)
+def test_a_rank_that_computes_something_else_is_told(bench, flags, name, monkeypatch):
+    sums = bench.fingerprint
+    monkeypatch.setattr(bench, "fingerprint", lambda tensors: 1.01 * sums(tensors))
+    with pytest.raises(MeasureError, match=f"{name} computes something else"):
+        bench.measure(bench.build_parser().parse_args(flags))
 
 
 def test_all_rows_are_those_of_one_document_and_less_crosses_where_queries_see_less():
@@ -96,3 +102,24 @@ def test_a_rate_in_other_words_is_refused(rate, capsys):
     assert capsys.readouterr().err == (
         f"error: --rate is {rate!r}; give a number with kbit, mbit or gbit, such as 100mbit\n"
     )
+
+
+DELTA = ["--tokens", "100", "--head-dim", "16", "--repeats", "1", "--rate", "400mbit"]
+
+
+@permitted
+def test_what_crosses_of_the_delta_rule_is_what_the_formula_says(tmp_path, capsys):
+    assert delta.main([*DELTA, "--results", str(tmp_path)]) == 0, capsys.readouterr().err
+    (path,) = tmp_path.glob("link-delta-*.jsonl")
+    found = read_records(path)
+    assert [row["name"] for row in found["rows"]] == ["states", "heads", "gather"]
+    for row in found["rows"]:
+        assert row["by_formula"] == delta.by_formula(row["name"], 100, 4, 16)
+        assert row["by_formula"] < row["crossed"] <= 1.1 * row["by_formula"] + (1 << 14)
+    assert path.with_suffix(".md").read_text().count(">= 2.0: ") == 2
+
+
+def test_formulas_are_those_of_a_hand_count():
+    assert delta.by_formula("states", 8192, 4, 128) == 4 * 128 * 128 * 4
+    assert delta.by_formula("heads", 8192, 4, 128) == 8192 * (2 * 2 * 128 + 2 * 4 * 128 + 2 * 4) * 4
+    assert delta.by_formula("gather", 8192, 4, 128) == 2 * 8192 * (2 * 2 * 128 + 4 * 128 + 2 * 4) * 4

@@ -23,7 +23,7 @@ from model.registry import num_parameters
 from planner.cluster import load_cluster
 from planner.search import rank
 from runtime.machine import describe, results_file
-from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
+from tests.starts import PATIENCE, ROOT, children, ended, interruptible, wait_until
 from tools.common.report import write_records
 from train.config.derive import with_vocabulary
 from train.config.language import parse_args, validate
@@ -63,17 +63,7 @@ def namespaces(*processes):
 
 def descendants(parent):
     """Processes that come from ``parent``, however far down."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found, new = set(), {parent}
-    while new:
-        found |= new
-        new = {child for child, its in parents.items() if its in new} - found
-    return found - {parent}
+    return {below for child in children(parent) for below in (child, *descendants(child))}
 
 
 def seconds_to_send(network, senders, count):

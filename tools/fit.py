@@ -66,28 +66,24 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
     on_gpu = config.mesh.device_type == "cuda"
     gpus = torch.cuda.device_count() or 1  # the entry reports a missing CUDA device
     size = processes or (min(MOST, gpus) if on_gpu else ON_CPU)
-    more = ["--bf16"] if on_gpu and _wants_bf16(config) else []
+    context, linear = config.context, getattr(config.model, "linear_attention", False)
+    softmax = not linear or getattr(config.model, "own_softmax_layout", False)
+    plain = context.context_parallel_method == "none" or context.attention_backend == "reference"
+    # every GPU kernel of softmax attention refuses float32
+    more = ["--bf16"] if on_gpu and softmax and not plain and not config.train.bf16 else []
     if more:
         config = replace(config, train=replace(config.train, bf16=True))
     own = config.mesh.context_parallel_size
     sizes = [own]
     if not any(flag.split("=")[0] == "--context-parallel-size" for flag in flags):
         sizes = sorted((n for n in range(1, size + 1) if size % n == 0), key=lambda n: (n != own, abs(n - own)))
-    for context in sizes:
+    for ranks in sizes:
         try:
-            ENTRIES[entry].validate(replace(config, mesh=replace(config.mesh, context_parallel_size=context)), size)
+            ENTRIES[entry].validate(replace(config, mesh=replace(config.mesh, context_parallel_size=ranks)), size)
         except UserError:
             continue
-        return size, more + ([] if context == own else ["--context-parallel-size", str(context)])
+        return size, more + ([] if ranks == own else ["--context-parallel-size", str(ranks)])
     return size, more
-
-
-def _wants_bf16(config: Any) -> bool:
-    """Return whether attention would refuse float32, as every GPU kernel of softmax attention does."""
-    context, linear = config.context, getattr(config.model, "linear_attention", False)
-    softmax = not linear or getattr(config.model, "own_softmax_layout", False)
-    plain = context.context_parallel_method == "none" or context.attention_backend == "reference"
-    return softmax and not plain and not config.train.bf16
 
 
 if __name__ == "__main__":

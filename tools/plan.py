@@ -174,7 +174,11 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     known = text and not lengths and config.data.data_path and config.data.tokenizer_model
     documents = heaviest_documents(config) if known else typical_documents(config, lengths)
     if config.context.context_parallel_method == "auto":
-        config = _chosen(config, world_size, cluster, lengths)
+        found = rank([config], world_size, cluster, lengths)  # the fastest, of those that fit if any does
+        candidates = found.candidates or rank([config], world_size, endless(cluster), lengths).candidates
+        if not candidates:
+            raise ConfigError(nothing_left(found, cluster))
+        config = candidates[0].config
     build: Any = pretrain_dit.resolve
     if isinstance(config, Config):
         config, build = with_layout(config, cluster), pretrain_gpt.resolve
@@ -205,15 +209,6 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         print(f"change, in the order of docs/tasks/long_context.md, for {duration(seconds)} a step:")
         for change in needed:
             print(f"  {change.flag}  (about {amount(change.bytes)})")
-
-
-def _chosen(config: Any, world_size: int, cluster: Cluster, lengths: tuple[int, ...]) -> Any:
-    """Return the configuration with the method that ``auto`` takes: the fastest, if any fits of those that do."""
-    found = rank([config], world_size, cluster, lengths)
-    candidates = found.candidates or rank([config], world_size, endless(cluster), lengths).candidates
-    if not candidates:
-        raise ConfigError(nothing_left(found, cluster))
-    return candidates[0].config
 
 
 def plan(argv: list[str]) -> None:

@@ -14,7 +14,6 @@ Then: pretrain_dit.py --data-path FOLDER --latent-shape C H W --num-classes N
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +72,7 @@ def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
     try:
         from datasets import Image, disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetGenerationError
+        from PIL.Image import DecompressionBombError
     except ImportError as error:
         raise DataError(
             "input is a folder of images, which takes datasets: pip install datasets (make venv EXTRAS=images)"
@@ -84,17 +84,16 @@ def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
         raise DataError(f"input {folder} cannot be read as images ({str(error).splitlines()[0]})") from error
     if not {"image", "label"} <= set(found.column_names):
         raise DataError(f"input {folder} holds no images in folders, one for each class")
-    return found.cast_column("image", Image(decode=False)), partial(_decoded, found.features["image"])
+    feature = found.features["image"]
 
+    def decoded(image: dict[str, Any]) -> Any:
+        try:
+            return feature.decode_example(image)
+        except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:  # as PIL's decoders raise them
+            reason = " ".join(str(error).split())
+            raise DataError(f"{image['path']} cannot be read as an image ({reason}); repair or remove it") from error
 
-def _decoded(feature: Any, image: dict[str, Any]) -> Any:
-    from PIL.Image import DecompressionBombError
-
-    try:
-        return feature.decode_example(image)
-    except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:  # as PIL's decoders raise them
-        reason = " ".join(str(error).split())
-        raise DataError(f"{image['path']} cannot be read as an image ({reason}); repair or remove it") from error
+    return found.cast_column("image", Image(decode=False)), decoded
 
 
 def _square(image: Any, size: int) -> np.ndarray:

@@ -46,7 +46,13 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     args = _parse(argv)
     config = fitted(config_of(args.load), launched_world_size())
-    classes = _classes(args.classes, config.model.num_classes)
+    known = config.model.num_classes
+    classes = list(range(min(known, MOST_CLASSES))) if args.classes is None else args.classes
+    for number, label in enumerate(classes):
+        if label in classes[:number]:
+            raise ConfigError(f"classes names {label} twice, whose pictures are one file; name each class once")
+        if not 0 <= label < known:
+            raise ConfigError(f"classes names {label}, and the model has classes 0 to {known - 1}")
     asked = {"sample_steps": args.steps, "sample_method": args.method, "guidance": args.guidance}
     asked["guidance_channels"] = args.guidance_channels
     sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
@@ -133,16 +139,6 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     found = replace(found, train=replace(train, global_batch_size=None), data=data)
     validate_mesh(found, processes)
     return found
-
-
-def _classes(asked: Sequence[int] | None, num_classes: int) -> list[int]:
-    classes = list(range(min(num_classes, MOST_CLASSES))) if asked is None else list(asked)
-    for number, label in enumerate(classes):
-        if label in classes[:number]:
-            raise ConfigError(f"classes names {label} twice, whose pictures are one file; name each class once")
-        if not 0 <= label < num_classes:
-            raise ConfigError(f"classes names {label}, and the model has classes 0 to {num_classes - 1}")
-    return classes
 
 
 def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) -> None:

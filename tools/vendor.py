@@ -66,7 +66,13 @@ def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, byte
         for path in sorted(folder.rglob("*.py")):
             inside = (Path(part) / path.relative_to(folder)).as_posix()
             files[inside] = renamed(path.read_bytes(), path.relative_to(ROOT), name, namespace)
-    files["__init__.py"] = _face(name, commit).encode()
+    tree = ast.parse((ROOT / "parallel/context/__init__.py").read_text(encoding="utf-8"))
+    listed = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
+    names = sorted(ast.literal_eval(listed.value))
+    imported = "".join(f"    {public},\n" for public in names)
+    listing = "".join(f'    "{public}",\n' for public in sorted([*names, "process_group"]))
+    face = template("__init__.py", name=name, commit=commit, imported=imported, listing=listing)
+    files["__init__.py"] = face.encode()
     files["LICENSE"] = (ROOT / "LICENSE").read_bytes()
     ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
     _check_imports(files, ours, name)
@@ -125,16 +131,6 @@ def template(of: str, **values: str) -> str:
     return (TEMPLATES / f"{of}.in").read_text(encoding="utf-8").format(version=__version__, **values)
 
 
-def _face(name: str, commit: str) -> str:
-    """Return the package's ``__init__.py``: the public names of parallel.context, and process_group."""
-    tree = ast.parse((ROOT / "parallel/context/__init__.py").read_text(encoding="utf-8"))
-    listed = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
-    names = sorted(ast.literal_eval(listed.value))
-    imported = "".join(f"    {public},\n" for public in names)
-    listing = "".join(f'    "{public}",\n' for public in sorted([*names, "process_group"]))
-    return template("__init__.py", name=name, commit=commit, imported=imported, listing=listing)
-
-
 def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKAGE) -> None:
     """Raise UserError if a file imports something of ours that the package lacks."""
     modules = {f"{package}/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
@@ -191,20 +187,19 @@ def _check_target(target: Path) -> None:
         raise UserError(f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}") from None
     kept |= {parent.as_posix(): "folder" for name in kept for parent in Path(name).parents if parent.name}
     kept[ORIGIN] = sha256(target / ORIGIN)
-    below = [path.relative_to(target) for path in target.rglob("*")]
-    below = [path for path in below if "__pycache__" not in path.parts or (target / path).is_symlink()]
-    found = {path.as_posix(): _kind(target / path) for path in below}
+    found = {}
+    for path in target.rglob("*"):
+        if path.is_symlink():
+            kind = "link"
+        elif "__pycache__" in path.relative_to(target).parts:
+            continue
+        else:
+            kind = sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"
+        found[path.relative_to(target).as_posix()] = kind
     for name in sorted(found.keys() | kept.keys()):
         if found.get(name) != kept.get(name):
             how = "added" if name not in kept else "removed" if name not in found else "changed"
             raise UserError(f"{target / name} was {how} since; {fix}")
-
-
-def _kind(path: Path) -> str:
-    """Return a file's digest, or the kind of what is not a file."""
-    if path.is_symlink():
-        return "link"
-    return sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"
 
 
 def _name(text: str) -> str:

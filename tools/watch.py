@@ -92,7 +92,12 @@ def describe(run: Path, now: float, width: int) -> list[str]:
     shown = f"  loss {losses[-1]:.4f} " if losses else "  loss not finite "
     if checks:
         shown += f"(validation {checks[-1]['validation_loss']:.4f} at {checks[-1]['iteration']}) "
-    lines += [_progress(run, records, holder is not None), shown + sparkline(losses, max(0, width - len(shown)))]
+    done = last["iteration"]
+    goal, pace = _setting(run, "train", "train_iters", int) or done or 1, _mean(records, "iteration_time_ms") / 1e3
+    left = f"{clock_time((goal - done) * pace)} left" if holder and pace else "stopped"
+    left, share = left if done < goal else "done", min(1.0, done / goal)
+    lines.append(f"  {'█' * int(30 * share):░<30} {share:4.0%}  iteration {done}/{goal}, {left}")
+    lines.append(shown + sparkline(losses, max(0, width - len(shown))))
     tokens, tflops, mfu = (_mean(records, name) for name in ("tokens_per_second", "tflops_per_gpu", "mfu"))
     each = f"{flops_rate(tflops)} and {mfu:.1%} MFU each"
     lines.append(f"  {tokens:,.0f} tokens/s, {each}, {last.get('memory_gb', 0.0):.3g} GB")
@@ -117,17 +122,6 @@ def _setting(run: Path, table: str, name: str, kind: type) -> Any:
     if value is not None and not (is_count(value) and value > 0 if kind is int else type(value) is kind):
         raise UserError(f"{config}: {name} of [{table}] is {value!r:.40}, which no run writes; put the run's own back")
     return value
-
-
-def _progress(run: Path, records: Sequence[dict[str, Any]], trains: bool) -> str:
-    """Draw how much is done, and say how long the rest takes at the pace of the last iterations."""
-    done = records[-1]["iteration"]
-    goal = _setting(run, "train", "train_iters", int) or done or 1
-    pace = _mean(records, "iteration_time_ms") / 1e3
-    left = f"{clock_time((goal - done) * pace)} left" if trains and pace else "stopped"
-    left = left if done < goal else "done"
-    share = min(1.0, done / goal)
-    return f"  {'█' * int(30 * share):░<30} {share:4.0%}  iteration {done}/{goal}, {left}"
 
 
 def _mean(records: Sequence[dict[str, Any]], name: str) -> float:

@@ -62,7 +62,15 @@ class Case:
         sizes = [f"{name} {getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) > 1]
         parts = [" x ".join(sizes) or "one process"]
         if self.cp > 1 or self.method == "none":
-            parts.append("plain SDPA" if self.method == "none" else self._method)
+            shaped = (
+                ("in teams of", self.team, self.team > 1),
+                ("on nodes of", self.per_node, self.per_node),
+                ("with rings as neighbours", "", self.placement == "p2p_intra"),
+                ("with heads among", self.degree, self.degree > 1),
+                ("heads in stages:", self.chunks, self.chunks > 1),
+            )
+            words = [self.method, *(f"{words} {value}".rstrip() for words, value, there in shaped if there)]
+            parts.append("plain SDPA" if self.method == "none" else " ".join(words))
         if self.dp * self.cp > 1:
             parts.append(self.mode + (f", {self.copies} copies" if self.copies > 1 else ""))
         if self.schedule != "1F1B":
@@ -76,17 +84,6 @@ class Case:
         if self.more:
             parts.append(" ".join(self.more))
         return ", ".join(parts)
-
-    @property
-    def _method(self) -> str:
-        shaped = (
-            ("in teams of", self.team, self.team > 1),
-            ("on nodes of", self.per_node, self.per_node),
-            ("with rings as neighbours", "", self.placement == "p2p_intra"),
-            ("with heads among", self.degree, self.degree > 1),
-            ("heads in stages:", self.chunks, self.chunks > 1),
-        )
-        return " ".join([self.method, *(f"{words} {value}".rstrip() for words, value, there in shaped if there)])
 
     @property
     def flags(self) -> list[str]:

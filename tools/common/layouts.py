@@ -4,7 +4,7 @@ Squares are queries x keys in global positions, as the papers draw them.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,15 +89,8 @@ def drawing(
     for rank in range(size):
         owners[plan.positions(rank).numpy()] = rank
     count = len(plan.rounds(0))
-    rounds = tuple(_computed(plan, index) for index in range(count))
-    work = np.array([[plan.rounds(rank)[index].pairs for rank in range(size)] for index in range(count)])
-    return Drawing(plan, owners, rounds, work)
-
-
-def _computed(plan: Plan, index: int) -> np.ndarray:
-    """Return the rank that computes each pair in round ``index``, from the tiles; -1 for none."""
-    computed = np.full((plan.padded_len, plan.padded_len), -1)
-    for rank in range(plan.size):
+    rounds = tuple(np.full((plan.padded_len, plan.padded_len), -1) for _ in range(count))
+    for rank, (index, computed) in product(range(size), enumerate(rounds)):
         step, queries = plan.rounds(rank)[index], plan.positions(rank).numpy()
         keys = np.sort(np.concatenate([plan.positions(held).numpy() for held in step.holds]))
         for tile in step.tiles:
@@ -106,7 +99,8 @@ def _computed(plan: Plan, index: int) -> np.ndarray:
                 inside = np.tril(inside) if tile.kind == CAUSAL else np.triu(inside)
             rows, columns = np.nonzero(inside)
             computed[queries[tile.q][rows], keys[tile.k][columns]] = rank
-    return computed
+    work = np.array([[plan.rounds(rank)[index].pairs for rank in range(size)] for index in range(count)])
+    return Drawing(plan, owners, rounds, work)
 
 
 def colours(size: int) -> list[str]:
@@ -135,8 +129,10 @@ def ordinal(number: int) -> str:
 def draw(drawings: list[Drawing]) -> "Figure":
     """Draw one band per method: its tokens, its rounds, and a time line of its ranks."""
     from matplotlib import rc_context
+    from matplotlib.colors import to_rgba
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.patches import Patch
 
     plan = drawings[0].plan
     padding = f" (padded to {plan.padded_len})" if plan.padded_len != plan.seq_len else ""
@@ -156,7 +152,15 @@ def draw(drawings: list[Drawing]) -> "Figure":
         bands = figure.subfigures(len(drawings), squeeze=False)[:, 0]
         for band, shown in zip(bands, drawings, strict=True):
             _band(band, shown, columns, longest)
-        _legend(figure, drawings[0])
+        ranks = colours(plan.size)
+        handles = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(ranks[:8])]
+        handles.append(Patch(facecolor=to_rgba(ranks[0], PALE), label="done in an earlier round"))
+        handles.append(Patch(facecolor="white", edgecolor=MASKED, label="still to come"))
+        if np.max(drawings[0].rounds, axis=0).min() < 0:
+            handles.append(Patch(facecolor=MASKED, label="masked"))
+        waits = "waits for the slowest rank"
+        handles.append(Patch(facecolor="white", edgecolor=MASKED, hatch="////", linewidth=0, label=waits))
+        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9)
         figure.draw_without_rendering()  # in this style, whoever saves it
     return figure
 
@@ -250,21 +254,6 @@ def _time_line(axes: "Axes", shown: Drawing, longest: int) -> None:
     title = f"{shown.slowest} pairs until all are done = {1 / busy:.2f}x an even share; ranks busy {busy:.0%}"
     axes.set_title(sent + title, loc="left")
     axes.spines[:].set_visible(False)
-
-
-def _legend(figure: "Figure", shown: Drawing) -> None:
-    from matplotlib.colors import to_rgba
-    from matplotlib.patches import Patch
-
-    ranks = colours(shown.plan.size)
-    handles = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(ranks[:8])]
-    handles.append(Patch(facecolor=to_rgba(ranks[0], PALE), label="done in an earlier round"))
-    handles.append(Patch(facecolor="white", edgecolor=MASKED, label="still to come"))
-    if np.max(shown.rounds, axis=0).min() < 0:
-        handles.append(Patch(facecolor=MASKED, label="masked"))
-    waits = "waits for the slowest rank"
-    handles.append(Patch(facecolor="white", edgecolor=MASKED, hatch="////", linewidth=0, label=waits))
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9)
 
 
 def draw_segments(plans: dict[str, Plan]) -> "Figure":

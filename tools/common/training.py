@@ -73,10 +73,20 @@ def measure(
     found = []
     with distributed_mesh(configs[0].mesh):
         for number, config in enumerate(configs, 1):
+            train, optimizer = config.train, config.optimizer
+            few = {"train_iters": iterations + 1, "eval_iters": 0, "exit_interval": None, "exit_duration_in_mins": None}
+            whole = max(optimizer.lr_decay_iters or train.train_iters, iterations + 1)
+            short = replace(  # the run saves nothing, with the learning rates of the whole one
+                config,
+                train=replace(train, **few),
+                optimizer=replace(optimizer, lr_decay_iters=whole),
+                checkpoint=CheckpointConfig(),
+                logging=replace(config.logging, tensorboard_dir=None, wandb_project=None, wandb_exp_name=None),
+            )
             if is_first() and not quiet:
                 print(f"profiling {number} of {len(configs)}: {config.context.title}", flush=True)
             with released_groups(number):
-                found.append(_seconds(_short(config, iterations), quiet, peak_flops))
+                found.append(_seconds(short, quiet, peak_flops))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -85,30 +95,13 @@ def measure(
     return found
 
 
-def _short(config: Config, iterations: int) -> Config:
-    """Shorten a run to a few iterations that save nothing, with the learning rates of the whole run."""
-    train, optimizer = config.train, config.optimizer
-    whole = optimizer.lr_decay_iters or train.train_iters
-    return replace(
-        config,
-        train=replace(train, train_iters=iterations + 1, eval_iters=0, exit_interval=None, exit_duration_in_mins=None),
-        optimizer=replace(optimizer, lr_decay_iters=max(whole, iterations + 1)),
-        checkpoint=CheckpointConfig(),
-        logging=replace(config.logging, tensorboard_dir=None, wandb_project=None, wandb_exp_name=None),
-    )
-
-
 def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
+    """Return the median seconds of a run's iterations but the first; nothing of it outlives the call."""
     with distributed_mesh(config.mesh) as mesh, redirect_stdout(StringIO()) if quiet else nullcontext():
         trainer = build_trainer(config, mesh, peak_flops)
         trainer.train()
-        log = trainer.log
-
-        def median() -> float:
-            assert log is not None  # the first rank has one
-            return statistics.median(record["iteration_time_ms"] for record in log.records[1:]) / 1e3
-
-        return from_first(median)
+        log: Any = trainer.log  # of the first rank
+        return from_first(lambda: statistics.median(one["iteration_time_ms"] for one in log.records[1:]) / 1e3)
 
 
 @contextmanager

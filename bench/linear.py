@@ -118,7 +118,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
     """Plot tokens per second over length, both axes logarithmic."""
     from matplotlib.figure import Figure
 
-    from tools.common.pictures import PALETTE, plain
+    from tools.common.report import PALETTE, plain
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()

@@ -28,7 +28,7 @@ from data.trajectories import Chains, Codec, write_chains
 from model.generate import Draw, Read
 from papers import doors, rows
 from papers.doors import BEST, STEPS, Rooms, episodes, histories
-from papers.kept import kept, noted
+from papers.jobs import kept, noted
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
@@ -228,7 +228,7 @@ def draw(runs: dict[str, Any]) -> "Figure":
     """Draw the mean return by attempt with its interval of two standard errors, a curve for each run."""
     from matplotlib.figure import Figure
 
-    from tools.common.pictures import PALETTE, plain
+    from tools.common.report import PALETTE, plain
 
     names = {str(n): f"{n} in the context" for n in CHAIN_LENGTHS} | {CONTROL: f"{LONGEST}, of shuffled tasks"}
     figure = Figure(figsize=(7, 4.4), layout="constrained")

@@ -19,7 +19,7 @@ from statistics import fmean
 import pretrain_gpt
 from data.text.prepare import Request, prepare
 from papers import rows
-from papers.kept import Result, kept, noted
+from papers.jobs import Result, kept, noted
 from parallel.context.linear import state
 from runtime.errors import UserError
 from runtime.ranks import run_ranks

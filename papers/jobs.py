@@ -1,4 +1,4 @@
-"""Rows that a paper measured on GPUs: a Slurm job for each, and what its runs gave.
+"""Measurements of rows: a Slurm job of each that takes a paper's GPUs, and runs here, kept as each ends.
 
 A row's folder is RUNS/PAPER/TABLE/ROW, with metrics.jsonl of its run, or folders 0, 1, ... of several in the order of
 ``Job.cases``; each has a file ``commit`` that the job wrote at its start. ``job`` in the row's has sbatch's words.
@@ -7,13 +7,15 @@ A row's folder is RUNS/PAPER/TABLE/ROW, with metrics.jsonl of its run, or folder
 import json
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,12 +24,16 @@ from data.latents.folder import write_latents
 from data.text.indexed import open_indexed, write_index, writing
 from data.text.prepare import Request, prepare
 from planner.cluster import load_cluster
-from runtime.machine import commit_of
+from runtime.errors import UserError
+from runtime.machine import commit_of, describe, stamp
 from slurm.submit import build_parser, checked, read_site, script, submit
+from tools.common.report import read_records, write_records
 from train.watching.metrics import METRICS, read_metrics
 
 Figures = Mapping[str, float | int | str | None]
 """Figures by name; None where there is none."""
+Result = dict[str, Any]
+"""The settings, the machine of the first runs, and each finished run's figures by name, with its date and commit."""
 SHORT, LONG = 12, 2
 """Iterations of a run, of which the first third, or the first, does not count: LONG where a step may take hours."""
 LIMIT = "24:00:00"
@@ -243,3 +249,33 @@ def submit_row(job: Job, row: Path, cluster: str, dry_run: bool) -> str:
         raise
     (row / "job").write_text(said + "\n", encoding="utf-8")
     return said
+
+
+def kept(path: Path, settings: dict[str, Any] | None = None) -> Result:
+    """Read a file of results; no runs if it does not exist.
+
+    Raises UserError: it has no settings of runs, or others than ``settings``, where these are given.
+    """
+    result: Result = {"runs": {}, **(read_records(path) if path.exists() else {})}
+    if path.exists() and "settings" not in result:
+        raise UserError(f"{path} holds no settings of runs; give another --results")
+    if settings is not None and result.setdefault("settings", settings) != settings:
+        raise UserError(f"{path} holds runs of {result['settings']}, not of {settings}; give another --results")
+    return result
+
+
+def noted(result: Result, path: Path, name: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Measure a run, write it to ``path`` with the others, and return it."""
+    result.setdefault("machine", describe("cpu"))
+    start = time.perf_counter()
+    found = result["runs"][name] = measured() | {"seconds": time.perf_counter() - start, **stamp()}
+    write_records(path, result)
+    return found
+
+
+def run_all(main: Callable[[list[str]], int]) -> None:
+    """Run a command that keeps its runs, with its lines on stderr. Raises UserError: it did not end well."""
+    with redirect_stdout(sys.stderr):
+        status = main([])
+    if status:
+        raise UserError("the runs did not end well; the reason stands above")

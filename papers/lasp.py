@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from papers import convergence, rows
-from papers.jobs import LONG, SHORT, Figures, Job, Runs, commit_told, lengths, longest_of, shown
-from papers.kept import kept, run_all
+from papers.jobs import LONG, SHORT, Figures, Job, Runs, commit_told, kept, lengths, longest_of, run_all, shown
 from papers.ring import K, step_of
 from papers.rows import Row
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from papers import attempts, rows
-from papers.jobs import LONG, Job, lengths, longest_of
-from papers.kept import kept, run_all
+from papers.jobs import LONG, Job, kept, lengths, longest_of, run_all
 from papers.rows import Row
 from parallel.context import make_plan
 from parallel.context.traffic import sizes

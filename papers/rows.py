@@ -201,7 +201,7 @@ def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
     """Draw the published figures as points and the predicted ones as lines."""
     from matplotlib.figure import Figure
 
-    from tools.common.pictures import PALETTE, plain
+    from tools.common.report import PALETTE, plain
 
     panels = [(name, list(found)) for name, found in groupby(rows, key=lambda row: row.of.get(curves.panel, ""))]
     figure = Figure(figsize=(1.5 + 3.5 * len(panels), 4.4), layout="constrained")

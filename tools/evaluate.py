@@ -220,7 +220,7 @@ def curve(found: Sequence[Bucket], trained: int | None) -> "Figure":
     """Draw perplexity over position, and where training ended, if that is known."""
     from matplotlib.figure import Figure
 
-    from tools.common.pictures import FAINT, PALETTE, plain
+    from tools.common.report import FAINT, PALETTE, plain
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()

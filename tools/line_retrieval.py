@@ -126,10 +126,9 @@ def score_lines(args: argparse.Namespace) -> None:
     if is_first():
         title = f"exact answers of {args.samples} at each place, {args.form}, {args.vocabulary} vocabulary"
         about: dict[str, Any] = {"form": args.form, "vocabulary": args.vocabulary, "seed": args.seed}
-        about |= {"trained_seq_length": run.trained_length, "cells": [entry(cell) for cell in cells]}
         label = "depth of the asked line" if args.form == "lines" else "depth of the needle"
         figure = heat_map(cells, "{:.0%}".format, label, "exact answers")
-        write_scores(args, run, "line_retrieval", title, about, table(cells), figure)
+        write_scores(args, run, "line_retrieval", title, about, list(map(entry, cells)), table(cells), figure)
 
 
 def entry(cell: Cell) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from runtime.errors import UserError
 from tools.common.arguments import one_line_errors, parser_for, positive, refuse_folder, run_command
-from tools.common.pictures import PALETTE, plain, save
+from tools.common.report import PALETTE, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -160,7 +160,7 @@ def _check(args: argparse.Namespace) -> int:
 
     lengths = open_indexed(args.check).lengths  # before a tokenizer, which a prefix never written lacks too
     if args.plot:
-        from tools.common.pictures import save
+        from tools.common.report import save
 
         refuse_folder("--plot", args.plot)
         save(draw(lengths, args.check), args.plot, "--plot")
@@ -265,7 +265,7 @@ def draw(lengths: "np.ndarray", name: str) -> "Figure":
     import numpy as np
     from matplotlib.figure import Figure
 
-    from tools.common.pictures import INK, PALETTE, plain
+    from tools.common.report import INK, PALETTE, plain
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -137,8 +137,8 @@ def score_tasks(args: argparse.Namespace, tasks: Sequence[str], sources: Sources
         by, haystack = "by the chat template" if args.chat else "as of a base model", sources.essays.title
         title = f"RULER, {args.samples} examples of each task and length, prompts {by}, haystack of {haystack}"
         about: dict[str, Any] = {"seed": args.seed, "chat": args.chat, "haystack": haystack}
-        about |= {"trained_seq_length": run.trained_length, "cells": [entry(cell) for cell in cells]}
-        write_scores(args, run, "ruler", title, about, table(cells), heat_map(cells, str, "task", "right answers"))
+        figure = heat_map(cells, str, "task", "right answers")
+        write_scores(args, run, "ruler", title, about, list(map(entry, cells)), table(cells), figure)
 
 
 def entry(cell: Cell) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from checkpoint.api import load_model, save_checkpoint
 from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig
-from model.hf import to_hf
 from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
 from tools.evaluate import buckets, main
@@ -65,23 +64,19 @@ def rows(run):
     return torch.tensor([row[: LENGTH + 1] for row in ids if len(row) > LENGTH])
 
 
-def trained(run):
-    model = build_model(ModelConfig(**SHAPE, vocab_size=300))
-    load_model(run / "iter_0000003", model, architecture_of(model.config))
-    return model
-
-
-def by_position(logits_of, run):
+def by_position(run):
     """The mean loss [S] over the texts at each position."""
     tokens = rows(run)
+    model = build_model(ModelConfig(**SHAPE, vocab_size=300))
+    load_model(run / "iter_0000003", model, architecture_of(model.config))
     with torch.no_grad():
-        logits = logits_of(tokens[:, :-1]).double()
+        logits = model(tokens[:, :-1]).double()
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(0)
 
 
 def test_each_bucket_is_the_mean_of_its_tokens(run, tmp_path, capsys):
     found = evaluated(run, tmp_path, "--last-tokens", "100")  # which begin inside a bucket
-    losses = by_position(trained(run), run)
+    losses = by_position(run)
     assert found["last"]["loss"] == pytest.approx(losses[-100:].mean().item(), rel=1e-6)
     assert abs(found["last"]["loss"] / losses[-101:-1].mean().item() - 1) > 1e-5
     assert (found["last"]["begin"], found["last"]["end"], found["last"]["tokens"]) == (100, LENGTH, 400)
@@ -100,19 +95,6 @@ def test_each_bucket_is_the_mean_of_its_tokens(run, tmp_path, capsys):
     assert f"| all | {4 * LENGTH} | {found['loss']:.4f} |" in (tmp_path / "perplexity.md").read_text()
     assert found["trained_seq_length"] == TRAINED
     assert "4 of 4 documents" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_transformers_finds_the_same_losses(run, tmp_path):
-    from tests.model.hf.hugging_face import hugging_face
-
-    model = trained(run)
-    theirs = hugging_face(model.config)
-    theirs.load_state_dict(to_hf(model.state_dict(), model.config))
-    losses = by_position(lambda tokens: theirs(tokens).logits, run)
-    for bucket in evaluated(run, tmp_path, "--buckets", "5")["buckets"]:
-        want = losses[bucket["begin"] : bucket["end"]].mean().item()
-        assert bucket["loss"] == pytest.approx(want, rel=1e-6)
 
 
 def test_prepared_text_gives_the_same_numbers(run, tmp_path):

@@ -67,10 +67,6 @@ def test_averages_are_drawn_with_unless_told_otherwise(run, tmp_path):
     assert (averaged != drawn(run, tmp_path / "d", "--seed", "5")).any()
 
 
-def _on_rank(rank, world_size, arguments):
-    main(arguments)
-
-
 def _status_on_rank(rank, world_size, arguments):
     """The rank's status and what it says of it."""
     with redirect_stderr(StringIO()) as said:
@@ -78,7 +74,8 @@ def _status_on_rank(rank, world_size, arguments):
 
 
 def test_two_processes_draw_the_same(run, tmp_path):
-    run_ranks(_on_rank, 2, ["--load", str(run), *DRAWN, "--output", str(tmp_path / "two")])
+    told = run_ranks(_status_on_rank, 2, ["--load", str(run), *DRAWN, "--output", str(tmp_path / "two")])
+    assert told == [(0, "")] * 2
     assert abs(page(tmp_path / "two" / "all.png") - drawn(run, tmp_path / "one")).max() <= 1
 
 

@@ -135,11 +135,19 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def write_scores(
-    args: argparse.Namespace, run: Run, name: str, title: str, about: dict[str, Any], table: list[str], figure: "Figure"
+    args: argparse.Namespace,
+    run: Run,
+    name: str,
+    title: str,
+    about: dict[str, Any],
+    cells: list[dict[str, Any]],
+    table: list[str],
+    figure: "Figure",
 ) -> None:
-    """Write what was found of a run: a table, a picture, and figures with ``about``."""
-    head = {"run": str(run.folder), "iteration": run.iteration}
-    write_results(_folder(args), name, f"{run.folder}, iteration {run.iteration}: {title}", table, head | about, figure)
+    """Write what was found of a run: a table, a picture, and figures of ``about`` and of all cells."""
+    found = {"run": str(run.folder), "iteration": run.iteration, **about}
+    found |= {"trained_seq_length": run.trained_length, "cells": cells}
+    write_results(_folder(args), name, f"{run.folder}, iteration {run.iteration}: {title}", table, found, figure)
 
 
 def _folder(args: argparse.Namespace) -> Path:

@@ -14,7 +14,7 @@ from kernels.attention import CAUSAL, FULL
 from parallel.context import ContextError, Plan, make_plan
 from parallel.context.layout import Window
 from parallel.context.linear.segments import chains
-from tools.common.pictures import FAINT, INK, MASKED, PALETTE
+from tools.common.report import FAINT, INK, MASKED, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Results: tables whose columns are data, as text, Markdown or CSV, and figures kept as JSON lines.
+"""Results: tables whose columns are data, as text, Markdown or CSV, figures kept as JSON lines, and pictures.
 
 A result is a dictionary. In its file, values that are lists of rows, or rows by name, become a line per row, with the
 value's name under "of" and the row's under "key"; all other values go on the first line.
@@ -17,8 +17,12 @@ from runtime.errors import UserError
 from runtime.files import replacing, write_text
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#4D4D4D")
+MASKED, INK, FAINT = "#C9CCD1", "#22262B", "#6B7280"
 DIGITS = 12
 """Significant digits of a float: more than any figure quotes, and enough for four digits of differences of losses."""
 Row = Mapping[str, Any]
@@ -146,6 +150,22 @@ def write_results(
         text.write_text("\n".join((title, "", *table, "")), encoding="utf-8")
         figure.savefig(picture, dpi=120, format="png")
     print(f"written: {', '.join(map(str, paths))}", flush=True)
+
+
+def plain(axes: "Axes") -> None:
+    """Draw a light grid, and of the frame the left and the lower line alone."""
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: "Figure", path: Path, flag: str) -> None:
+    """Write a picture in the format of its name, and say so. Raises UserError, naming ``flag``: no such format."""
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise UserError(f"{flag} is {path}, which names no picture format; end it in one of {', '.join(known)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    print(f"written: {path}")
 
 
 def _rows(value: Any) -> list[tuple[str | None, dict[str, Any]]]:

@@ -180,15 +180,9 @@ def test_crossing_of_linear_attention_by_hand():
     assert attention_crossing(parsed("transnormer", "megatron_sp"), 4) == (0, 0)
 
 
+@pytest.mark.slow
 @permitted
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_bench_leaves_nothing(number, tmp_path, tmp_path_factory):
     # Importing torch's compiler makes this folder, by default in TMPDIR, for all processes of a user: not the bench's.
     caches = str(tmp_path_factory.mktemp("caches"))

@@ -270,13 +270,13 @@ def supported() -> Iterator[Row]:
         ours = {way: "yes" if size <= 80 else "no" for way, size in need.items()}
         ours |= {f"{way}_gb": f"{size:.1f}" for way, size in need.items()}
         of: dict[str, str | int] = {"model": row["model"], "ktokens": length}
-        team = "--context-parallel-method wallfacer --context-parallel-team-size"
+        flag = "--context-parallel-method wallfacer --context-parallel-team-size"
         measures = Job(
             gpus=8,
             config=ring.MODELS[row["model"]],
             flags=f"--context-parallel-size 8 --seq-length {length * K} {SHARDED} --loss-chunk-size {CHUNKED} "
             f"--ffn-chunk-size {CHUNKED}",
-            cases={"ring_attention": f"{team} 1", "wallfacer": f"{team} 2"},
+            cases={"ring_attention": f"{flag} 1", "wallfacer": f"{flag} 2"},
             figures=lambda runs: {way: "yes" if run.fits else "no" for way, run in runs.items()},
         )
         yield Row(of, {way: row[way] for way in need}, ours, "8 A100", job=measures)

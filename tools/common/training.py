@@ -74,7 +74,12 @@ def measure(
     with distributed_mesh(configs[0].mesh):
         for number, config in enumerate(configs, 1):
             train, optimizer = config.train, config.optimizer
-            few = {"train_iters": iterations + 1, "eval_iters": 0, "exit_interval": None, "exit_duration_in_mins": None}
+            few: dict[str, Any] = {
+                "train_iters": iterations + 1,
+                "eval_iters": 0,
+                "exit_interval": None,
+                "exit_duration_in_mins": None,
+            }
             whole = max(optimizer.lr_decay_iters or train.train_iters, iterations + 1)
             short = replace(  # the run saves nothing, with the learning rates of the whole one
                 config,

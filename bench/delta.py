@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import lengths
-from bench.harness import clocked, failures_told, format_targets, forward_backward, target
+from bench.harness import as_measure_errors, clocked, format_targets, forward_backward, target
 from bench.lengths import by_length, overtaking, summary
 from bench.shapes import AttentionShape
 from kernels.delta.rule import delta_rule
@@ -92,7 +92,7 @@ def shared(rank: int, ranks: int, work: AttentionShape, repeats: int) -> dict[st
 
 def split(work: AttentionShape, repeats: int) -> list[dict[str, Any]]:
     """Return rows of one process and of two that share the sequence; of these the slower one counts."""
-    with failures_told():
+    with as_measure_errors():
         ranks = run_ranks(shared, RANKS, work, repeats)
     one, two = ranks[0]
     slower = [max(pair) for pair in zip(*(found[two] for found in ranks), strict=True)]

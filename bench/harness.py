@@ -36,7 +36,7 @@ class MeasureError(UserError):
 
 
 @contextmanager
-def failures_told(of: str = "") -> Iterator[None]:
+def as_measure_errors(of: str = "") -> Iterator[None]:
     """Raise a rank's failure in the block as a MeasureError: the last line, and which file has its traceback."""
     try:
         yield

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_dit
 import pretrain_gpt
-from bench.harness import MeasureError, add_json, failures_told, need_cuda, write_json
+from bench.harness import MeasureError, add_json, as_measure_errors, need_cuda, write_json
 from parallel.mesh import distributed_mesh
 from parallel.recompute import ATTENTION
 from planner.rehearsal import rehearse
@@ -188,7 +188,7 @@ def compare(processes: int, flags: str) -> dict[str, Any]:
     stages = config.mesh.pipeline_model_parallel_size
     ranks = {*range(0, processes, processes // stages), processes - 1}
     predicted = {rank: rehearse(config, resolve, rank, processes, per_node=processes) for rank in sorted(ranks)}
-    with failures_told():
+    with as_measure_errors():
         real = max(run_ranks(measured, processes, flags), key=lambda one: one["bytes"])
     most = max(predicted.values(), key=lambda one: one.bytes)
     return {

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.harness import failures_told, fingerprint, forward_backward
+from bench.harness import as_measure_errors, fingerprint, forward_backward
 from bench.shapes import DTYPES, AttentionShape
 from parallel.context import ContextParallel
 from runtime.ranks import Rank, join_here, one_of_each, receive, send, started
@@ -78,7 +78,7 @@ class Contestants:
         asked: list[Rank] = [self._one] if name == ONE_PROCESS else self._ranks
         for rank in asked:
             send(rank.pipe, (request, name))
-        with failures_told(f"{name} at {request}: "):
+        with as_measure_errors(f"{name} at {request}: "):
             return one_of_each(asked, ANSWER_WITHIN)
 
 

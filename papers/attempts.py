@@ -28,7 +28,7 @@ from data.trajectories import Chains, Codec, write_chains
 from model.generate import Draw, Read
 from papers import doors, rows
 from papers.doors import BEST, STEPS, Rooms, episodes, histories
-from papers.jobs import kept, noted
+from papers.jobs import keep_run, read_runs
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
@@ -180,14 +180,14 @@ def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
 
     Raises UserError: ``path`` holds runs of another size, or another format; RuntimeError: a rank failed.
     """
-    result = kept(path, asdict(size))
+    result = read_runs(path, asdict(size))
     missing = [str(n) for n in CHAIN_LENGTHS if str(n) not in result["runs"]]
     if not missing and CONTROL in result["runs"]:
         print(f"all runs are in {path} already, nothing trained; --results FOLDER starts afresh")
         return result
 
     def note(name: str, measured: Callable[[], dict[str, Any]]) -> None:
-        found = noted(result, path, name, measured)
+        found = keep_run(result, path, name, measured)
         said = f"return {found['mean'][0]:.2f} at the first attempt, {found['mean'][-1]:.2f} at the last"
         print(f"{name:10}{said}, {found['seconds']:.0f} s", flush=True)
 

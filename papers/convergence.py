@@ -19,7 +19,7 @@ from statistics import fmean
 import pretrain_gpt
 from data.text.prepare import Request, prepare
 from papers import rows
-from papers.jobs import Result, kept, noted
+from papers.jobs import Result, keep_run, read_runs
 from parallel.context.linear import state
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
@@ -136,7 +136,7 @@ def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> 
 
     Raises UserError: ``path`` holds runs of other settings, or another format; RuntimeError: a rank failed.
     """
-    result = kept(path, {"iterations": iterations, **SIZES})
+    result = read_runs(path, {"iterations": iterations, **SIZES})
     names = [f"{row}/{way}" for row in wanted for way in (*WAYS, *[CONTROL] * row.endswith(f"/{CONTROLLED}"))]
     missing = [name for name in names if name not in result["runs"]]
     if missing:
@@ -146,7 +146,7 @@ def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> 
     for name in missing:
         flags, dropped = command_line(name, data, iterations), name.endswith(f"/{CONTROL}")
         run = partial(run_ranks, train, RANKS, flags, dropped, timeout=1800)
-        found = noted(result, path, name, lambda run=run: figures(run()[0]))  # type: ignore[misc]
+        found = keep_run(result, path, name, lambda run=run: figures(run()[0]))  # type: ignore[misc]
         row, _, way = name.rpartition("/")
         said = f"loss {found['loss']:.6f} (last {found['last']:.6f}), {found['seconds']:.0f} s"
         print(f"{row:32}{way:9} {said}", flush=True)

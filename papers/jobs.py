@@ -251,7 +251,7 @@ def submit_row(job: Job, row: Path, cluster: str, dry_run: bool) -> str:
     return said
 
 
-def kept(path: Path, settings: dict[str, Any] | None = None) -> Result:
+def read_runs(path: Path, settings: dict[str, Any] | None = None) -> Result:
     """Read a file of results; no runs if it does not exist.
 
     Raises UserError: it has no settings of runs, or others than ``settings``, where these are given.
@@ -264,7 +264,7 @@ def kept(path: Path, settings: dict[str, Any] | None = None) -> Result:
     return result
 
 
-def noted(result: Result, path: Path, name: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def keep_run(result: Result, path: Path, name: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Measure a run, write it to ``path`` with the others, and return it."""
     result.setdefault("machine", describe("cpu"))
     start = time.perf_counter()

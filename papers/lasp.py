@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from papers import convergence, rows
-from papers.jobs import LONG, SHORT, Figures, Job, Runs, commit_told, kept, lengths, longest_of, run_all, shown
+from papers.jobs import LONG, SHORT, Figures, Job, Runs, commit_told, lengths, longest_of, read_runs, run_all, shown
 from papers.ring import K, step_of
 from papers.rows import Row
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
@@ -126,7 +126,7 @@ def trained(measured: bool = False) -> Iterator[Row]:
     """Yield the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
     if measured:
         run_all(convergence.main)
-    found, where = kept(convergence.RESULTS), ""
+    found, where = read_runs(convergence.RESULTS), ""
     if found["runs"]:
         on = found["machine"]
         commit = commit_told(on.get("commit", "unknown"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from papers import attempts, rows
-from papers.jobs import LONG, Job, kept, lengths, longest_of, run_all
+from papers.jobs import LONG, Job, lengths, longest_of, read_runs, run_all
 from papers.rows import Row
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
@@ -200,7 +200,7 @@ def reinforcement(measured: bool = False) -> Iterator[Row]:
         yield Row({"row": what}, {}, {name: round(found[place], 1) for name, found in ours.items()}, "8 A100 of 80 GB")
     fits = {name: next(size for size in GPUS_GB if found[1] <= size) for name, found in ours.items()}
     yield Row({"row": "smallest GPU that fits, GB"}, {}, fits, "any")
-    doors = kept(attempts.RESULTS)
+    doors = read_runs(attempts.RESULTS)
     if not (runs := doors["runs"]):
         return
     named = {attempts.name_of(name): run for name, run in runs.items()}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parity.modules import GRADIENT, Piece, furthest_of_modules
-from parity.rank import Found, samples_of, train
+from parity.rank import RankResult, samples_of, train
 from parity.shrink import shrunk
 from runtime.ranks import run_ranks
 from train.config.common import CommonConfig
@@ -54,7 +54,7 @@ class Difference(NamedTuple):
         return f"{self.what}, by {self.size:.1e} of {self.largest:.1e}"
 
 
-def merged(ranks: list[Found]) -> Run:
+def merged(ranks: list[RankResult]) -> Run:
     """Merge the results of a run's ranks."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     digests: dict[tuple[str, str], set[str]] = {}

@@ -124,7 +124,7 @@ def feed(path: Path, notes: Notes) -> None:
 
 
 @dataclass
-class Found:
+class RankResult:
     """A rank's results: its records, and whole tensors by name and moment of the run.
 
     The first rank of each pipeline stage sends the tensors, every rank their digests, which must be equal.
@@ -154,7 +154,7 @@ def train(
     diffusion: bool = False,
     samples: Path | None = None,
     wrap: Callable[[Samples], Samples] = lambda data: data,
-) -> Found:
+) -> RankResult:
     """Train on the joined processes; ``sabotage`` breaks something first.
 
     On ``samples`` (a file of ``samples_of``) in the place of the data, if given, with a note of what modules return;
@@ -166,7 +166,7 @@ def train(
     if sabotage is not None:
         sabotage()
     log, notes = Records(), Notes()
-    found = Found(log.records, pieces=notes.pieces)
+    found = RankResult(log.records, pieces=notes.pieces)
     if samples is not None:
         feed(samples, notes)
     with trainer_of(pretrain_dit if diffusion else pretrain_gpt, flags, log) as trainer:
@@ -207,7 +207,7 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def _watch(trainer: Trainer, found: Found, send: bool, notes: Notes) -> None:
+def _watch(trainer: Trainer, found: RankResult, send: bool, notes: Notes) -> None:
     """Store the first step's gradients before clipping, which ends the notes, and what the first checkpoint saves."""
     clip, save = optim.clip_gradients, saving.save_checkpoint
 

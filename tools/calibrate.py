@@ -48,9 +48,9 @@ from tools.common.ceilings import (
     copy_bandwidth,
     exchange_seconds,
     posting,
+    print_ceilings,
     product_times,
     slowest,
-    told_ceilings,
 )
 from train.run import run_entry
 from train.watching import say
@@ -315,7 +315,7 @@ def calibrate(argv: list[str]) -> None:
     add("--lengths", type=positive, nargs="+", metavar="N", help="tokens of a process, at which to measure attention")
     args = parser.parse_args(argv)
     if args.ceilings:
-        write_json(args, told_ceilings(args.device))
+        write_json(args, print_ceilings(args.device))
         return
     torch.set_num_threads(1)
     with distributed_mesh(MeshConfig(device=args.device)) as mesh:

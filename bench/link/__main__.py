@@ -18,7 +18,7 @@ from typing import Any
 from bench.harness import add_results, heading
 from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of, command_line, corpus, reference_of
 from bench.link.network import LINKS, Network, prepare_machine
-from bench.link.ranks import attention_crossing, began, medians, text_of, train
+from bench.link.ranks import attention_crossing, medians, result_head, text_of, train
 from runtime.errors import UserError
 from runtime.machine import describe, results_file
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, data: Path) -> Row:
     rate.
     """
     found: dict[str, list[Row]] = {"settings": [], "cases": []}
-    about = began(args, "training steps between two emulated nodes")
+    about = result_head(args, "training steps between two emulated nodes")
     for link in args.links:
         with Network(rails=link == "rails") as network:
             network.limit(args.rate)  # fails before training if tc does not know the rate

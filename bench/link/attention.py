@@ -20,7 +20,7 @@ from bench.link import ranks
 from bench.link.__main__ import SHARED
 from bench.link.cases import CASES as CONFIGURATIONS
 from bench.link.network import LINKS, Network
-from bench.link.ranks import began, plan_crossing, text_of
+from bench.link.ranks import plan_crossing, result_head, text_of
 from bench.shapes import AttentionShape
 from parallel.context import ContextParallel, Plan
 from runtime.processes import process_group
@@ -101,7 +101,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     Raises MeasureError: a rank failed, or computes something else than one process; NetworkError: the machine does not
     allow the namespaces.
     """
-    rows, about = list[dict[str, Any]](), began(args, "attention alone between two emulated nodes, forward + backward")
+    rows, about = (
+        list[dict[str, Any]](),
+        result_head(args, "attention alone between two emulated nodes, forward + backward"),
+    )
     shape = {"seq_length": args.seq_length, "num_heads": args.num_heads, "head_dim": args.head_dim}
     works = {case: work_of(case, **shape) for case in args.cases}
     with Network(rails=args.link == "rails") as network:

@@ -20,7 +20,7 @@ from bench.delta import inputs
 from bench.harness import add_sizes, fingerprint, format_targets, forward_backward, heading, target
 from bench.link import ranks
 from bench.link.network import Network
-from bench.link.ranks import began, text_of
+from bench.link.ranks import result_head, text_of
 from bench.shapes import AttentionShape
 from kernels.delta.rule import delta_rule
 from parallel.context import ContextParallel, context_parallel
@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     Raises MeasureError: a rank failed, or computes something else than one process; NetworkError: the machine does not
     allow the namespaces.
     """
-    about = began(args, "gated delta rule between two emulated nodes, forward + backward")
+    about = result_head(args, "gated delta rule between two emulated nodes, forward + backward")
     rows = list[dict[str, Any]]()
     with Network(rails=False, ranks_per_node=1) as network:
         length, sizes = network.size * args.tokens, {"num_heads": args.num_heads, "head_dim": args.head_dim}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.harness import add_results, check_same, failures_told, fingerprint
+from bench.harness import add_results, as_measure_errors, check_same, fingerprint
 from bench.link.network import Network, enter, prepare_machine
 from bench.shapes import AttentionShape
 from parallel.context import Plan, make_plan
@@ -50,7 +50,7 @@ COLUMNS: dict[str, Column] = {
 """Columns of an attention alone."""
 
 
-def began(args: argparse.Namespace, benchmark: str) -> dict[str, Any]:
+def result_head(args: argparse.Namespace, benchmark: str) -> dict[str, Any]:
     """Return the head of a result: the machine at the start, and what was asked for."""
     head = {"benchmark": benchmark, "machine": describe("cpu"), "note": args.note}
     return head | {"rate": args.rate, "repeats": args.repeats}
@@ -102,7 +102,7 @@ def iterate(
     found: list[Iteration] = []
     before(0)
     start = network.crossed()
-    with failures_told(), started(_seated(network, body, *arguments)) as ranks:
+    with as_measure_errors(), started(_seated(network, body, *arguments)) as ranks:
         for rank, seconds in messages(ranks, ANSWER_WITHIN):
             now = network.crossed()
             found.append(Iteration(seconds, now[0] - start[0], now[1] - start[1]))
@@ -178,13 +178,13 @@ def profile(network: Network, candidates: list[list[str]], iterations: int) -> l
 
     Raises MeasureError: as ``train``.
     """
-    with failures_told(), started(_seated(network, _profile, candidates, iterations)) as ranks:
+    with as_measure_errors(), started(_seated(network, _profile, candidates, iterations)) as ranks:
         return next(seconds for _, seconds in messages(ranks, ANSWER_WITHIN))
 
 
 def calibrated(network: Network, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
     """Return what ``tools.calibrate`` measures on the ranks of the network. Raises MeasureError: as ``train``."""
-    with failures_told(), started(_seated(network, _calibrate, work, lengths)) as ranks:
+    with as_measure_errors(), started(_seated(network, _calibrate, work, lengths)) as ranks:
         return next(figures for _, figures in messages(ranks, ANSWER_WITHIN))
 
 

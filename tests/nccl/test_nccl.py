@@ -11,7 +11,7 @@ import tests.nccl.__main__ as nccl
 from kernels.attention import select_backend
 from parallel.context import LINEAR_METHODS, METHODS
 from parity.own import merged
-from parity.rank import Found
+from parity.rank import RankResult
 from runtime.errors import UserError
 from tests.nccl.rank import result
 from tests.parity.cases import reference_of
@@ -24,7 +24,7 @@ ROWS = [("llama", Case(cp=2, method=name)) for name in ("ring", "zigzag")]
 def found(gradient=0.25):
     records = [{"iteration": n, "lm_loss": 8.0, "grad_norm": 1.0, "iteration_time_ms": 1.0} for n in (1, 2)]
     tensors = {"initial": torch.ones(2), "gradients": torch.tensor([gradient]), "final": torch.ones(2)}
-    return Found(records, {name: {"weight": value} for name, value in tensors.items()})
+    return RankResult(records, {name: {"weight": value} for name, value in tensors.items()})
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_the_whole_is_run_once_and_kept(tmp_path, capsys):
 
 
 def test_the_committed_runs_are_all_and_as_claimed():
-    kept = attempts.kept(attempts.RESULTS)
+    kept = attempts.read_runs(attempts.RESULTS)
     assert kept["settings"] == vars(attempts.Size())
     assert set(kept["runs"]) == {*map(str, attempts.CHAIN_LENGTHS), attempts.CONTROL, "players", "perfect"}
     lines, wrong = attempts.compared(kept["runs"])

@@ -96,7 +96,7 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
     assert convergence.main([*flags, "--data", str(tmp_path / "stdlib")]) == 0
     assert "transnormer/zero1               lasp" in capsys.readouterr().out
     path = tmp_path / "results" / "lasp_convergence.jsonl"
-    kept = convergence.kept(path)
+    kept = convergence.read_runs(path)
     without, with_lasp = (kept["runs"][f"transnormer/zero1/{way}"] for way in convergence.WAYS)
     assert with_lasp["loss"] == pytest.approx(without["loss"], rel=1e-6)
     assert with_lasp["last"] == pytest.approx(without["last"], rel=1e-6)
@@ -109,6 +109,6 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
 
 
 def test_the_committed_runs_are_all_and_within_the_bound():
-    kept = convergence.kept(convergence.RESULTS)
+    kept = convergence.read_runs(convergence.RESULTS)
     assert len(kept["runs"]) == len(convergence.ROWS) * len(convergence.WAYS) + len(convergence.MODELS)
     assert convergence.compared(kept)[1] == []

@@ -28,7 +28,7 @@ from torch import Tensor
 from data.loader import Samples
 from data.text.prepare import Request, prepare
 from parity.own import LOSS, NORM, Run, furthest, merged
-from parity.rank import Found, train
+from parity.rank import RankResult, train
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import describe, in_words
@@ -107,7 +107,7 @@ def train_masked(
     flags: Sequence[str],
     sabotage: Callable[[], None] | None = None,
     diffusion: bool = False,
-) -> Found:
+) -> RankResult:
     """Train on masked samples, as ``parity.rank.train``, and note by how much the process grew."""
     before = _peak_mb()
     found = train(rank, world_size, flags, sabotage, diffusion, wrap=Masked)

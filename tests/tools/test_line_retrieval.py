@@ -15,7 +15,7 @@ from model.registry import architecture_of, build_model
 from runtime.ranks import RankError, run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tools import line_retrieval as command
-from tools.common.answers import Cell, answered, heat_map
+from tools.common.answers import Cell, ask_all, heat_map
 from tools.common.arguments import UsageError
 from tools.common.lines import Maker, Task
 from tools.line_retrieval import SPARE, depths_of, entry, places, score_lines, table
@@ -56,7 +56,7 @@ def makers(tokenizer, *lengths):
 def test_known_errors_are_counted_where_they_are(tokenizer):
     writer = Knowing(tokenizer)
     asked = places(makers(tokenizer, 300, 600), depths_of(3))
-    cells = [entry(answered(writer, place, 5, 2)) for place in asked]
+    cells = [entry(ask_all(writer, place, 5, 2)) for place in asked]
     assert [tuple(cell[name] for name in ("length", "depth", "samples", "right")) for cell in cells] == [
         (length, depth, 5, 0 if depth == 0.5 else 5) for length in (300, 600) for depth in (0.0, 0.5, 1.0)
     ]

@@ -14,7 +14,7 @@ from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tests.tools.test_line_retrieval import run_of
 from tools import ruler as command
 from tools.common import answers
-from tools.common.answers import Cell, answered
+from tools.common.answers import Cell, ask_all
 from tools.common.tiny import LEARNED, UNKNOWN, repeated, tokenizer_of_needles
 from tools.ruler import entry, place_of, score_tasks, table
 
@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.parametrize(("task", "share"), [("niah_single_2", 100), ("niah_multikey_2", 100), ("niah_multiquery", 25)])
 def test_known_answers_are_counted(tokenizer, task, share):
     writer, prompts = Knowing(tokenizer), Prompts(tokenizer, load_template(tokenizer.path))
-    cell = entry(answered(writer, place_of(prompts, Maker(task, 2000, 1, prompts, Sources())), 5, 2))
+    cell = entry(ask_all(writer, place_of(prompts, Maker(task, 2000, 1, prompts, Sources())), 5, 2))
     assert (cell["task"], cell["length"], cell["score"]) == (task, 2000, share)
     assert writer.asked == [(2, 128), (2, 128), (1, 128)]
     assert len(cell["wrong"]) == (0 if share == 100 else 3)

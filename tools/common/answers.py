@@ -72,7 +72,7 @@ def add_scoring(parser: argparse.ArgumentParser, places: str) -> None:
     add_mesh(parser)
 
 
-def answered(writer: Writer, place: Place, samples: int, batch_size: int) -> Cell:
+def ask_all(writer: Writer, place: Place, samples: int, batch_size: int) -> Cell:
     """Ask so many questions, so many at once, each batch of one of the writer's copies; every rank gets the cell."""
     batches = [range(begin, min(begin + batch_size, samples)) for begin in range(0, samples, batch_size)]
     found: dict[int, list[Answer]] = {}
@@ -123,7 +123,7 @@ def score_run(
             say(note)
         cells, started = list[Cell](), time.monotonic()
         for place in asked:
-            cells.append(answered(writer, place, args.samples, args.batch_size))
+            cells.append(ask_all(writer, place, args.samples, args.batch_size))
             say(f"{place.length} tokens, {said(cells[-1])}, {time.monotonic() - started:.1f} s")
     return run, cells
 

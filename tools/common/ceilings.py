@@ -50,7 +50,7 @@ def ceilings(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def told_ceilings(asked: str) -> dict[str, Any]:
+def print_ceilings(asked: str) -> dict[str, Any]:
     """Measure the ceilings of a device, with all cores of a CPU; ``auto`` is a GPU where there is one. Print them."""
     device = asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(len(usable_cores()))

@@ -29,16 +29,16 @@ PEAK = 1e9
 
 
 class Records(RunLog):
-    """Keep a run's records in memory only, unchanged, and tell each to ``heard``: a NaN loss stays NaN."""
+    """Keep a run's records in memory only, unchanged, and tell each to ``on_record``: a NaN loss stays NaN."""
 
-    def __init__(self, heard: Callable[[dict[str, Any]], object] = lambda record: None) -> None:
+    def __init__(self, on_record: Callable[[dict[str, Any]], object] = lambda record: None) -> None:
         self.records: list[dict[str, Any]] = []
-        self._heard = heard
+        self._on_record = on_record
 
     def write(self, record: dict[str, Any]) -> None:
         """Keep a record."""
         self.records.append(record)
-        self._heard(record)
+        self._on_record(record)
 
     def sync(self, draw: bool = True) -> None:
         """Do nothing: there is no file."""

@@ -105,7 +105,18 @@ class LossByPosition(NextToken):
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    args = _parse(argv)
+    parser = parser_for("python -m tools.evaluate", __doc__)
+    add, source = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run")
+    source("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
+    source("--text", nargs="+", metavar="FILE", help="text files, rows or folders, as tools.prepare_data")
+    add("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
+    add("--documents", type=positive, default=32, metavar="N", help="the first N long enough (default: %(default)s)")
+    add("--buckets", type=positive, metavar="N", help="equal ones (default: from 64 on each twice the one before)")
+    add("--last-tokens", type=positive, metavar="N", help="a row for the last N of each, too")
+    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    add_mesh(parser)
+    args = parser.parse_args(argv)
     if (args.last_tokens or 0) > args.seq_length:
         most = f"--last-tokens is {args.last_tokens} and --seq-length {args.seq_length}; give at most that"
         raise ConfigError(most)
@@ -233,21 +244,6 @@ def curve(found: Sequence[Bucket], trained: int | None) -> "Figure":
     axes.set(xlabel="position", ylabel="perplexity")
     plain(axes)
     return figure
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = parser_for("python -m tools.evaluate", __doc__)
-    add, source = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
-    add("run", type=Path, metavar="RUN", help="folder of the run")
-    source("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
-    source("--text", nargs="+", metavar="FILE", help="text files, rows or folders, as tools.prepare_data")
-    add("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
-    add("--documents", type=positive, default=32, metavar="N", help="the first N long enough (default: %(default)s)")
-    add("--buckets", type=positive, metavar="N", help="equal ones (default: from 64 on each twice the one before)")
-    add("--last-tokens", type=positive, metavar="N", help="a row for the last N of each, too")
-    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
-    add_mesh(parser)
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

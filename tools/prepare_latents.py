@@ -11,7 +11,6 @@ its latents are written, the means without noise; without one, the colours thems
 Then: pretrain_dit.py --data-path FOLDER --latent-shape C H W --num-classes N
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +29,24 @@ from tools.common.arguments import one_line_errors, parser_for, positive, run_co
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    args = _parse(argv)
+    parser = parser_for("python -m tools.prepare_latents", __doc__)
+    add, what = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    what("--input", type=Path, metavar="DIR", help="images, in a folder per class")
+    what("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
+    classes = "with --check: that labels are below it, as training wants"
+    add("--num-classes", type=positive, metavar="N", help=classes)
+    add("--output", type=Path, metavar="DIR", help="folder to write")
+    add("--vae", type=Path, metavar="DIR", help="local folder of diffusers' AutoencoderKL, safetensors")
+    add("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
+    add("--dtype", choices=["float32", "float16"], default="float32", help="of the latents in the files")
+    add("--format", choices=["npy", "safetensors"], default="npy", help="of the files")
+    add("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples in a file")
+    add("--batch-size", type=positive, default=32, metavar="N", help="images encoded at once")
+    args = parser.parse_args(argv)
+    if args.input is not None and args.output is None:
+        parser.error("--input needs --output: where to write")
+    if args.input is not None and args.num_classes is not None:
+        parser.error("--num-classes goes with --check; classes of --input are its folders")
     if args.check is not None:
         folder = LatentFolder(args.check)
         folder.check_labels(args.num_classes)
@@ -107,28 +123,6 @@ def _square(image: Any, size: int) -> np.ndarray:
     square = image.crop((left, top, left + side, top + side))
     pixels = np.asarray(square.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float32)
     return pixels.transpose(2, 0, 1) / 127.5 - 1
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_for("python -m tools.prepare_latents", __doc__)
-    add, what = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
-    what("--input", type=Path, metavar="DIR", help="images, in a folder per class")
-    what("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
-    classes = "with --check: that labels are below it, as training wants"
-    add("--num-classes", type=positive, metavar="N", help=classes)
-    add("--output", type=Path, metavar="DIR", help="folder to write")
-    add("--vae", type=Path, metavar="DIR", help="local folder of diffusers' AutoencoderKL, safetensors")
-    add("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
-    add("--dtype", choices=["float32", "float16"], default="float32", help="of the latents in the files")
-    add("--format", choices=["npy", "safetensors"], default="npy", help="of the files")
-    add("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples in a file")
-    add("--batch-size", type=positive, default=32, metavar="N", help="images encoded at once")
-    args = parser.parse_args(argv)
-    if args.input is not None and args.output is None:
-        parser.error("--input needs --output: where to write")
-    if args.input is not None and args.num_classes is not None:
-        parser.error("--num-classes goes with --check; classes of --input are its folders")
-    return args
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ bins, by quantiles, lie in PREFIX.json, and the chains as packed samples at PREF
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX_tokenizer/tokenizer.json --sft ...
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -27,7 +26,16 @@ def main(argv: list[str] | None = None) -> None:
     from data.trajectories import Chains, read_episodes, write_chains
     from runtime.errors import DataError
 
-    args = _parse(argv)
+    parser = parser_for("python -m tools.prepare_trajectories", __doc__)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files; folders are searched for --suffix")
+    add("--suffix", default=".npz", help="ending of the files taken from a folder (default: %(default)s)")
+    add("--output-prefix", type=Path, required=True, metavar="PREFIX", help="where to write")
+    add("--trajectories", type=positive, required=True, metavar="N", help="attempts of a chain")
+    add("--bins", type=at_least(2), default=32, metavar="N", help="most bins of a number (default: %(default)s)")
+    add("--seq-length", type=positive, metavar="N", help="tokens of a sample (default: the longest chain's)")
+    add("--seed", type=at_least(0), default=0, metavar="N", help="deals attempts to chains (default: %(default)s)")
+    args = parser.parse_args(argv)
     prefix = args.output_prefix
     if Path(f"{prefix}.json").exists():
         raise DataError(f"{prefix}.json is there already; give another --output-prefix, or remove it")
@@ -43,19 +51,6 @@ def main(argv: list[str] | None = None) -> None:
     )
     sft = f"--sft --reset-attention-mask --reset-position-ids --seq-length {written.seq_length}"
     print(f"train on it with --data-path {prefix} --tokenizer-model {prefix}{TOKENIZER}/tokenizer.json {sft}")
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = parser_for("python -m tools.prepare_trajectories", __doc__)
-    add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files; folders are searched for --suffix")
-    add("--suffix", default=".npz", help="ending of the files taken from a folder (default: %(default)s)")
-    add("--output-prefix", type=Path, required=True, metavar="PREFIX", help="where to write")
-    add("--trajectories", type=positive, required=True, metavar="N", help="attempts of a chain")
-    add("--bins", type=at_least(2), default=32, metavar="N", help="most bins of a number (default: %(default)s)")
-    add("--seq-length", type=positive, metavar="N", help="tokens of a sample (default: the longest chain's)")
-    add("--seed", type=at_least(0), default=0, metavar="N", help="deals attempts to chains (default: %(default)s)")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,24 @@ from train.run import run_entry
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    args = _parse(argv)
+    parser = parser_for("python -m tools.sample", __doc__)
+    add, given = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
+    given("--prompt", default="", metavar="TEXT", help="what the text begins with; by default nothing")
+    given("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
+    add("--by-line", action="store_true", help="take each line of the file for a prompt")
+    add("--num-samples", type=positive, default=2, metavar="N", help="texts of each prompt (2)")
+    add("--num-tokens", type=positive, default=160, metavar="N", help="tokens of each (160)")
+    temperature = "divides logits; 0: likeliest token (0.8)"
+    add("--temperature", type=at_least(0.0), default=0.8, metavar="T", help=temperature)
+    add("--top-k", type=positive, metavar="K", default=50, help="of the K likeliest tokens (50)")
+    add("--top-p", type=float, metavar="P", help="of the fewest of these with probability P together")
+    add("--stop", nargs="+", default=[], metavar="TOKEN", help="texts or numbers of tokens that end a text too")
+    add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
+    add_mesh(parser)
+    args = parser.parse_args(argv)
+    if args.by_line and args.prompt_file is None:
+        parser.error("--by-line takes the lines of --prompt-file; give one")
     draw = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     Draw(**draw)
     run = open_run(args.load, args.ckpt_step)
@@ -100,28 +117,6 @@ def _token(tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer, text: str) 
             f"text or number, 0 to {tokenizer.vocab_size - 1}"
         )
     return ids[0]
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = parser_for("python -m tools.sample", __doc__)
-    add, given = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
-    given("--prompt", default="", metavar="TEXT", help="what the text begins with; by default nothing")
-    given("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
-    add("--by-line", action="store_true", help="take each line of the file for a prompt")
-    add("--num-samples", type=positive, default=2, metavar="N", help="texts of each prompt (2)")
-    add("--num-tokens", type=positive, default=160, metavar="N", help="tokens of each (160)")
-    temperature = "divides logits; 0: likeliest token (0.8)"
-    add("--temperature", type=at_least(0.0), default=0.8, metavar="T", help=temperature)
-    add("--top-k", type=positive, metavar="K", default=50, help="of the K likeliest tokens (50)")
-    add("--top-p", type=float, metavar="P", help="of the fewest of these with probability P together")
-    add("--stop", nargs="+", default=[], metavar="TOKEN", help="texts or numbers of tokens that end a text too")
-    add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
-    add_mesh(parser)
-    args = parser.parse_args(argv)
-    if args.by_line and args.prompt_file is None:
-        parser.error("--by-line takes the lines of --prompt-file; give one")
-    return args
 
 
 if __name__ == "__main__":

@@ -44,7 +44,26 @@ MOST_CLASSES = 10
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    args = _parse(argv)
+    parser = parser_for("python -m tools.sample_dit", __doc__)
+    add = parser.add_argument
+    add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
+    add("--ckpt-step", type=int, metavar="N", help="iteration to load; by default the newest whole one")
+    add("--no-ema", action="store_true", help="take the weights as trained, not their averages")
+    add("--classes", type=int, nargs="+", metavar="N", help="classes to draw; by default the first ten")
+    add("--num-samples", type=positive, default=8, metavar="N", help="samples of each class (default: %(default)s)")
+    guidance = "weight of the class over none in classifier-free guidance; 1 is without (default: the run's own)"
+    add("--guidance", type=float, metavar="X", help=guidance)
+    channels = "channels that guidance moves, the first ones; 3 in the original DiT's script (default: the run's own)"
+    add("--guidance-channels", type=positive, metavar="N", help=channels)
+    add("--steps", type=positive, metavar="N", help="calls of the model for a sample (default: the run's own)")
+    method = "ddim, without noise on the way, or ddpm, with; euler for rectified_flow; by default the run's own"
+    add("--method", choices=["ddim", "ddpm", "euler"], help=method)
+    add("--batch-size", type=positive, default=64, metavar="N", help="samples at once on each data-parallel rank (64)")
+    seed = "seed of the noise; with the number of a sample it decides the sample (default: %(default)s)"
+    add("--seed", type=int, default=LoopConfig().seed, metavar="N", help=seed)
+    add("--vae", type=Path, metavar="DIR", help="folder of diffusers' AutoencoderKL that decodes")
+    add("--output", type=Path, metavar="DIR", help="where to write; by default DIR/samples/drawn_N")
+    args = parser.parse_args(argv)
     config = fitted(config_of(args.load), launched_world_size())
     known = config.model.num_classes
     classes = list(range(min(known, MOST_CLASSES))) if args.classes is None else args.classes
@@ -154,29 +173,6 @@ def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) ->
     if older:
         print(f"replaced {len(older)} pictures of an earlier drawing in {folder}")
     print(f"{len(pictures)} samples of {len(classes)} classes in {folder}")
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = parser_for("python -m tools.sample_dit", __doc__)
-    add = parser.add_argument
-    add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load; by default the newest whole one")
-    add("--no-ema", action="store_true", help="take the weights as trained, not their averages")
-    add("--classes", type=int, nargs="+", metavar="N", help="classes to draw; by default the first ten")
-    add("--num-samples", type=positive, default=8, metavar="N", help="samples of each class (default: %(default)s)")
-    guidance = "weight of the class over none in classifier-free guidance; 1 is without (default: the run's own)"
-    add("--guidance", type=float, metavar="X", help=guidance)
-    channels = "channels that guidance moves, the first ones; 3 in the original DiT's script (default: the run's own)"
-    add("--guidance-channels", type=positive, metavar="N", help=channels)
-    add("--steps", type=positive, metavar="N", help="calls of the model for a sample (default: the run's own)")
-    method = "ddim, without noise on the way, or ddpm, with; euler for rectified_flow; by default the run's own"
-    add("--method", choices=["ddim", "ddpm", "euler"], help=method)
-    add("--batch-size", type=positive, default=64, metavar="N", help="samples at once on each data-parallel rank (64)")
-    seed = "seed of the noise; with the number of a sample it decides the sample (default: %(default)s)"
-    add("--seed", type=int, default=LoopConfig().seed, metavar="N", help=seed)
-    add("--vae", type=Path, metavar="DIR", help="folder of diffusers' AutoencoderKL that decodes")
-    add("--output", type=Path, metavar="DIR", help="where to write; by default DIR/samples/drawn_N")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

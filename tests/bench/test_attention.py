@@ -137,12 +137,6 @@ def test_bad_arguments_are_said_once(capsys, arguments, message):
     assert message in error
 
 
-def test_a_target_names_contestants_that_exist():
-    methods = {attention.DEFAULT_METHODS: attention.TARGETS, attention.MASKED_METHODS: attention.MASKED_TARGETS}
-    for names, targets in methods.items():
-        assert all(set(name.split("/")) <= {*names, ONE_PROCESS} for name, *_ in targets)
-
-
 def test_targets_are_judged_by_the_faster_dense_attention():
     work = AttentionShape(seq_length=2048)
     masks = {"dense": work, "short": replace(work, documents="short"), "window": replace(work, window=256)}

@@ -164,8 +164,6 @@ COPIES = ("--context-parallel-size", "1")
         pytest.param(4, ("--pipeline-model-parallel-size", "2", *COPIES), marks=pytest.mark.slow),
         pytest.param(2, (), marks=pytest.mark.slow),
         pytest.param(2, ("--context-parallel-method", "auto"), marks=pytest.mark.slow),
-        pytest.param(2, ("--tensor-model-parallel-size", "2"), marks=pytest.mark.slow),
-        pytest.param(2, ("--batch-size", "2"), marks=pytest.mark.slow),
     ],
 )
 def test_any_processes_score_the_same(run, processes, flags):

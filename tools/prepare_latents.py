@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add, what = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
     what("--input", type=Path, metavar="DIR", help="images, in a folder per class")
     what("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
-    classes = "with --check: that labels are below it, as training wants"
-    add("--num-classes", type=positive, metavar="N", help=classes)
+    below = "with --check: that labels are below it, as training wants"
+    add("--num-classes", type=positive, metavar="N", help=below)
     add("--output", type=Path, metavar="DIR", help="folder to write")
     add("--vae", type=Path, metavar="DIR", help="local folder of diffusers' AutoencoderKL, safetensors")
     add("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")

@@ -54,13 +54,13 @@ BUDGET = {
     "train": 5640,
     "planner": 3091,
     "runtime": 2416,
-    "slurm": 336,
-    "tools": 4947,
-    "parity": 713,
-    "papers": 2210,
-    "bench": 3146,
+    "slurm": 335,
+    "tools": 4879,
+    "parity": 689,
+    "papers": 2158,
+    "bench": 3125,
     "docs": 186,
-    "tests": 44435,
+    "tests": 44308,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -82,7 +82,10 @@ def tiles(queries: Sequence[Piece], keys: Sequence[Piece], stride: int, reach: R
     for document, rows in queries_of.items():
         columns = keys_of[document]
         blocks = [block for q in rows for k in columns for block in _between(q, k, stride, reach)]
-        found += _coalesce(blocks) if len(rows) + len(columns) > 2 else blocks  # one pair leaves nothing to join
+        count = len(blocks) if len(rows) + len(columns) == 2 else -1  # one pair leaves nothing to join
+        while len(blocks) != count:  # fewer kernel calls, and fewer merges of partial results
+            count, blocks = len(blocks), _join_beside(_join_below(_join_squares(blocks)))
+        found += blocks
     found.sort()
     return tuple([Tile._make((slice(q0, q1), slice(k0, k1), kind)) for q0, q1, k0, k1, kind in found])
 
@@ -137,15 +140,6 @@ def _compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Tile
         if rows > side:
             found.append((q0 + side, q0 + rows, k0, k0 + columns, FULL))
     return found
-
-
-def _coalesce(found: list[TileNumbers]) -> list[TileNumbers]:
-    """Join neighbouring tiles, for fewer kernel calls and merges of partial results."""
-    while True:
-        count = len(found)
-        found = _join_beside(_join_below(_join_squares(found)))
-        if len(found) == count:
-            return found
 
 
 def _join_squares(found: list[TileNumbers]) -> list[TileNumbers]:

@@ -145,20 +145,16 @@ def best(layout: ArcLayout) -> Pieces:
     It is the order under which the busiest place receives or sends the fewest rows; the first of equal ones.
     """
     permutations = orders(np.diff(layout.bounds))
-    pieces, chosen = _joined(divided(layout, permutations)), 0
+    circles, chosen = divided(layout, permutations), 0
+    place, (start, length, _, _, document) = circles.circle, circles.beads
+    apart = (place[1:] != place[:-1]) | (document[1:] != document[:-1]) | (start[1:] != (start + length)[:-1])
+    heads = np.flatnonzero(np.append(True, apart))  # beads of a document that touch are one piece
+    pieces = Pieces(place[heads], start[heads], np.add.reduceat(length, heads), document[heads], start[heads])
     if len(permutations) > 1:
         chosen = int(np.argmin(_busiest(pieces, layout, len(permutations))))
     own = pieces.take(np.flatnonzero(pieces.place // layout.places == chosen))
     own = own._replace(place=own.place % layout.places)
     return own.take(np.argsort(own.place * layout.seq_len + own.start))
-
-
-def _joined(circles: Circles) -> Pieces:
-    """Return the beads of each place, those of a document joined that touch."""
-    place, (start, length, _, _, document) = circles.circle, circles.beads
-    apart = (place[1:] != place[:-1]) | (document[1:] != document[:-1]) | (start[1:] != (start + length)[:-1])
-    heads = np.flatnonzero(np.append(True, apart))
-    return Pieces(place[heads], start[heads], np.add.reduceat(length, heads), document[heads], start[heads])
 
 
 def _busiest(pieces: Pieces, layout: ArcLayout, count: int) -> np.ndarray:

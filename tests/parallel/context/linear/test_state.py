@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from kernels import reference
 from kernels.linear_attention import linear_attention
-from parallel.context import LINEAR_METHODS, STATE_METHODS, ContextError, Traffic, context_parallel, make_plan
-from parallel.context.layout import passages
+from parallel.context import LINEAR_METHODS, STATE_METHODS, ContextError, Traffic, context_parallel
 from runtime.ranks import run_ranks
 from tests.parallel.context.attended import error
 from tests.parallel.context.linear.cases import DOCUMENTS, with_gradients
@@ -209,23 +208,6 @@ def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way():
     forward = ["scan", "gather", "scan", "wait", "from_state"]
     backward = ["scan", "gather", *["scan"] * 3, "wait", "from_state", "from_state"]
     assert middle == [*forward, "backward", *backward]
-
-
-def test_who_passes_what_to_whom():
-    plan = make_plan("lasp", seq_len=29, size=4, documents=(0, 8, 12, 29))  # 8 positions each, the last 3 padding
-    ahead = passages(plan.layout, plan.boundaries)
-    assert [(way.source, way.target, way.goes_through, way.seen) for way in ahead] == [
-        (None, None, True, 8), (None, 2, False, 4), (1, 3, True, 8), (2, None, False, 5),
-    ]  # fmt: skip
-    back = passages(plan.layout, plan.boundaries, reverse=True)[::-1]
-    assert [(way.source, way.target, way.goes_through, way.seen) for way in back] == [
-        (None, None, True, 8), (2, None, False, 4), (3, 1, True, 8), (None, 2, False, 3),
-    ]  # fmt: skip
-    assert ahead[1].documents == (0, 4, 8)
-    folded = make_plan("lasp", seq_len=16, size=2, documents=(0, 13, 16), layout="zigzag")
-    assert [(way.rank, way.slot, way.source, way.target) for way in passages(folded.layout, folded.boundaries)] == [
-        (0, 0, None, 1), (1, 0, 0, 1), (1, 1, 1, 0), (0, 1, 1, None),
-    ]  # fmt: skip
 
 
 def overflow(rank, world_size, method):

@@ -64,6 +64,17 @@ class Step:
         return self.loss == other.loss and all(torch.equal(x, other.gradients[n]) for n, x in self.gradients.items())
 
 
+LOSS, GRADIENTS = 1e-6, 5e-6
+"""Bounds of relative differences from float64."""
+
+
+def assert_equal(got, want):
+    """Assert that a step is that of float64."""
+    assert got.valid == want.valid
+    assert abs(got.loss - want.loss) <= LOSS * want.loss
+    assert got.difference(want) <= GRADIENTS
+
+
 Change = Callable[[Batch], Batch]
 """Changes a micro-batch before it is sharded."""
 

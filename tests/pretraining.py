@@ -60,6 +60,17 @@ def pretrain(world_size, data, save, *arguments):
     return read_metrics(save / METRICS)
 
 
+def curve(save, *names):
+    """Return these fields of each record of a run, None where it has one not."""
+    return [[record.get(name) for name in names] for record in read_metrics(save / METRICS)]
+
+
+def carried_on(ranks, save, arguments, *names, body=on_rank):
+    """Train into ``save``, going on from what is there; print the first rank's output, return fields of all records."""
+    print(run_ranks(body, ranks, [*arguments, "--save", str(save), "--load", str(save)])[0])
+    return curve(save, *names)
+
+
 def differences(got, want):
     """Return the largest relative difference of loss and gradient norm over the iterations."""
     assert [record["iteration"] for record in got] == [record["iteration"] for record in want]

@@ -15,14 +15,14 @@ from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from kernels.loss import cross_entropy_sum
 from model.registry import build_model
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
-from tests.packed import TINY, Step, as_it_is, over_ranks
+from tests.packed import LOSS, TINY, Step, as_it_is, assert_equal, over_ranks
 from tests.parallel.tiny import gradients_of
-from tests.test_packed import GRADIENTS, LOSS, second_document_alone
-from train.config.flags import ConfigError
-from train.config.language import parse_args, validate
+from tests.pretraining import carried_on
+from tests.test_packed import second_document_alone
+from train.config.language import parse_args
 
 LENGTH = 131
-CP = "--context-parallel-size 2 --context-parallel-method"
+CP, METHODS = "--context-parallel-size 2 --context-parallel-method", ("striped", "exchange", "zigzag")
 
 
 @dataclasses.dataclass
@@ -98,57 +98,22 @@ def want(chats):
     return alone(chats)
 
 
-def check(got, want):
-    assert got.valid == want.valid
-    assert abs(got.loss - want.loss) <= LOSS * want.loss
-    assert got.difference(want) <= GRADIENTS
-
-
-def test_one_process_and_what_others_hold(chats, want):
-    changes = (as_it_is, all_learned, edges_ignored, second_document_alone, others_changed)
-    ((got, every, joined, own, changed),) = over_ranks(1, [chats.flags], changes)
-    check(got, want)
-    for wrong in (every, joined):
-        assert abs(wrong.loss - want.loss) > 10 * LOSS * want.loss
-    assert own.loss > 0
-    assert own.equal(changed)
-
-
-def test_two_processes(chats, want):
-    meshes = [f"{CP} striped", f"{CP} exchange", f"{CP} zigzag"]
-    changes = (as_it_is, second_document_alone, others_changed)
-    for got, own, changed in over_ranks(2, [[*chats.flags, *mesh.split()] for mesh in meshes], changes):
-        check(got, want)
+@pytest.mark.parametrize(("ranks", "meshes"), [(1, [""]), (2, [f"{CP} {name}" for name in METHODS])])
+def test_a_step_is_that_of_its_conversations_alone_whatever_others_hold(ranks, meshes, chats, want):
+    wrong = (all_learned, edges_ignored) * (ranks == 1)
+    changes = (as_it_is, second_document_alone, others_changed, *wrong)
+    for got, own, changed, *controls in over_ranks(ranks, [[*chats.flags, *mesh.split()] for mesh in meshes], changes):
+        assert_equal(got, want)
+        assert own.loss > 0
         assert own.equal(changed)
+        assert all(abs(control.loss - want.loss) > 10 * LOSS * want.loss for control in controls)
 
 
 @pytest.mark.slow  # two runs of two processes; the loader's part of it is in tests/test_packed.py
 def test_a_run_trains_validates_and_goes_on(chats, tmp_path):
-    from runtime.ranks import run_ranks
-    from tests.pretraining import on_rank
-    from train.watching.metrics import METRICS, read_metrics
-
-    def train(folder, *more):
-        save = str(tmp_path / folder)
-        flags = [*TINY, *chats.flags, "--global-batch-size", "2", "--split", "60,40,0", "--eval-iters", "9"]
-        flags += ["--eval-interval", "2", "--train-iters", "4", *more, "--save", save, "--load", save]
-        run_ranks(on_rank, 2, [*flags, *f"{CP} exchange".split()])
-        return [[r[name] for name in ("lm_loss", "grad_norm")] for r in read_metrics(tmp_path / folder / METRICS)]
-
-    whole = train("whole")
+    flags = [*TINY, *chats.flags, "--global-batch-size", "2", "--split", "60,40,0", "--eval-iters", "9"]
+    flags += ["--eval-interval", "2", "--train-iters", "4", *f"{CP} exchange".split()]
+    whole = carried_on(2, tmp_path / "whole", flags, "lm_loss", "grad_norm")
     assert len(whole) == 4
-    train("stopped", "--exit-interval", "2")
-    assert train("stopped") == whole
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--sft", r"sft is set, .*--reset-attention-mask and --reset-position-ids"),
-        ("--sft --reset-attention-mask", r"sft is set, .*--reset-attention-mask and --reset-position-ids"),
-        ("--sft --reset-attention-mask --reset-position-ids --eod-mask-loss", "eod_mask_loss is set with sft"),
-    ],
-)
-def test_flags_that_contradict_each_other(flags, message):
-    with pytest.raises(ConfigError, match=message):
-        validate(parse_args(["--data-path", "d", "--tokenizer-model", "t", *flags.split()]), 1)
+    carried_on(2, tmp_path / "stopped", [*flags, "--exit-interval", "2"])
+    assert carried_on(2, tmp_path / "stopped", flags, "lm_loss", "grad_norm") == whole

@@ -1,10 +1,14 @@
-"""A run that signals end goes on as if it had never been ended; one of which a rank is stopped ends, and says so."""
+"""A run that signals end goes on as if it had never been ended; one of which a rank is stopped ends, and says so.
+
+Secrets in the environment are in no file of a run, and in nothing that it says.
+"""
 
 import os
 import signal
 import socket
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,38 +19,40 @@ from parallel.data import Runner
 from runtime.ranks import run_ranks
 from runtime.watchdog import EXCLUDE, FOLDER
 from tests import starts
-from tests.pretraining import flags_of, on_rank
+from tests.pretraining import carried_on, curve, flags_of, on_rank
 from tests.runtime.test_signals import runs
+from tests.slurm.test_submit import RUN, printed
 from tests.starts import PATIENCE, ROOT, children, wait_until
 from train.loop import Trainer
-from train.watching.metrics import METRICS, read_metrics
+from train.watching.metrics import METRICS
 from train.watching.validation import Validation
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "validation_loss")
-SIX = ("--train-iters", "6", "--eval-interval", "2", "--eval-iters", "2", "--save-interval", "2")
+FOUR = ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--save-interval", "2")
 
 
 def flags(data, save):
-    return flags_of(data, *SIX, "--save", str(save), "--load", str(save))
-
-
-def curve(save):
-    return [[record.get(name) for name in EXACT] for record in read_metrics(save / METRICS)]
+    return flags_of(data, *FOUR, "--save", str(save), "--load", str(save))
 
 
 @pytest.fixture(scope="module")
 def whole(default_data, tmp_path_factory):
-    save = tmp_path_factory.mktemp("whole") / "run"
-    run_ranks(on_rank, 2, flags(default_data, save))
-    return curve(save)
+    return carried_on(2, tmp_path_factory.mktemp("whole") / "run", flags_of(default_data, *FOUR), *EXACT)
+
+
+PLACES = {
+    "validation": (Validation, "_loss"),
+    "forward_backward": (Runner, "forward_backward"),
+    "save_checkpoint": (saving, "save_checkpoint"),
+}
 
 
 def told_on_rank(rank, world_size, arguments, where, number):
-    """Train; in iteration 4 the last rank gets a signal at that place."""
+    """Train; in iteration 2 the last rank gets a signal at that place."""
 
     def then(plain):
         def with_signal(*args, **kwargs):
-            if rank == world_size - 1 and at() == 4:
+            if rank == world_size - 1 and trainers[0].progress.iteration == 2:
                 os.kill(os.getpid(), number)
                 time.sleep(0.1)
             return plain(*args, **kwargs)
@@ -60,16 +66,9 @@ def told_on_rank(rank, world_size, arguments, where, number):
         trainers.append(trainer)
         plain_train(trainer, notice)
 
-    def at():
-        return trainers[0].progress.iteration
-
     Trainer.train = train
-    if where == "save_checkpoint":
-        saving.save_checkpoint = then(saving.save_checkpoint)
-    elif where == "validation":
-        Validation._loss = then(Validation._loss)
-    else:
-        Runner.forward_backward = then(Runner.forward_backward)
+    place, name = PLACES[where]
+    setattr(place, name, then(getattr(place, name)))
     return on_rank(rank, world_size, arguments)
 
 
@@ -82,19 +81,19 @@ def told_on_rank(rank, world_size, arguments, where, number):
     ],
 )
 def test_all_ranks_save_and_end_and_what_follows_is_the_undisturbed_run(
-    where, number, validated, whole, default_data, tmp_path
+    where, number, validated, whole, default_data, tmp_path, capsys
 ):
     save = tmp_path / "run"
     said, _ = run_ranks(told_on_rank, 2, flags(default_data, save), where, int(number))
-    assert f"ended early after iteration 4: {number.name} to 1 of 2 processes; --load goes on\n" in said
-    assert (save / POINTER).read_text() == "4\n"
-    assert find_checkpoint(save) == save / "iter_0000004"
-    assert [row[0] for row in curve(save)] == [1, 2, 3, 4]
-    assert (curve(save)[-1][-1] is not None) == validated
+    assert f"ended early after iteration 2: {number.name} to 1 of 2 processes; --load goes on\n" in said
+    assert (save / POINTER).read_text() == "2\n"
+    assert find_checkpoint(save) == save / "iter_0000002"
+    assert [row[0] for row in curve(save, *EXACT)] == [1, 2]
+    assert (curve(save, *EXACT)[-1][-1] is not None) == validated
     assert not list(save.glob("*.tmp"))
-    again, _ = run_ranks(on_rank, 2, flags(default_data, save))
-    assert "validation loss at iteration 4: " in again or validated
-    assert curve(save) == whole
+    capsys.readouterr()
+    assert carried_on(2, save, flags_of(default_data, *FOUR), *EXACT) == whole
+    assert "validation loss at iteration 2: " in capsys.readouterr().out or validated
 
 
 @pytest.mark.slow
@@ -139,8 +138,7 @@ def test_a_signal_to_a_rank_or_to_torchrun(whom, number, default_data, tmp_path)
     assert process.returncode == (0 if whom == "rank" else 1), said
     of = 1 if whom == "rank" else 2
     assert f": {number.name} to {of} of 2 processes; --load goes on\n" in said
-    records = read_metrics(save / METRICS)
-    assert (save / POINTER).read_text() == f"{records[-1]['iteration']}\n"
+    assert (save / POINTER).read_text() == f"{curve(save, 'iteration')[-1][0]}\n"
     assert find_checkpoint(save) is not None
     assert not (save / ".lock").exists()
 
@@ -158,13 +156,33 @@ def test_ranks_and_their_loaders_end_with_a_killed_torchrun(default_data, tmp_pa
     process.wait()
 
 
+CANARY = "canary-of-longmesh"
+SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "SLURM_JWT", "DATABASE_PASSWORD")
+
+
+def leaks(folder):
+    """The files with the canary in them, or in their names."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return [str(path) for path in found if CANARY in str(path) or CANARY.encode() in path.read_bytes()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_is_named_and_all_stacks_are_written_and_nothing_is_left(stopped, default_data, tmp_path):
+def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_secret_is_told(
+    stopped, default_data, tmp_path, monkeypatch
+):
+    """All that writes is on: services, profile, asynchronous saves, both tiers, and the stacks of the stopped rank."""
+    for number, name in enumerate(SECRETS):
+        monkeypatch.setenv(name, f"{number:040d}{CANARY}")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     save = tmp_path / "run"
-    limits = ["--watchdog-factor", "20", "--watchdog-min-seconds", "10"]
-    process = torchrun(*flags(default_data, save), *LONG, *limits)
-    wait_until(lambda: (save / METRICS).exists() and len((save / METRICS).read_text().splitlines()) > 4)
+    given = [*flags(default_data, save), *LONG, "--watchdog-factor", "20", "--watchdog-min-seconds", "10"]
+    given += ["--async-save", "--profile", "--profile-step-start", "2", "--profile-step-end", "4"]
+    given += ["--non-persistent-save-interval", "3", "--non-persistent-local-ckpt-dir", str(tmp_path / "local")]
+    if find_spec("wandb") is not None:
+        given += ["--wandb-project", "longmesh", "--tensorboard-dir", str(tmp_path / "tensorboard")]
+    process = torchrun(*given)
+    wait_until(lambda: (save / METRICS).exists() and len((save / METRICS).read_text().splitlines()) > 8)
     ranks = ranks_of(process.pid)
     theirs = [pid for rank in ranks for pid in children(rank)]
     os.kill(ranks[stopped], signal.SIGSTOP)
@@ -183,3 +201,15 @@ def test_a_stopped_rank_is_named_and_all_stacks_are_written_and_nothing_is_left(
     wait_until(lambda: not any(runs(pid) for pid in [*ranks, *theirs]))
     assert process.returncode == 1  # torchrun's own; each rank's is in its words
     assert "exitcode  : 75" in said
+    assert CANARY not in said
+    assert {METRICS, "config.toml", "starts.jsonl"} <= {path.name for path in tmp_path.rglob("*")}
+    assert leaks(tmp_path) == []
+    (tmp_path / "control").write_text(os.environ["HF_TOKEN"])
+    assert leaks(tmp_path) == [str(tmp_path / "control")]
+
+
+def test_no_secret_of_the_environment_is_in_a_jobs_script(monkeypatch, capsys):
+    for name in SECRETS:
+        monkeypatch.setenv(name, CANARY)
+    assert "#SBATCH" in (said := printed(capsys, "--nodes", "1", *RUN))
+    assert CANARY not in said

@@ -16,14 +16,22 @@ from kernels.delta.rule import delta_rule
 from model.linear import OneDevice
 from parallel.context import plan
 from runtime.ranks import run_ranks
-from tests.packed import TINY, alone, as_it_is, over_ranks, steps_on_rank, validation_on_rank, write_packed
-from tests.pretraining import on_rank
+from tests.packed import (
+    GRADIENTS,
+    LOSS,
+    TINY,
+    alone,
+    as_it_is,
+    assert_equal,
+    over_ranks,
+    steps_on_rank,
+    validation_on_rank,
+    write_packed,
+)
+from tests.pretraining import carried_on
 from tools.common.training import Records, trainer_of
 from train.config.language import load_config
-from train.watching.metrics import METRICS, read_metrics
 
-LOSS, GRADIENTS = 1e-6, 5e-6
-"""Bounds of relative differences from float64."""
 WINDOWS = "--window-size 9,0 --softmax-type learnable"
 LOCAL = "--window-size 9,0 --window-attn-skip-freq 2 --rotary-base-local 90"
 KINDS = {
@@ -138,10 +146,7 @@ def found(flags):
     ids=lambda case: f"{case[0]}-{case[1]}-{case[2].replace('--', '')}",
 )
 def test_a_packed_step_is_that_of_its_documents_alone(case, found, want):
-    alone, got = want(case[1]), found(case[0])[case]
-    assert got.valid == alone.valid
-    assert abs(got.loss - alone.loss) <= LOSS * alone.loss
-    assert got.difference(alone) <= GRADIENTS
+    assert_equal(found(case[0])[case], want(case[1]))
 
 
 def without_an_end(batch):
@@ -159,18 +164,16 @@ def rows_joined(batch):
     return batch | {"starts": starts}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mesh"),
-    [
-        *((1, ""), (2, f"{CP} zigzag")),
-        *((2, f"{KINDS[kind]} {CP} {method}") for kind, method in (("transnormer", "lasp"), ("olmo", "exchange"))),
-    ],
-)
-def test_an_end_that_is_ignored_is_seen(ranks, mesh, flags):
-    plain, one, rows = over_ranks(ranks, [[*flags, *mesh.split()]], (as_it_is, without_an_end, rows_joined))[0]
-    for wrong in (one, rows):
-        assert abs(wrong.loss - plain.loss) > 10 * LOSS * plain.loss
-        assert wrong.difference(plain) > 100 * GRADIENTS
+SHARED = [f"{CP} zigzag", *(f"{KINDS[of]} {CP} {by}" for of, by in (("transnormer", "lasp"), ("olmo", "exchange")))]
+
+
+@pytest.mark.parametrize(("ranks", "meshes"), [(1, [""]), (2, SHARED)])
+def test_an_end_that_is_ignored_is_seen(ranks, meshes, flags):
+    runs = [[*flags, *mesh.split()] for mesh in meshes]
+    for plain, *controls in over_ranks(ranks, runs, (as_it_is, without_an_end, rows_joined)):
+        for wrong in controls:
+            assert abs(wrong.loss - plain.loss) > 10 * LOSS * plain.loss
+            assert wrong.difference(plain) > 100 * GRADIENTS
 
 
 LEAKS = {
@@ -180,18 +183,22 @@ LEAKS = {
 """A state, and a convolution, that cross documents."""
 
 
-def leaking_on_rank(rank, world_size, part, flags):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OneDevice, part, LEAKS[part])
-        return steps_on_rank(rank, world_size, [flags], (as_it_is,))[0][0]
+def leaking_on_rank(rank, world_size, runs):
+    found = {}
+    for part in LEAKS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OneDevice, part, LEAKS[part])
+            found[part] = steps_on_rank(rank, world_size, runs, (as_it_is,))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["delta", "olmo"])
-@pytest.mark.parametrize("part", LEAKS)
-def test_a_state_or_convolution_that_crosses_documents_is_seen(part, kind, flags, want):
-    (got,) = run_ranks(leaking_on_rank, 1, part, [*flags, *KINDS[kind].split()])
-    assert abs(got.loss - want(kind).loss) > 10 * LOSS * got.loss
-    assert got.difference(want(kind)) > 100 * GRADIENTS
+def test_a_state_or_convolution_that_crosses_documents_is_seen(flags, want):
+    kinds = ("delta", "olmo")
+    (found,) = run_ranks(leaking_on_rank, 1, [[*flags, *KINDS[kind].split()] for kind in kinds])
+    for part, steps in found.items():
+        for kind, (got,) in zip(kinds, steps, strict=True):
+            assert abs(got.loss - want(kind).loss) > 10 * LOSS * got.loss, part
+            assert got.difference(want(kind)) > 100 * GRADIENTS, part
 
 
 def second_document_alone(batch):
@@ -209,19 +216,19 @@ def others_changed(batch):
     return batch | {"tokens": batch["tokens"].where(~other, (batch["tokens"] + 7) % 2000)}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mesh"),
-    [
-        *((1, ""), (2, PP), (2, f"--model-type transnormer {CP} lasp")),
-        *((2, f"{CP} {method}") for method in ("zigzag", "striped", "exchange", "allgather")),
-        *((2, f"{KINDS[kind]} {CP} zigzag") for kind in ("delta", "olmo")),
-    ],
-)
-def test_other_documents_change_nothing_at_all(ranks, mesh, flags):
+OTHERS = [PP, f"{KINDS['transnormer']} {CP} lasp", *(f"{KINDS[kind]} {CP} zigzag" for kind in ("delta", "olmo"))]
+OTHERS += [f"{CP} {method}" for method in ("zigzag", "striped", "exchange", "allgather")]
+
+
+@pytest.mark.parametrize(("ranks", "meshes"), [(1, [""]), (2, OTHERS)])
+def test_other_documents_change_nothing_at_all(ranks, meshes, flags):
     """Loss and gradients of one document, whatever tokens the others hold: the same bits."""
-    own, changed = over_ranks(ranks, [[*flags, *mesh.split()]], (second_document_alone, others_changed))[0]
-    assert own.loss > 0
-    assert own.equal(changed)
+    runs = [[*flags, *mesh.split()] for mesh in meshes]
+    for mesh, (own, changed) in zip(
+        meshes, over_ranks(ranks, runs, (second_document_alone, others_changed)), strict=True
+    ):
+        assert own.loss > 0
+        assert own.equal(changed), mesh
 
 
 def test_one_circle_over_data_and_context_parallel_ranks_is_a_larger_context(flags, want):
@@ -237,8 +244,7 @@ def test_one_circle_over_data_and_context_parallel_ranks_is_a_larger_context(fla
     )
     assert joined.equal(large)
     for got in (joined, apart):
-        assert abs(got.loss - want("llama").loss) <= LOSS * got.loss
-        assert got.difference(want("llama")) <= GRADIENTS
+        assert_equal(got, want("llama"))
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(1, ""), (2, f"{CP} zigzag")])
@@ -250,19 +256,14 @@ def test_validation_counts_each_document_once_and_no_filler(ranks, mesh, flags):
 
 def test_a_run_that_stops_and_goes_on_changes_no_bit(flags, tmp_path):
     """Steps are made ahead, and what was made when the run stopped is made again; its folder has what was asked for."""
-    names = ("lm_loss", "grad_norm", "validation_loss", "consumed_tokens")
+    names = ("lm_loss", "grad_norm", "consumed_tokens", "validation_loss")
     mesh = "--context-parallel-method exchange --balance-over dp_cp --micro-batch-size 1"
 
-    def train(folder, *more):
-        save = tmp_path / folder
-        arguments = [*TINY, *flags, *f"{mesh} --eval-interval 2 --eval-iters 9 --train-iters 4".split(), *more]
-        run_ranks(on_rank, 2, [*arguments, "--save", str(save), "--load", str(save)])
-        return [[record[name] for name in names if name in record] for record in read_metrics(save / METRICS)]
-
-    whole = train("whole")
-    assert [len(record) for record in whole] == [3, 4, 3, 4]
-    train("stopped", "--exit-interval", "2")
-    assert train("stopped") == whole
+    arguments = [*TINY, *flags, *f"{mesh} --eval-interval 2 --eval-iters 9 --train-iters 4".split()]
+    whole = carried_on(2, tmp_path / "whole", arguments, *names)
+    assert [validation is not None for *_, validation in whole] == [False, True, False, True]
+    carried_on(2, tmp_path / "stopped", [*arguments, "--exit-interval", "2"])
+    assert carried_on(2, tmp_path / "stopped", arguments, *names) == whole
     asked = load_config(tmp_path / "stopped" / "config.toml")
     assert (asked.mesh.context_parallel_size, asked.mesh.balance_over, asked.train.micro_batch_size) == (1, "dp_cp", 1)
 

@@ -17,7 +17,7 @@ from train.config.sizes import validate_sizes
 
 PARTS = ("weights, gradients and optimizer", "activations", "a layer's backward")
 
-LLAMAS = {
+PARAMETERS = {
     "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320,
     "llama3_8b": 8_030_261_248,
@@ -25,106 +25,69 @@ LLAMAS = {
     "striped_3b": 3_426_473_600,  # OpenLLaMA 3B, of the same shape
     "striped_7b": 6_738_415_616,
     "llama2_70b": 68_976_648_192,
-}
-GPTS = {"wallfacer_gpt_3b": 3_159_646_208, "wallfacer_gpt_7b": 6_650_208_256}
-
-
-@pytest.mark.parametrize("name", LLAMAS)
-def test_llamas_have_their_number_of_parameters(name):
-    model = load_config(ROOT / "configs" / f"{name}.toml").model
-    groups = model.num_query_groups or model.num_attention_heads
-    attention = (
-        2 * model.hidden_size**2 + 2 * model.hidden_size * groups * model.hidden_size // model.num_attention_heads
-    )
-    layer = attention + 3 * model.hidden_size * model.ffn_hidden_size + 2 * model.hidden_size
-    total = model.num_layers * layer + 2 * model.vocab_size * model.hidden_size + model.hidden_size
-    assert total == num_parameters(model) == LLAMAS[name]
-
-
-def test_qwen3_has_its_number_of_parameters():
-    model = load_config(ROOT / "configs" / "qwen3_8b.toml").model
-    width, heads, groups, inside, ffn = 4096, 32, 8, 128, 12288
-    layer = 2 * width * inside * (heads + groups) + 3 * width * ffn + 2 * width + 2 * inside  # norms of q and k too
-    assert 36 * layer + 2 * 151936 * width + width == num_parameters(model) == 8_190_735_360
-
-
-QWENS = {
+    "qwen3_8b": 8_190_735_360,
+    "wallfacer_gpt_3b": 3_159_646_208,
+    "wallfacer_gpt_7b": 6_650_208_256,
     "qwen3_5_0.8b": 752_393_024,
     "qwen3_5_4b": 4_205_751_296,
     "qwen3_5_9b": 8_953_803_264,
     "qwen3_5_27b": 26_895_998_464,
     "qwen3_5_tiny": 547_552,
-}
-"""Text parts; the published names count a vision part and a layer that predicts more tokens besides."""
-
-
-@pytest.mark.parametrize("name", QWENS)
-def test_qwen3_5_has_its_number_of_parameters(name):
-    model = load_config(ROOT / "configs" / f"{name}.toml").model
-    model = replace(model, vocab_size=model.vocab_size or 4096)
-    width, heads, groups, inside = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
-    keys, values = model.key_heads * model.key_dim, model.value_heads * model.value_dim
-    delta = width * (2 * keys + 3 * values + 2 * model.value_heads) + 4 * (2 * keys + values)
-    delta += 2 * model.value_heads + model.value_dim  # rates and biases of the gates, the norm of a head
-    softmax = width * inside * (3 * heads + 2 * groups) + 2 * inside  # a gate, norms of q and k
-    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * width + width
-    layers = model.num_layers
-    total = 3 * layers // 4 * delta + layers // 4 * softmax + layers * (3 * width * model.ffn_size + 2 * width) + tables
-    assert total == num_parameters(model) == QWENS[name]
-
-
-WINDOWED = {
     "gemma3_1b": 999_885_952,
     "gemma3_4b": 3_880_263_168,
     "gemma3_12b": 11_766_034_176,
     "gemma3_27b": 27_009_346_304,
     "olmo3_7b": 7_298_011_136,
     "olmo3_32b": 32_233_522_176,
+    "transnormer_0.4b": 398_984_192,
+    "transnormer_1b": 1_020_266_496,
+    "transnormer_7b": 6_931_091_456,
+    "transnormer_hybrid_tiny": 487_488,
 }
-"""Text parts of Gemma 3; the published names count a vision part besides."""
+"""Text parts; the names of Qwen3.5 and Gemma 3 count a vision part, and a layer that predicts more tokens, besides."""
 
 
-@pytest.mark.parametrize("name", WINDOWED)
-def test_gemma3_and_olmo3_have_their_number_of_parameters_and_their_layers(name):
-    model = load_config(ROOT / "configs" / f"{name}.toml").model
+def mixer(model, layer):
+    """The weights of a layer that mix tokens, with their norms, counted by hand."""
     width, heads, groups, inside = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
-    gemma = model.model_type == "gemma3"
-    norms = 4 * width + 2 * inside if gemma else 2 * width + (heads + groups) * inside
-    layer = 2 * width * inside * (heads + groups) + 3 * width * model.ffn_size + norms
-    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * width + width
-    assert model.num_layers * layer + tables == num_parameters(model) == WINDOWED[name]
+    softmax = 2 * width * inside * (heads + groups)
+    match model.model_type:
+        case "llama":
+            return softmax + 2 * inside * model.qk_layernorm
+        case "gemma3":
+            return softmax + 2 * width + 2 * inside
+        case "olmo3":
+            return softmax + (heads + groups) * inside
+        case "gpt":
+            return softmax + (3 * heads * inside + width)  # biases
+        case "transnormer":
+            return (4 if model.has_softmax(layer) else 5) * width**2  # a gate, where attention is linear
+        case "qwen3_5" if model.has_softmax(layer):
+            return softmax + width * inside * heads + 2 * inside  # a gate, norms of q and k
+        case "qwen3_5":
+            keys, values = model.key_heads * model.key_dim, model.value_heads * model.value_dim
+            delta = width * (2 * keys + 3 * values + 2 * model.value_heads) + 4 * (2 * keys + values)
+            return delta + 2 * model.value_heads + model.value_dim  # rates and biases of the gates, the norm of a head
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_models_have_their_number_of_parameters(name):
+    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    model = replace(model, vocab_size=model.vocab_size or 4096)
+    width, ffn, gpt = model.hidden_size, model.ffn_size, model.model_type == "gpt"
+    norms = {"transnormer": 0, "gpt": 4}.get(model.model_type, 2) * width
+    layer = norms + ((2 * ffn + 1) * width + ffn if gpt else 3 * width * ffn)
+    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * width + (1 + gpt) * width
+    total = sum(mixer(model, number) + layer for number in range(model.num_layers)) + tables
+    assert total == num_parameters(model) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name.startswith(("gemma3", "olmo3"))])
+def test_one_layer_of_several_sees_all_tokens(name):
+    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    every = 6 if model.model_type == "gemma3" else 4
     whole = [layer for layer in range(model.num_layers) if model.window(layer) is None]
-    assert whole == list(range(5 if gemma else 3, model.num_layers, 6 if gemma else 4))
-
-
-TRANSNORMERS = {"transnormer_0.4b": 398_984_192, "transnormer_1b": 1_020_266_496, "transnormer_7b": 6_931_091_456}
-
-
-@pytest.mark.parametrize("name", TRANSNORMERS)
-def test_transnormers_have_their_number_of_parameters(name):
-    model = load_config(ROOT / "configs" / f"{name}.toml").model
-    layer = 5 * model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size  # norms have none
-    total = model.num_layers * layer + model.vocab_size * model.hidden_size + model.hidden_size  # tied; LRPE's angles
-    assert total == num_parameters(model) == TRANSNORMERS[name]
-
-
-def test_the_small_hybrid_has_its_number_of_parameters():
-    model = replace(load_config(ROOT / "configs" / "transnormer_hybrid_tiny.toml").model, vocab_size=4096)
-    width = model.hidden_size
-    linear, softmax = 3, 1  # which has no gate
-    total = (5 * linear + 4 * softmax) * width**2 + 4 * 3 * width * model.ffn_size + 4096 * width + width
-    assert [model.has_softmax(layer) for layer in range(4)] == [False, False, False, True]
-    assert total == num_parameters(model) == 487_488
-
-
-@pytest.mark.parametrize("name", GPTS)
-def test_gpts_have_their_number_of_parameters(name):
-    model = load_config(ROOT / "configs" / f"{name}.toml").model
-    width, inside = model.hidden_size, model.num_attention_heads * model.head_dim
-    attention = 3 * (width + 1) * inside + (inside + 1) * width
-    layer = attention + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width
-    total = model.num_layers * layer + model.vocab_size * width + 2 * width  # rope, tied
-    assert total == num_parameters(model) == GPTS[name]
+    assert whole == list(range(every - 1, model.num_layers, every))
 
 
 def examples(introduction):

@@ -20,7 +20,7 @@ from train.config.language import load_config, parse_args
 from train.resume import find_start
 
 BOUND = 2e-6
-STEPS = ("--train-iters", "3", "--seq-length", "128")
+STEPS = ("--train-iters", "3", "--seq-length", "128", "--micro-batch-size", "2")
 LONGER = {"max_position_embeddings": 128}
 """Settings that an export of a run of these steps has, and the import had not."""
 ALONE = ("--context-parallel-method", "none")
@@ -56,26 +56,29 @@ def alone(default_data, imported, trained):
     return finetuned(1, default_data, trained, imported[0], "--finetune", *ALONE)
 
 
-def test_what_was_finetuned_is_exported_as_what_was_imported(imported, alone, trained, tmp_path):
-    """Its type and the entries of its config.json, though its checkpoint has float32 and a folder of its own."""
-    assert not load_config(trained / "config.toml").checkpoint.finetune  # it would begin again
-    export_model(trained, tmp_path / "out", None, None, 10**9)
-    before, after = (load_hf(folder) for folder in (imported[0].parent / "theirs", tmp_path / "out"))
+def exported(run, theirs, out):
+    """Weights of a model that was imported, and of a run's export, which has the same settings else."""
+    export_model(run, out, None, None, 10**9)
+    before, after = load_hf(theirs), load_hf(out)
     assert replace(before[0], **LONGER) == after[0]
     assert before[2] | LONGER == after[2]
-    assert {weight.dtype for weight in after[1].values()} == {torch.bfloat16}
-    assert not torch.equal(before[1]["embedding.weight"], after[1]["embedding.weight"])
+    return before[1], after[1]
 
 
-def test_what_came_with_an_import_stays_with_the_run_that_goes_on(imported, alone, trained, tmp_path):
-    """A run that goes on has its own folder as load, and no longer says where its weights came from."""
+def test_what_was_finetuned_is_exported_as_what_was_imported(imported, alone, trained, tmp_path):
+    """Its type and the entries of its config.json, though its checkpoint has float32 and a folder of its own.
+
+    A run that goes on has its own folder as load, and no longer says where its weights came from.
+    """
+    assert not load_config(trained / "config.toml").checkpoint.finetune  # it would begin again
+    before, after = exported(trained, imported[0].parent / "theirs", tmp_path / "out")
+    assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
+    assert not torch.equal(before["embedding.weight"], after["embedding.weight"])
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     said = (run / "config.toml").read_text()
     assert str(imported[0]) in said
     (run / "config.toml").write_text(said.replace(str(imported[0]), str(run)))
-    export_model(run, tmp_path / "out", None, None, 10**9)
-    before, after = (load_hf(folder) for folder in (imported[0].parent / "theirs", tmp_path / "out"))
-    assert before[2] | LONGER == after[2]
+    exported(run, imported[0].parent / "theirs", tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -101,10 +104,7 @@ def test_a_hugging_face_folder_does_what_its_import_does(default_data, imported,
     assert differences(got, alone) == 0
     assert f"weights from {theirs}; all else begins afresh" in capsys.readouterr().out
     assert load_config(save / "config.toml").checkpoint == CheckpointConfig(save=str(save))
-    export_model(save, tmp_path / "out", None, None, 10**9)
-    before, after = (load_hf(folder) for folder in (theirs, tmp_path / "out"))
-    assert replace(before[0], **LONGER) == after[0]
-    assert before[2] | LONGER == after[2]
+    exported(save, theirs, tmp_path / "out")
 
 
 def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported, tmp_path):

@@ -21,7 +21,7 @@ from runtime.errors import UserError
 from tests.parity.cases import REFERENCE
 from tests.parity.run import compare, equal, trained
 from tests.pretraining import differences
-from tools.common.cases import Case
+from tools.common.cases import Case, case_of, cases_of
 from tools.convert_hf import export_model, import_model, main
 from train.config.flags import ConfigError
 from train.config.language import load_config, parse_args, validate
@@ -83,35 +83,37 @@ def runs(default_data, tmp_path_factory):
     return Runs(default_data, tmp_path_factory.mktemp("lora"))
 
 
-MESHES = [("llama", Case(tp=2))]
-SLOW = [
-    ("llama", Case(cp=2, tp=2)),
-    ("gpt", Case(pp=2, mode="zero1")),
-    ("llama", Case(dp=2)),
-    ("llama", Case(cp=2, method="zigzag")),
-    ("llama", Case(tp=4)),  # fewer key heads than ranks
-    ("llama", Case(pp=2)),
-    ("llama", Case(dp=2, mode="ddp")),
-    ("llama", Case(dp=2, cp=2, mode="legacy_ddp")),
-    ("llama", Case(dp=2, tp=2, mode="zero2")),
-    ("llama", Case(pp=2, cp=2, tp=2, loss_chunk=50)),
-    ("llama", Case(pp=2, dp=2, mode="zero1", schedule="InterleavedZeroBubble", virtual=2)),
-    ("gpt", Case(tp=2, cp=2, method="ulysses")),
-    ("gpt", Case(pp=2, dp=2, schedule="Interleaved1F1B", virtual=2)),
-    ("qwen3_5", Case(pp=2, tp=2)),
-    ("qwen3_5", Case(pp=2, cp=2, method="zigzag", schedule="Interleaved1F1B", virtual=2)),
-    ("qwen3_5", Case(dp=2, cp=2, method="exchange")),
-]
-RECOMPUTED = ("--recompute-granularity", "full", "--ffn-chunk-size", "32", "--loss-chunk-size", "48")
+MESHES = """
+    llama: cp=2|1 tp=2
+    gpt: pp=2 zero1
+    llama: dp=2
+    llama: cp=2 zigzag
+    llama: tp=4
+    llama: pp=2
+    llama: dp=2 ddp
+    llama: dp=2 cp=2 legacy_ddp
+    llama: dp=2 tp=2 zero2
+    llama: pp=2 cp=2 tp=2 loss_chunk=50
+    llama: pp=2 dp=2 zero1 InterleavedZeroBubble virtual=2
+    gpt: tp=2 cp=2 ulysses
+    gpt: pp=2 dp=2 Interleaved1F1B virtual=2
+    qwen3_5: pp=2 tp=2
+    qwen3_5: pp=2 cp=2 zigzag Interleaved1F1B virtual=2
+    qwen3_5: dp=2 cp=2 exchange
+"""
+"""Four tensor ranks are more than there are key heads."""
+RECOMPUTED = "--recompute-granularity full --ffn-chunk-size 32 --loss-chunk-size 48"
 
 
-def title(value):
-    return value.title.replace(" ", "") if isinstance(value, Case) else None
+def rows():
+    for line in MESHES.strip().splitlines():
+        kind, _, mesh = line.strip().partition(": ")
+        for case in cases_of(mesh):
+            fast = case == Case(tp=2)
+            yield pytest.param(kind, case, marks=() if fast else pytest.mark.slow, id=f"{kind}-{case.title}")
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"), MESHES + [pytest.param(*row, marks=pytest.mark.slow) for row in SLOW], ids=title
-)
+@pytest.mark.parametrize(("kind", "case"), rows())
 def test_a_mesh_has_the_losses_and_gradients_of_one_process(kind, case, runs):
     """All that is frozen keeps every bit, and adapters alone have gradients and an optimizer's state."""
     got, want = runs.finetuned(kind, case, runs.begun(kind)), runs.alone(kind)
@@ -126,17 +128,16 @@ def test_a_mesh_has_the_losses_and_gradients_of_one_process(kind, case, runs):
 
 
 @pytest.mark.parametrize(
-    ("case", "more"),
+    "case",
     [
-        (REFERENCE, RECOMPUTED),
-        pytest.param(Case(cp=2, tp=2), RECOMPUTED, marks=pytest.mark.slow),
-        pytest.param(Case(cp=2), ("--recompute-granularity", "attention_boundary"), marks=pytest.mark.slow),
-        pytest.param(Case(cp=2), ("--recompute-granularity", "selective"), marks=pytest.mark.slow),
+        f"none {RECOMPUTED}",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in (f"cp=2 tp=2 {RECOMPUTED}", "cp=2 selective")),
+        pytest.param("cp=2 attention_boundary", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_computed_again_has_gradients_though_its_input_has_none(case, more, runs):
+def test_what_is_computed_again_has_gradients_though_its_input_has_none(case, runs):
     """The embeddings are frozen, so that nothing that enters the first layer has a gradient."""
-    row = compare(runs.finetuned("llama", case, runs.begun("llama"), *more), runs.alone("llama"))
+    row = compare(runs.finetuned("llama", case_of(case), runs.begun("llama")), runs.alone("llama"))
     assert row.within, row
 
 
@@ -154,17 +155,16 @@ def test_one_kind_of_linear_layer_is_enough(target, runs):
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
     [
-        ("llama", Case(tp=2, cp=2), Case(dp=2, mode="zero2")),
-        ("llama", Case(dp=4), Case(method="none")),
-        ("gpt", Case(method="none"), Case(pp=2, tp=2)),
+        ("llama", "tp=2 cp=2", "dp=2 zero2"),
+        ("llama", "dp=4", "none"),
+        ("gpt", "none", "pp=2 tp=2"),
     ],
-    ids=title,
 )
 def test_a_run_goes_on_on_another_mesh_from_the_same_bits(kind, first, second, runs, tmp_path):
     more = ("--save", str(tmp_path), "--save-interval", "2")
-    went_on = runs.finetuned(kind, first, runs.base(kind), *more, iterations=4)
+    went_on = runs.finetuned(kind, case_of(first), runs.base(kind), *more, iterations=4)
     load = (*LORA, "--load", str(tmp_path), "--ckpt-step", "2")
-    resumed = trained(kind, second, runs.data, None, *load, iterations=4)
+    resumed = trained(kind, case_of(second), runs.data, None, *load, iterations=4)
     saved = went_on.tensors["saved"]
     assert {name.split("/")[0] for name in saved if "/" in name} == {name for name in saved if is_adapter(name)}
     assert equal(resumed.tensors["loaded"], saved)

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,27 +11,18 @@ from tests.starts import PATIENCE, interruptible
 TOLD = [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.fixture
-def background():
-    """As in a shell's background job, and worse."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*TOLD, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("number", TOLD)
-def test_what_is_started_ends_on_a_signal_in_a_background_job_too(number, background):
-    with interruptible():
-        process = subprocess.Popen(["sleep", str(PATIENCE)])
-    process.send_signal(number)
-    assert process.wait(PATIENCE) == -number
-    assert signal.getsignal(number) is signal.SIG_IGN, "the tests themselves stay as they were started"
-
-
-@pytest.mark.parametrize("number", TOLD)
-def test_without_that_it_runs_on(number, background):
-    process = subprocess.Popen(["sleep", str(PATIENCE)])
-    process.send_signal(number)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(PATIENCE) == -signal.SIGKILL
+def test_a_process_ends_on_a_signal_where_the_tests_are_a_background_job_too(number):
+    """As in a shell's background job, and worse; without ``interruptible`` it runs on."""
+    before = {ignored: signal.signal(ignored, signal.SIG_IGN) for ignored in (*TOLD, signal.SIGHUP)}
+    try:
+        for started, end in ((interruptible(), number), (nullcontext(), signal.SIGKILL)):
+            with started:
+                process = subprocess.Popen(["sleep", str(PATIENCE)])
+            process.send_signal(number)
+            process.send_signal(end)
+            assert process.wait(PATIENCE) == -end
+            assert signal.getsignal(number) is signal.SIG_IGN, "the tests themselves stay as they were started"
+    finally:
+        for ignored, handler in before.items():
+            signal.signal(ignored, handler)

@@ -223,6 +223,15 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
     return [*wanted, target("packed documents over the dense rate", found["masked"]["packed"], 0.85)]
 
 
+def timed(
+    ways: dict[str, Callable[..., Tensor]], given: Sequence[Tensor], device: str, repeats: int
+) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
+    """Return the seconds of each way's forward + backward, and its out and gradients; ``given`` ends with dout."""
+    steps = {name: forward_backward(way, *given) for name, way in ways.items()}
+    found = {name: step() for name, step in steps.items()}
+    return {name: median(time_steps(step, device, repeats)) for name, step in steps.items()}, found
+
+
 def linear_beside_the_limit(device: str, work: AttentionShape, limits: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Time what ``auto`` takes here and, where it is installed, flash-linear-attention's chunk_simple_gla.
 
@@ -230,25 +239,21 @@ def linear_beside_the_limit(device: str, work: AttentionShape, limits: dict[str,
     v and dout, each in forward and backward, and writing out, dq, dk and dv at that of copies.
     """
     q, k, v, dout = work.tensors(device)
-    leaves, log_decay = [x.requires_grad_() for x in (q, k, v)], [-slope for slope in alibi_slopes(work.num_heads)]
-    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: linear_attention(q, k, v, log_decay)[0]}
+    log_decay = [-slope for slope in alibi_slopes(work.num_heads)]
+    ways: dict[str, Callable[..., Tensor]] = {"ours": lambda *x: linear_attention(*x, log_decay)[0]}
     if importlib.util.find_spec("fla") is not None:
         from fla.ops.simple_gla import chunk_simple_gla
 
         rates = torch.tensor(log_decay, device=device)
-        ways["flash-linear-attention"] = lambda: chunk_simple_gla(q, k, v, g_gamma=rates, scale=1.0)[0]
-    seconds, outs = dict[str, float](), dict[str, Tensor]()
-    for name, way in ways.items():
-        outs[name] = way().detach()
-        steps = time_steps(lambda way=way: torch.autograd.grad(way(), leaves, dout), device, repeats)  # type: ignore[misc]
-        seconds[name] = median(steps)
+        ways["flash-linear-attention"] = lambda *x: chunk_simple_gla(*x, g_gamma=rates, scale=1.0)[0]
+    seconds, results = timed(ways, (q, k, v, dout), device, repeats)
     busy = flops("chunked", work) / limits["matmul_tflops"][work.dtype] / 1e12
     moved = 11 * q.nbytes / limits["copy_gb_per_s"] / 1e9
     found = {"length": work.seq_length, "seconds": seconds, "limit_seconds": max(busy, moved)}
     found["of_the_limit"] = found["limit_seconds"] / seconds["ours"]
     if "flash-linear-attention" in ways:
         found["times_as_fast"] = seconds["flash-linear-attention"] / seconds["ours"]
-        error = relative_error([outs["ours"]], [outs["flash-linear-attention"]])
+        error = relative_error(results["ours"][:1], results["flash-linear-attention"][:1])
         found |= {"error": error} | ({} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"})
     return found
 
@@ -257,18 +262,13 @@ def delta_rules(device: str, work: AttentionShape, repeats: int) -> dict[str, An
     """Time the gated delta rule by ``auto``, by torch's chunks and, where it is installed, flash-linear-attention."""
     tensors, dout = inputs(work)
     half = DTYPES[work.dtype]
-    leaves = [x.to(device, half if x.ndim == 4 else x.dtype).requires_grad_() for x in tensors]
-    dout = dout.to(device, half)
+    given = [*(x.to(device, half if x.ndim == 4 else x.dtype) for x in tensors), dout.to(device, half)]
     ways: dict[str, Callable[..., Tensor]] = {"ours": partial(ours, backend="auto"), "chunked": ours}
     if importlib.util.find_spec("fla") is not None:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         ways["flash-linear-attention"] = lambda *x: chunk_gated_delta_rule(*x)[0]
-    seconds, found = dict[str, float](), dict[str, list[Tensor]]()
-    for name, way in ways.items():
-        step = forward_backward(way, *leaves, dout)
-        found[name] = step()
-        seconds[name] = median(time_steps(step, device, repeats))
+    seconds, found = timed(ways, given, device, repeats)
     row: dict[str, Any] = {"length": work.seq_length, "seconds": seconds}
     row["errors"] = {name: relative_error(got, found["chunked"]) for name, got in found.items()}
     row["times_as_fast"] = {name: seconds[name] / seconds["ours"] for name in ways if name != "ours"}

@@ -7,7 +7,6 @@ import pytest
 import tomli_w
 import torch
 
-from planner import cluster
 from planner.cluster import CLUSTERS, ClusterError, default_cluster, load_cluster
 
 
@@ -57,43 +56,35 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load_cluster(tmp_path / "pipe.toml")
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100_pod"),
-        ("NVIDIA A800-SXM4-80GB", "a800_pod"),
-        ("NVIDIA H100 80GB HBM3", "h100_pod"),
-        ("NVIDIA H200", "h200_pod"),
-        ("NVIDIA H800", "h800_pod"),
-        ("NVIDIA H20", "h20_pod"),
-        ("NVIDIA L40S", "l40s_pod"),
-        ("NVIDIA B200", "b200_pod"),
-        ("NVIDIA B300 SXM6 AC", "b300_pod"),
-        ("NVIDIA GB200", "gb200_nvl72"),
-        ("NVIDIA GB300", "gb300_nvl72"),
-    ],
+CARDS = {
+    "NVIDIA A100-SXM4-80GB": "a100_pod",
+    "NVIDIA A800-SXM4-80GB": "a800_pod",
+    "NVIDIA H100 80GB HBM3": "h100_pod",
+    "NVIDIA H200": "h200_pod",
+    "NVIDIA H800": "h800_pod",
+    "NVIDIA H20": "h20_pod",
+    "NVIDIA L40S": "l40s_pod",
+    "NVIDIA B200": "b200_pod",
+    "NVIDIA B300 SXM6 AC": "b300_pod",
+    "NVIDIA GB200": "gb200_nvl72",
+    "NVIDIA GB300": "gb300_nvl72",
+}
+OTHERS = (
+    *("Tesla T4", "NVIDIA A100-SXM4-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"),
+    *("NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H20-3e", "NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    *("NVIDIA H800 NVL", "NVIDIA H100 CNX", "NVIDIA A100-SXM4-80GB-40C"),
 )
-def test_the_device_decides_where_no_file_does(monkeypatch, name, wanted):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    assert cluster.default_cluster("cuda") == load_cluster(CLUSTERS / f"{wanted}.toml")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("Tesla T4", "NVIDIA A100-SXM4-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"),
-        *("NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H20-3e", "NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
-        *("NVIDIA H800 NVL", "NVIDIA H100 CNX", "NVIDIA A100-SXM4-80GB-40C"),
-    ],
-)
-def test_no_card_is_taken_for_another(monkeypatch, name):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    with pytest.raises(ClusterError, match=f"no file is about {name}; give --cluster FILE"):
-        default_cluster("cuda")
-
-
-def test_a_cpu_has_a_file_of_its_own():
+def test_the_device_decides_where_no_file_does_and_no_card_is_taken_for_another(monkeypatch):
     assert default_cluster("cpu") == load_cluster(CLUSTERS / "cpu.toml")
+    for name, wanted in CARDS.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert default_cluster("cuda") == load_cluster(CLUSTERS / f"{wanted}.toml")
+    for name in OTHERS:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        with pytest.raises(ClusterError, match=f"no file is about {name}; give --cluster FILE"):
+            default_cluster("cuda")
 
 
 def test_the_attention_kernel_that_runs_decides_its_rate():

@@ -122,7 +122,7 @@ dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then p
 TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 
 test: $(DEV) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses
-	$(TESTS) -n auto --dist loadfile $(ARGS)
+	$(TESTS) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(DEV) ## The slow tests: training for 20 and 40 iterations where make test has 4 and 8
 	$(TESTS) -m slow $(ARGS)

@@ -4,7 +4,9 @@ A thread of gloo's lets go of a collective's tensors after the collective has en
 down by then, the process aborts. How often depends on the machine, so the test is that none is taken down.
 """
 
+import json
 import sys
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -13,83 +15,31 @@ from tests.pretraining import DIT, TINY
 from tests.starts import ROOT
 
 DRIVER = f"""
-import atexit, os, runpy, sys
+import atexit, json, os, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train.run
 class Witness:
     def __del__(self, write=os.write):
         write(1, b"taken down\\n")
-sys.witness = Witness()
-atexit.register(print, "exit handlers were called", flush=True)
-sys.path.insert(0, {str(ROOT)!r})
-sys.argv = sys.argv[1:]
-print("not flushed", end=" ")
-runpy.run_module(sys.argv[0], run_name="__main__")
+def run(module, *arguments):
+    sys.witness = Witness()
+    atexit.register(print, "exit handlers were called", flush=True)
+    sys.argv = [module, *arguments]
+    print("not flushed", end=" ")
+    runpy.run_module(module, run_name="__main__")
+def forked(number, case):
+    if not (child := os.fork()):
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{{number}}.{{name}}", os.O_CREAT | os.O_WRONLY), stream)
+        sys.exit(run(*case))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+if sys.argv[1] == "--cases":
+    print(json.dumps([forked(*case) for case in enumerate(json.loads(sys.argv[2]))]))
+else:
+    run(*sys.argv[1:])
 """
-
-
-def ended(folder, entry, *arguments, ranks=1):
-    """An entry in a process of its own, or in two, as a launcher starts them."""
-    driver = folder / "driver.py"
-    driver.write_text(DRIVER)
-    python = starts.torchrun(ranks) if ranks > 1 else [sys.executable]
-    return starts.ended([*python, str(driver), entry, *arguments])
-
-
-def test_the_driver_sees_an_interpreter_that_is_taken_down(tmp_path):
-    """The control: a module that ends as Python does by itself."""
-    (tmp_path / "plain.py").write_text("pass\n")
-    process = ended(tmp_path, "plain")
-    assert process.stdout.count("taken down") == 1
-
-
-@pytest.mark.slow
-def test_training_and_drawing(tmp_path):
-    run = str(tmp_path / "run")
-    trained = ended(tmp_path, "pretrain_dit", *DIT, "--train-iters", "2", "--save", run, ranks=2)
-    drawn = ended(tmp_path, "tools.sample_dit", "--load", run, "--classes", "3", "--num-samples", "2", "--steps", "2")
-    for process, ranks in ((trained, 2), (drawn, 1)):
-        assert process.returncode == 0, process.stderr
-        assert "taken down" not in process.stdout
-        assert process.stdout.count("exit handlers were called") == ranks
-        assert process.stdout.count("not flushed") == ranks
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--lr", "-1"], "error: lr"),
-        pytest.param(["--data-path", "none", "--tokenizer-model", "none"], "error: ", marks=pytest.mark.slow),
-    ],
-)
-def test_an_error(flags, words, tmp_path):
-    process = ended(tmp_path, "pretrain_gpt", *TINY, "--train-iters", "2", *flags)
-    assert process.returncode == 1
-    assert words in process.stderr
-    assert "taken down" not in process.stdout
-
-
-def test_a_defect_keeps_its_traceback_and_its_status(tmp_path):
-    (tmp_path / "broken.py").write_text(
-        "from train.run import run_entry\ndef main(argv):\n    raise RuntimeError('broken')\nrun_entry(main)\n"
-    )
-    process = ended(tmp_path, "broken")
-    assert process.returncode == 1
-    assert "RuntimeError: broken" in process.stderr
-    assert "taken down" not in process.stdout
-
-
-@pytest.mark.parametrize(
-    ("redirection", "status"), [pytest.param(">&-", 0, marks=pytest.mark.slow), ("2>&-", 0), (">/dev/full", 120)]
-)
-def test_streams_that_are_closed_or_full(redirection, status):
-    """Output that cannot be written gives the status that Python itself ends with then."""
-    code = "from train.run import run_entry; run_entry(lambda argv: print('done'))"
-    shell = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
-    assert starts.ended(shell).returncode == status
-
-
-LEFT = f"""
+LEFT = """
 import sys
-sys.path.insert(0, {str(ROOT)!r})
 import torch
 from data.loader import Batching, batches
 from runtime.errors import UserError
@@ -107,12 +57,84 @@ def main(arguments):
 
 END
 """
+SOURCES = {
+    "plain": "pass\n",
+    "broken": "import train.run\ndef main(argv):\n    raise RuntimeError('broken')\ntrain.run.run_entry(main)\n",
+    "left": LEFT.replace("END", "run_entry(main)"),
+    "left_to_python": LEFT.replace("END", "sys.exit(exit_status(main, []))"),
+}
+TRAINING = ["pretrain_gpt", *TINY, "--train-iters", "2"]
+CASES = {
+    **{name: [name] for name in SOURCES},
+    "a bad flag": [*TRAINING, "--lr", "-1"],
+    "no data": [*TRAINING, "--data-path", "none", "--tokenizer-model", "none"],
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """The end of each case, in processes forked from one that has imported what they need."""
+    folder = tmp_path_factory.mktemp("exit")
+    for name, text in {**SOURCES, "driver": DRIVER}.items():
+        (folder / f"{name}.py").write_text(text)
+    process = starts.ended([sys.executable, "driver.py", "--cases", json.dumps([*CASES.values()])], folder)
+    assert process.returncode == 0, process.stderr
+    found = {}
+    for number, (name, status) in enumerate(zip(CASES, json.loads(process.stdout), strict=True)):
+        said = ((folder / f"{number}.{stream}").read_text() for stream in ("out", "err"))
+        found[name] = CompletedProcess(CASES[name], status, *said)
+    return found
+
+
+def test_the_driver_sees_an_interpreter_that_is_taken_down(ends):
+    """The control: a module that ends as Python does by itself."""
+    assert ends["plain"].stdout.count("taken down") == 1
+
+
+@pytest.mark.slow
+def test_training_and_drawing(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+
+    def ended(python, *arguments):
+        return starts.ended([*python, str(tmp_path / "driver.py"), *arguments])
+
+    run = str(tmp_path / "run")
+    trained = ended(starts.torchrun(2), "pretrain_dit", *DIT, "--train-iters", "2", "--save", run)
+    drawing = ("tools.sample_dit", "--load", run, "--classes", "3", "--num-samples", "2", "--steps", "2")
+    for process, ranks in ((trained, 2), (ended([sys.executable], *drawing), 1)):
+        assert process.returncode == 0, process.stderr
+        assert "taken down" not in process.stdout
+        assert process.stdout.count("exit handlers were called") == ranks
+        assert process.stdout.count("not flushed") == ranks
 
 
 @pytest.mark.parametrize(
-    "end", ["run_entry(main)", pytest.param("sys.exit(exit_status(main, []))", marks=pytest.mark.slow)]
+    ("name", "said"),
+    [
+        ("a bad flag", "error: lr"),
+        ("no data", "error: "),
+        ("broken", "Traceback"),
+        ("left", "error: a sample is broken"),
+    ],
 )
-def test_an_error_beside_data_loaders_ends_the_process(tmp_path, end):
-    (tmp_path / "left.py").write_text(LEFT.replace("END", end))
-    process = starts.ended([sys.executable, "left.py"], tmp_path)
-    assert (process.returncode, process.stderr) == (1, "error: a sample is broken\n")
+def test_an_error_has_its_status(name, said, ends):
+    """A defect keeps its traceback."""
+    assert ends[name].returncode == 1
+    assert ends[name].stderr.startswith(said)
+    assert name != "broken" or ends[name].stderr.endswith("RuntimeError: broken\n")
+    assert "taken down" not in ends[name].stdout
+
+
+def test_an_error_beside_data_loaders_ends_an_interpreter_too(ends):
+    assert (ends["left_to_python"].returncode, ends["left"].stderr) == (1, "error: a sample is broken\n")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status"),
+    [(">/dev/full", 120), *(pytest.param(f"{n}>&-", 0, marks=pytest.mark.slow) for n in (1, 2))],
+)
+def test_streams_that_are_closed_or_full(redirection, status):
+    """Output that cannot be written gives the status that Python itself ends with then."""
+    code = "from train.run import run_entry; run_entry(lambda argv: print('done'))"
+    shell = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
+    assert starts.ended(shell).returncode == status

@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -11,12 +12,14 @@ from parallel.context import tiles
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
+from tests.endings import apart
 from tests.pretraining import differences, flags_of, on_rank, pretrain
-from tests.starts import ROOT
+from tests.starts import PATIENCE, ROOT
 from tools.common.cases import case_of, cases_of
 from tools.common.training import PEAK
 from train import loop
 from train.config.language import parse_args
+from train.watching.metrics import METRICS, read_metrics
 
 BOUND = 1e-5
 CP1 = ("--context-parallel-size", "1")
@@ -41,61 +44,65 @@ KINDS = {
     "qwen3_5": (config("qwen3_5", "--softmax-every", "2"), (*CP1, *ALONE)),
 }
 """Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear attention at once."""
-LLAMA = """
-    cp=1|2 striped
-    cp=2 ring|allgather
-    cp=4 wallfacer team=2 p2p_intra
-    cp=2 tp=2 zigzag degree=2
-    cp=4 double_ring per_node=2 degree=2 attention_boundary --context-parallel-layout striped
-    cp=2 dp=2 ulysses|zigzag
-    tp=2 cp=2 full
-    pp=2 dp=2 legacy_ddp --eval-interval 3
-    pp=2 tp=2 attention_boundary GPipe --eval-interval 3
-    dp=2 tp=2 ddp --eval-interval 3
-    dp=2 cp=2 fsdp copies=2 --eval-interval 3
-"""
-SLOW_LLAMA = """
-    cp=1|2|4 zigzag
-    cp=4 striped
-    tp=2 cp=1|2
-    dp=2 tp=2 legacy_ddp --eval-interval 3
-    dp=2 cp=2 zero1|zero2 --eval-interval 3
-    cp=1|4 ring|allgather
-    cp=4 ulysses
-    tp=4
-    tp=2 cp=2 attention_boundary
-"""
-LINEAR_CASES = """
-    cp=2 lasp
-    dp=2 cp=2 lasp2 zero2
-"""
-SLOW_LINEAR = """
-    lasp
-    dp=2 ddp none
-    dp=4 zero1 none
-"""
-DELTA_CASES = """
-    tp=2 pp=2 none
-    cp=2 dp=2 exchange zero2
-"""
-SLOW_DELTA = """
-    dp=2 zero1 none
-    cp=3 zigzag
-    cp=2 tp=2 ring
-"""
-"""Meshes of the slow lists have each part in a fast one too: a method, a strategy, a split of the model."""
+MESHES = {
+    "llama": """
+        cp=1|2 striped
+        cp=2 ring|allgather
+        cp=4 wallfacer team=2 p2p_intra
+        cp=2 tp=2 zigzag degree=2
+        cp=4 double_ring per_node=2 degree=2 attention_boundary --context-parallel-layout striped
+        cp=2 dp=2 ulysses|zigzag
+        tp=2 cp=2 full
+        pp=2 dp=2 legacy_ddp --eval-interval 3
+        pp=2 tp=2 attention_boundary GPipe --eval-interval 3
+        dp=2 tp=2 ddp --eval-interval 3
+        dp=2 cp=2 fsdp copies=2 --eval-interval 3
+    """,
+    "gpt": "dp=2 allgather",
+    "linear": """
+        cp=2 lasp
+        dp=2 cp=2 lasp2 zero2
+    """,
+    "qwen3_5": """
+        tp=2 pp=2 none
+        cp=2 dp=2 exchange zero2
+    """,
+}
+SLOW_MESHES = {
+    "llama": """
+        cp=1|2|4 zigzag
+        cp=4 striped
+        tp=2 cp=1|2
+        dp=2 tp=2 legacy_ddp --eval-interval 3
+        dp=2 cp=2 zero1|zero2 --eval-interval 3
+        cp=1|4 ring|allgather
+        cp=4 ulysses
+        tp=4
+        tp=2 cp=2 attention_boundary
+    """,
+    "gpt": "dp=2 cp=2 zigzag",
+    "linear": """
+        lasp
+        dp=2 ddp none
+        dp=4 zero1 none
+    """,
+    "qwen3_5": """
+        dp=2 zero1 none
+        cp=3 zigzag
+        cp=2 tp=2 ring
+    """,
+}
+"""These have each part in a fast mesh too: a method, a strategy, a split of the model."""
 
 
 def rows():
-    """Yield kinds, meshes and iterations: four see what twenty do, whose rounding has longer to grow."""
-    for lines, slow in ((LLAMA, False), (SLOW_LLAMA, True)):
-        for case in cases_of(lines):
-            yield from (("llama", case, 4, slow), ("llama", case, 20, True))
-    yield from (("gpt", case_of(line), 5, "zigzag" in line) for line in ("dp=2 allgather", "dp=2 cp=2 zigzag"))
-    for lines, slow in ((LINEAR_CASES, False), (SLOW_LINEAR, True)):
-        yield from ((kind, case, 5, slow) for kind in LINEAR for case in cases_of(lines))
-    for lines, slow in ((DELTA_CASES, False), (SLOW_DELTA, True)):
-        yield from (("qwen3_5", case, 4, slow) for case in cases_of(lines))
+    """Yield kinds, meshes and iterations: four or five see what twenty do, whose rounding has longer to grow."""
+    for meshes, slow in ((MESHES, False), (SLOW_MESHES, True)):
+        for name, lines in meshes.items():
+            for kind, case in product(LINEAR if name == "linear" else [name], cases_of(lines)):
+                yield kind, case, 4 if name in ("llama", "qwen3_5") else 5, slow
+                if name == "llama":
+                    yield kind, case, 20, True
 
 
 def named(kind, case, iterations):
@@ -114,19 +121,42 @@ def one_process(default_data, tmp_path_factory):
     return trained
 
 
+def each_on_rank(rank, world_size, runs):
+    for name in apart(runs):
+        on_rank(rank, world_size, runs[name])
+
+
+@pytest.fixture(scope="module")
+def found(default_data, tmp_path_factory):
+    """The records of a run; all of as many ranks are trained in one go, the slow ones apart from the others."""
+
+    @cache
+    def trained(ranks, slow):
+        folder, runs = tmp_path_factory.mktemp("runs"), {}
+        for kind, case, iterations, is_slow in rows():
+            if (case.ranks, is_slow) == (ranks, slow):
+                save = folder / named(kind, case, iterations)
+                joined = ("--micro-batch-size", "2") if ranks == case.cp * case.tp else ()  # half of the collectives
+                flags = (*KINDS[kind][0], "--train-iters", str(iterations), *joined, *case.flags)
+                runs[save.name] = flags_of(default_data, "--save", str(save), *flags)
+        run_ranks(each_on_rank, ranks, runs, timeout=3 * PATIENCE)
+        return folder
+
+    def records(kind, case, iterations):
+        (slow,) = {is_slow for *row, is_slow in rows() if row == [kind, case, iterations]}
+        return read_metrics(trained(case.ranks, slow) / named(kind, case, iterations) / METRICS)
+
+    return records
+
+
 @pytest.mark.parametrize(
     ("kind", "case", "iterations"),
     [pytest.param(*row, marks=pytest.mark.slow if slow else (), id=named(*row)) for *row, slow in rows()],
 )
-def test_every_iteration_and_the_validation_equal_one_process(
-    kind, case, iterations, default_data, one_process, tmp_path
-):
+def test_every_iteration_and_the_validation_equal_one_process(kind, case, iterations, found, one_process):
     """Gradients are clipped, since their norm is above 1; two key-value heads: on tp 4 each is shared by two ranks."""
-    flags = ("--train-iters", str(iterations))
-    got, want = (
-        pretrain(case.ranks, default_data, tmp_path / "run", *KINDS[kind][0], *flags, *case.flags),
-        one_process(kind, *flags),
-    )
+    want = one_process(kind, "--train-iters", str(iterations))
+    got = found(kind, case, iterations)
     assert differences(got, want) <= BOUND
     assert got[-1]["validation_loss"] == pytest.approx(want[-1]["validation_loss"], rel=BOUND)
     assert want[0]["lm_loss"] > want[-1]["lm_loss"]
@@ -145,7 +175,7 @@ def test_every_iteration_and_the_validation_equal_one_process(
 def test_a_length_that_does_not_divide_is_padded_never_cut(kind, method, cp, default_data, one_process, tmp_path):
     """Padding of a GPT reaches up to position 255, and its table ends at 250."""
     odd = ("--train-iters", "3", "--seq-length", "251")
-    flags = (*KINDS[kind][0], *odd, "--context-parallel-method", method, "--context-parallel-size", str(cp))
+    flags = (*KINDS[kind][0], *odd, "--micro-batch-size", "2", *case_of(f"cp={cp} {method}").flags)
     got = pretrain(cp, default_data, tmp_path / "run", *flags)
     assert differences(got, one_process(kind, *odd)) <= BOUND
     assert got[-1]["consumed_tokens"] == 3 * 4 * 251
@@ -186,7 +216,6 @@ CHUNKS = "attention_boundary loss_chunk=100 ffn_chunk=100"
 @pytest.mark.parametrize(
     ("kind", "mesh", "others"),
     [
-        ("gpt", "cp=2", ("cp=1",)),
         pytest.param(
             "gpt",
             "cp=2 tp=2 attention_boundary loss_chunk=50 ffn_chunk=70",  # the biases of all projections are split

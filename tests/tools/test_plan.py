@@ -195,9 +195,9 @@ def profiled(rank, world_size, arguments, folder):
 def test_a_profile_runs_the_best_and_takes_the_fastest(default_data, tmp_path):
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
     path = tmp_path / "best.toml"
-    flags = ("--context-parallel-size", "4", "--profile", "--profile-top", "2", "--profile-iters", "1")
+    flags = ("--context-parallel-size", "2", "--profile", "--profile-top", "2", "--profile-iters", "1")
     arguments = [*TINY, *data, *flags, "--train-iters", "100", "--write", str(path)]
-    assert run_ranks(profiled, 4, arguments, str(tmp_path)) == [0] * 4
+    assert run_ranks(profiled, 2, arguments, str(tmp_path)) == [0] * 2
     out = (tmp_path / "out").read_text()
     assert "profiling 2 of 2: " in out
     rows = rows_of(out)
@@ -224,7 +224,7 @@ def measured_twice(rank, world_size, arguments):
 def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data, flags):
     """Both make groups of the same ranks, those that split heads or hold a copy of the shards."""
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
-    arguments = [*TINY, *data, "--context-parallel-size", "4", *flags]
+    arguments = [*TINY, *data, "--context-parallel-size", "4", "--micro-batch-size", "4", *flags]
     times = run_ranks(measured_twice, 4, arguments)
     assert times[0] == times[3]
     assert len(times[0]) == 2

@@ -67,7 +67,7 @@ def test_packed_rounds_cover_the_mask_once(method, causal, window):
     [
         ["--seq-length", "18"],
         ["--seq-length", "18", "--full", "--methods", "ring", "allgather"],
-        ["--seq-length", "18", "--size", "9"],
+        ["--seq-length", "18", "--size", "9", "--methods", "wallfacer"],
         ["--documents", "9", "4", "--window", "5", "--full", "--methods", "exchange", "--size", "2"],
     ],
 )

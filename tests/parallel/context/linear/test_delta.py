@@ -92,7 +92,7 @@ def attend_on_ranks(rank, world_size, cases, fault=None):
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 6))])
 def test_ranks_layouts_documents_and_schedules_are_exact_and_send_what_the_plan_says(world_size):
     cases = cases_of(world_size) if world_size > 1 else [(*case, "auto") for case in CASES]
     results = run_ranks(attend_on_ranks, world_size, cases)

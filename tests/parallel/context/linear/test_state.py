@@ -77,7 +77,7 @@ def all_cases():
     return [*exact, *((*case, torch.bfloat16) for case in cases if case[2] == 251)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_and_documents_are_exact(world_size):
     cases = all_cases()
     for case, got in zip(cases, run_ranks(attend_on_ranks, world_size, cases)[0], strict=True):

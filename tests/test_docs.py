@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from functools import cache
 
 import pytest
 
@@ -58,78 +59,73 @@ def anchors(page):
     return set(names)
 
 
-def broken_links(root):
+def broken_links(page, root):
     """Links to what the checkout lacks or to no heading of a page, and links of forms that are not looked up."""
-    for page in pages(root):
-        text = SPAN.sub("", prose(page))
-        for link in LINK.findall(text):
-            path, _, name = link.partition("#")
-            target = (page.parent / path).resolve() if path else page
-            if re.match(r"https?://[\w.-]+\.\w+(/|$)", link):
-                continue
-            known = target.exists() and target.is_relative_to(root.resolve()) and not path.startswith("/")
-            if not known or ("#" in link and (target.suffix != ".md" or name not in anchors(target))):
-                yield f"{page.relative_to(root)}: {link}"
-        rest = LINK.sub("", LINK.sub("", text))  # a picture may be a link's text
-        for other in re.findall(
-            r"\]\([^)]*\)?|\]\[.*?\]|^\[[^\]]+\]: .*|<(?:a|img)\b.*?>|<https?:.*?>", rest, flags=re.M
-        ):
-            yield f"{page.relative_to(root)}: {other}, which is not [text](target)"
+    text = SPAN.sub("", prose(page))
+    for link in LINK.findall(text):
+        path, _, name = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if re.match(r"https?://[\w.-]+\.\w+(/|$)", link):
+            continue
+        known = target.exists() and target.is_relative_to(root.resolve()) and not path.startswith("/")
+        if not known or ("#" in link and (target.suffix != ".md" or name not in anchors(target))):
+            yield link
+    rest = LINK.sub("", LINK.sub("", text))  # a picture may be a link's text
+    others = re.findall(r"\]\([^)]*\)?|\]\[.*?\]|^\[[^\]]+\]: .*|<(?:a|img)\b.*?>|<https?:.*?>", rest, flags=re.M)
+    yield from (f"{other}, which is not [text](target)" for other in others)
 
 
-def unknown_targets(root):
+def unknown_targets(page, root):
     known = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M))
-    for page in pages(root):
-        named = {target for line in code(page) for target in re.findall(r"(?:^|[;(] ?)make ([a-z][a-z-]*)", line)}
-        yield from (f"{page.relative_to(root)}: make {target}" for target in sorted(named - known))
+    named = {target for line in code(page) for target in re.findall(r"(?:^|[;(] ?)make ([a-z][a-z-]*)", line)}
+    return named - known
 
 
-def unknown_modules(root):
-    for page in pages(root):
-        for module in {name for line in code(page) for name in re.findall(r"-m ([a-z_][\w.]*\w)", line)}:
-            path = root / module.replace(".", "/")
-            if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
-                yield f"{page.relative_to(root)}: python -m {module}"
+def unknown_modules(page, root):
+    for module in {name for line in code(page) for name in re.findall(r"-m ([a-z_][\w.]*\w)", line)}:
+        path = root / module.replace(".", "/")
+        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
+            yield f"python -m {module}"
 
 
-def unknown_paths(root):
+def unknown_paths(page, root):
     """Files and folders of ours that a page names between backticks, or as a program or a --config."""
     tops = {path.name for path in root.iterdir() if path.is_dir()} - {"runs"}
-    for page in pages(root):
-        words = {
-            word for line in code(page) for word in re.findall(r"(?<![\w./-])[\w.-]+(?:/[\w.-]+)*/?(?![\w/<*])", line)
-        }
-        for word in sorted(words):
-            if re.search(r"(?<![A-Za-z])[A-Z]+(?![A-Za-z])", word.removesuffix("README.md")):
-                continue  # a name to put in: NAME, METHOD
-            ours = word.split("/")[0] in tops and "/" in word and not word.startswith("bench/results/")
-            if (ours or re.fullmatch(r"pretrain_\w+\.py", word)) and not (root / word).exists():
-                yield f"{page.relative_to(root)}: {word}"
+    words = r"(?<![\w./-])[\w.-]+(?:/[\w.-]+)*/?(?![\w/<*])"
+    for word in {word for line in code(page) for word in re.findall(words, line)}:
+        if re.search(r"(?<![A-Za-z])[A-Z]+(?![A-Za-z])", word.removesuffix("README.md")):
+            continue  # a name to put in: NAME, METHOD
+        ours = word.split("/")[0] in tops and "/" in word and not word.startswith("bench/results/")
+        if (ours or re.fullmatch(r"pretrain_\w+\.py", word)) and not (root / word).exists():
+            yield word
 
 
-def unknown_flags(root):
+@cache
+def sources(root):
+    """The text of every source but those of tests that are no programs: no page may take a flag from these."""
+    paths = [*root.glob("[a-z]*/**/*.py"), *root.glob("train/config/*.txt"), root / "Makefile"]
+    texts = ((path.is_relative_to(root / "tests"), path.read_text(encoding="utf-8")) for path in paths)
+    return "\n".join(text for of_tests, text in texts if not of_tests or "\n    run_command(main)" in text)
+
+
+def unknown_flags(page, root):
     """Flags that stand in no source, neither as they are nor as the field that they are made of."""
-    sources = [*root.glob("[a-z]*/**/*.py"), *root.glob("train/config/*.txt"), root / "Makefile"]
-    texts = {path: path.read_text(encoding="utf-8") for path in sources}
-    apart = (path.is_relative_to(root / "tests") and "\n    run_command(main)" not in texts[path] for path in sources)
-    text = "\n".join(texts[path] for path, test in zip(sources, apart, strict=True) if not test)
-    for page in pages(root):
-        named = {flag for line in code(page) for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)}
-        for flag in sorted(named - OTHERS_FLAGS):
-            field = flag[2:].replace("-", "_")
-            if flag not in text and not re.search(rf"^    ({field}|{field.removeprefix('no_')}): ", text, flags=re.M):
-                yield f"{page.relative_to(root)}: {flag}"
+    named = {flag for line in code(page) for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)}
+    for flag in named - OTHERS_FLAGS:
+        field = flag[2:].replace("-", "_")
+        made_of = rf"^    ({field}|{field.removeprefix('no_')}): "
+        if flag not in sources(root) and not re.search(made_of, sources(root), flags=re.M):
+            yield flag
 
 
-def unknown_imports(root):
+def unknown_imports(page, root):
     """The names that blocks of Python import from our modules, and that these do not have."""
     ours = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
-    for page in pages(root):
-        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
-            nodes = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
-            named = {(str(node.module), alias.name) for node in nodes for alias in node.names}
-            wrong = [one for one in sorted(named) if one[0].split(".")[0] in ours and not has(*one)]
-            yield from (f"{page.relative_to(root)}: {module}.{name}" for module, name in wrong)
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+        nodes = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+        for module, name in {(str(node.module), alias.name) for node in nodes for alias in node.names}:
+            if module.split(".")[0] in ours and not has(module, name):
+                yield f"{module}.{name}"
 
 
 def has(module, name):
@@ -139,19 +135,16 @@ def has(module, name):
         return False
 
 
-def stray_fences(root):
+def stray_fences(page, root):
     """Fences that open or close no block at a line's beginning: other checks would read its code as prose."""
-    for page in pages(root):
-        yield from (f"{page.relative_to(root)}: {line}" for line in prose(page).splitlines() if "```" in line)
+    return (line for line in prose(page).splitlines() if "```" in line)
 
 
-def wide_lines(root):
+def wide_lines(page, root):
     """Lines of prose over 120 characters: tables, code and the targets of links are as long as they must be."""
-    for page in (page for page in pages(root) if page.is_relative_to(root / "docs") or page.parent == root):
-        for line in prose(page).splitlines():
-            shown = SPAN.sub("", re.sub(r"\]\([^)]*\)", "]", line))
-            if len(shown) > WIDEST and not line.startswith("|"):
-                yield f"{page.relative_to(root)}: {line}"
+    for line in prose(page).splitlines() if page.is_relative_to(root / "docs") or page.parent == root else ():
+        if len(SPAN.sub("", re.sub(r"\]\([^)]*\)", "]", line))) > WIDEST and not line.startswith("|"):
+            yield line
 
 
 def long_readme(root):
@@ -187,26 +180,24 @@ def unlisted_commands(root):
     yield from (name for name in named if name not in page and name != "`make help`")
 
 
-CHECKS = [
-    broken_links,
-    unknown_targets,
-    unknown_modules,
-    unknown_paths,
-    unknown_flags,
-    unknown_imports,
-    stray_fences,
-    wide_lines,
-    long_readme,
-    wrong_defaults,
-    unlisted,
-    unlisted_commands,
-]
+OF_A_PAGE = (
+    *(broken_links, unknown_targets, unknown_modules, unknown_paths, unknown_flags, unknown_imports),
+    *(stray_fences, wide_lines),
+)
+OF_ALL = (long_readme, wrong_defaults, unlisted, unlisted_commands)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+def wrong(check, root):
+    """What a check finds, with the page where it is one of a page."""
+    if check in OF_ALL:
+        return [*check(root)]
+    return [f"{page.relative_to(root)}: {found}" for page in pages(root) for found in sorted(check(page, root))]
+
+
+@pytest.mark.parametrize("check", OF_A_PAGE + OF_ALL)
 def test_the_pages(check):
     assert len(pages(ROOT)) > 20
-    assert list(check(ROOT)) == []
+    assert wrong(check, ROOT) == []
 
 
 @pytest.mark.parametrize(
@@ -252,7 +243,7 @@ def test_what_is_wrong_is_seen(tmp_path, check, text):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(content)
-    assert list(check(tmp_path)) == []
+    assert wrong(check, tmp_path) == []
     (tmp_path / "README.md").write_text(text)
     if check is wrong_defaults:
         (tmp_path / "docs" / "start").mkdir()
@@ -262,4 +253,4 @@ def test_what_is_wrong_is_seen(tmp_path, check, text):
         (tmp_path / "docs" / "lost.md").touch()
     if check is unlisted_commands:
         (tmp_path / "tools" / "other.py").write_text('if __name__ == "__main__":\n    pass\n')
-    assert len(list(check(tmp_path))) == (2 if "configs" in text else 1)
+    assert len(wrong(check, tmp_path)) == (2 if "configs" in text else 1)

@@ -240,7 +240,7 @@ def linear_beside_the_limit(device: str, work: AttentionShape, limits: dict[str,
     """
     q, k, v, dout = work.tensors(device)
     log_decay = [-slope for slope in alibi_slopes(work.num_heads)]
-    ways: dict[str, Callable[..., Tensor]] = {"ours": lambda *x: linear_attention(*x, log_decay)[0]}
+    ways: dict[str, Callable[..., Tensor]] = {"ours": lambda q, k, v: linear_attention(q, k, v, log_decay)[0]}
     if importlib.util.find_spec("fla") is not None:
         from fla.ops.simple_gla import chunk_simple_gla
 

@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2158,
     "bench": 3125,
     "docs": 186,
-    "tests": 44290,
+    "tests": 44186,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -188,7 +188,7 @@ OF_ALL = (long_readme, wrong_defaults, unlisted, unlisted_commands)
 
 
 def wrong(check, root):
-    """What a check finds, with the page where it is one of a page."""
+    """List the findings of a check, after the page where it is one of a page."""
     if check in OF_ALL:
         return [*check(root)]
     return [f"{page.relative_to(root)}: {found}" for page in pages(root) for found in sorted(check(page, root))]

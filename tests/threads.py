@@ -20,10 +20,9 @@ from torch import Tensor
 from kernels.blocks import Keys, Rows
 from parallel.context.executor import Executor
 from parallel.context.geometry import Geometry
-from parallel.context.heads import HeadExchange
 from parallel.context.methods.base import Send
 from parallel.context.plan import Plan
-from parallel.context.transport import Arrival, Tensors, Transport
+from parallel.context.transport import Arrival, HeadExchange, Tensors, Transport
 
 PATIENCE = 20.0
 """Seconds that a rank waits for another."""

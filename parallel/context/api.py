@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.linear_attention import check, linear_attention
-from parallel.context.executor import Executor
-from parallel.context.heads import HeadExchange, StagedExecutor
+from parallel.context.executor import Executor, StagedExecutor
 from parallel.context.layout import ContextError, Window
 from parallel.context.linear.attention import DeltaAttention, DeltaHeads
 from parallel.context.linear.delta import DeltaExecutor
@@ -24,7 +23,7 @@ from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor
 from parallel.context.methods import LINEAR_METHODS, METHODS
 from parallel.context.plan import PLANS, Plan, PlanHandle, make_plan
-from parallel.context.transport import Transport
+from parallel.context.transport import HeadExchange, Transport
 
 
 class SoftmaxAttention:

@@ -8,8 +8,10 @@ Shapes: B batch, T local positions, H query heads, K key/value heads, D head wid
 ``[B, T, K, D]``. With Ulysses, T, H and K are those after the exchange of heads.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from math import gcd
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from parallel.context.circulation import Needed, Whole
 from parallel.context.layout import ContextError
 from parallel.context.plan import Plan, plan_of
 from parallel.context.traffic import Moves, Sizes
-from parallel.context.transport import Arrival, Tensors, Transport
+from parallel.context.transport import Arrival, HeadExchange, Tensors, Transport
 from runtime.tensors import Handles, differentiable
 
 
@@ -165,6 +167,97 @@ class Executor:
             return Needed(self.transport, plan.schedule(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)
         return Whole(self.transport, plan.rounds(self.rank, moves), self._holders, arrival)
+
+
+@dataclass(eq=False)
+class StagedExecutor(Executor):
+    """An executor of tensors before the exchange of heads, and exchanges some heads at a time (UPipe, arXiv 2602.21196).
+
+    Of U ranks each attends with H / (U * stages) query heads in a stage, so that exchanged tensors and the sums of the
+    attention take 1 / stages of the memory. Nothing exchanged is kept: the backward exchanges q, k, v, out and lse
+    again. Stages follow each other such that each KV head is exchanged once, for all queries that share it.
+    """
+
+    heads: HeadExchange
+    stages: int
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Return whether attention starts with an all-gather of k and v: only once a stage's are exchanged."""
+        return False
+
+    def forward(
+        self, plan: Plan, q: Tensor, keys: Keys, sinks: Tensor | None, scale: float, prefetch: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider; ``sinks`` ``[H]``."""
+        heads, out = self.heads, q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        for keys_of, stages in self._stages(q, keys.k):
+            own_keys = Keys(*(heads.to_heads(keys_of(x)) for x in keys))
+            for of in stages:
+                own = None if sinks is None else heads.own(of(sinks[None, None])[0, 0])
+                parts = super().forward(plan, heads.to_heads(of(q)), own_keys, own, scale)
+                of.put(out, heads.to_tokens(parts[0]))
+                of.put(lse, heads.to_tokens(parts[1][..., None])[..., 0])
+                del parts  # before the next stage allocates
+        return out, lse
+
+    def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
+        """Return dq, dk and dv in the dtypes of q, k and v."""
+        heads, (q, dout, out, lse) = self.heads, rows
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, *keys))
+        for keys_of, stages in self._stages(q, keys.k):
+            own_keys = Keys(*(heads.to_heads(keys_of(x)) for x in keys))
+            sums: list[Tensor] = []
+            for of in stages:
+                q_, dout_, out_, lse_ = (heads.to_heads(of(x)) for x in (q, dout, out, lse[..., None]))
+                own, *parts = super().backward(plan, Rows(q_, dout_, out_, lse_[..., 0]), own_keys, scale)
+                del q_, dout_, out_, lse_  # before the exchange and the next stage allocate
+                sums = (
+                    [a.add_(b) for a, b in zip(sums, parts, strict=True)] if sums else [x.to(lse.dtype) for x in parts]
+                )
+                del parts
+                of.put(dq, heads.to_tokens(own.to(q.dtype)))
+                del own
+            for gradient, total in zip((dk, dv), sums, strict=True):
+                keys_of.put(gradient, heads.to_tokens(total.to(gradient.dtype), keys_of.count))
+        return dq, dk, dv
+
+    def _stages(self, q: Tensor, k: Tensor) -> Iterator[tuple["_Heads", list["_Heads"]]]:
+        """Yield KV heads that are exchanged together, and the query heads of each stage that attends to them."""
+        ranks, heads, kv_heads = len(self.heads.ranks), q.shape[2], k.shape[2]
+        own = max(1, kv_heads // ranks)  # KV heads of a rank; with fewer than ranks, several share one
+        turns = gcd(self.stages, own)
+        shared = self.stages // turns
+        split = (ranks, turns, own // turns, shared, heads // (ranks * own * shared))
+        for turn in range(turns):
+            keys = _Heads((min(ranks, kv_heads), turns, own // turns, 1, 1), turn, 0)
+            yield keys, [_Heads(split, turn, index) for index in range(shared)]
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Some of the heads of all ranks: those at ``turn`` and ``index`` of heads split by rank, turn, KV head, index."""
+
+    split: tuple[int, ...]
+    turn: int
+    index: int
+
+    @property
+    def count(self) -> int:
+        return self.split[0] * self.split[2] * self.split[4]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Take these of all heads: ``[B, T, H, ...] -> [B, T, count, ...]``."""
+        return self._view(x).flatten(2, 4)
+
+    def put(self, into: Tensor, x: Tensor) -> None:
+        """Write these heads ``[B, T, count, ...]`` into their places in all of them."""
+        view = self._view(into)
+        view.copy_(x.view_as(view))
+
+    def _view(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, self.split).select(5, self.index).select(3, self.turn)
 
 
 def _dense(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:

@@ -1,4 +1,4 @@
-"""Transport: move tensors between ranks and count the bytes.
+"""Transport: move tensors between ranks, or exchange their heads, and count the bytes.
 
 Tokens are dimension 1 of every tensor here: ``[B, T, ...]``. Each transfer starts at once and returns a function that
 waits for it, so that the caller can compute meanwhile.
@@ -6,6 +6,7 @@ waits for it, so that the caller can compute meanwhile.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 from parallel.context.geometry import Geometry, gather_order
 from parallel.context.methods.base import Send
 from parallel.context.traffic import Traffic
+from runtime.tensors import Handles
 
 Tensors = tuple[Tensor, ...]
 Arrival = Callable[[], Tensors]
@@ -190,3 +192,81 @@ def _arrival(works: Sequence[dist.Work], tensors: Tensors) -> Arrival:
         return tensors
 
     return wait
+
+
+class HeadExchange:
+    """Exchange of heads (DeepSpeed Ulysses) between one rank and others, by default its head group.
+
+    An all-to-all in groups of U ranks goes from some tokens of all heads to all tokens of some, and back. With fewer KV
+    heads than ranks, several ranks get each head and their gradients are added. It is an operator of its own, so that
+    the backward has the exchanged q, k and v; so is the way back, so that recompute can keep its result.
+    """
+
+    def __init__(self, transport: Transport, ranks: tuple[int, ...] | None = None) -> None:
+        self.transport = transport
+        self.ranks = ranks or transport.geometry.head_group(transport.rank)
+        self.handle = _exchanges.add(self)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """Exchange [B, T, H, D] -> [B, U * T, max(1, H / U), D]; differentiable."""
+        return x if len(self.ranks) == 1 else torch.ops.longmesh.tokens_to_heads(x, len(self.ranks), self.handle)
+
+    def to_tokens(self, x: Tensor, heads: int | None = None) -> Tensor:
+        """Exchange [B, U * T, H / U, D] -> [B, T, H, D]; differentiable. ``heads`` is H, where it is less than U."""
+        if len(self.ranks) == 1:
+            return x
+        heads = heads or x.shape[2] * len(self.ranks)
+        return torch.ops.longmesh.heads_to_tokens(x, heads, len(self.ranks), self.handle)
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return the part of x [H] of the heads that this rank attends with; differentiable."""
+        return x.chunk(len(self.ranks))[self.ranks.index(self.transport.rank)]
+
+
+_exchanges: Handles[HeadExchange] = Handles()
+
+
+@torch.library.custom_op("longmesh::tokens_to_heads", mutates_args=())
+def _to_heads(x: Tensor, degree: int, handle: int) -> Tensor:
+    copies = max(1, degree // x.shape[2])
+    parts = x.repeat_interleave(copies, 2).unflatten(2, (degree, -1)) if copies > 1 else x.unflatten(2, (degree, -1))
+    exchange = _exchanges[handle]
+    parts = exchange.transport.exchange(parts.permute(2, 0, 1, 3, 4), exchange.ranks)  # [U, B, T, H / U, D]
+    return parts.transpose(0, 1).flatten(1, 2).contiguous()
+
+
+@_to_heads.register_fake
+def _(x: Tensor, degree: int, handle: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * degree, max(1, x.shape[2] // degree), x.shape[3])
+
+
+@torch.library.custom_op("longmesh::heads_to_tokens", mutates_args=())
+def _to_tokens(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
+    """Exchange back; with fewer ``heads`` than ranks, add the parts of each head: they are gradients."""
+    exchange = _exchanges[handle]
+    parts = exchange.transport.exchange(x.unflatten(1, (degree, -1)).transpose(0, 1), exchange.ranks)
+    joined = parts.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, T, heads, D]
+    if joined.shape[2] > heads:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return joined.unflatten(2, (heads, -1)).sum(3, dtype=wide).to(x.dtype)
+    return joined.contiguous()
+
+
+@_to_tokens.register_fake
+def _(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // degree, heads, x.shape[3])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *_, ctx.degree, ctx.handle = inputs
+    ctx.heads, ctx.exchange = x.shape[2], _exchanges[ctx.handle]  # keep it alive until the backward
+
+
+_to_heads.register_autograd(
+    lambda ctx, dx: (torch.ops.longmesh.heads_to_tokens(dx, ctx.heads, ctx.degree, ctx.handle), None, None),
+    setup_context=_save,
+)
+_to_tokens.register_autograd(
+    lambda ctx, dx: (torch.ops.longmesh.tokens_to_heads(dx, ctx.degree, ctx.handle), None, None, None),
+    setup_context=_save,
+)

@@ -19,7 +19,7 @@ from model.config import ModelConfig
 from model.language import LanguageModel
 from parallel.context import METHODS, make_plan
 from parallel.context.executor import Executor
-from parallel.context.heads import HeadExchange
+from parallel.context.transport import HeadExchange
 from runtime.errors import UserError
 from runtime.tensors import FORGET, cached_on_device
 from tests import threads

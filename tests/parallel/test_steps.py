@@ -19,9 +19,8 @@ from model.attention import HybridAttention, linear, sdpa
 from model.registry import build_model
 from parallel.context import Traffic, context_parallel
 from parallel.context.config import HybridConfig
-from parallel.context.heads import HeadExchange
 from parallel.context.linear import relayout
-from parallel.context.transport import Transport
+from parallel.context.transport import HeadExchange, Transport
 from parallel.data import DataParallelConfig, Strategy
 from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig

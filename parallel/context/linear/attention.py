@@ -8,12 +8,12 @@ from torch import Tensor
 
 from kernels.delta.convolution import check as check_convolution
 from kernels.delta.rule import check, forgetting
-from parallel.context.heads import HeadExchange
 from parallel.context.layout import ContextError
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
 from parallel.context.linear.segments import state_plan
 from parallel.context.plan import PLANS, Plan, PlanHandle
+from parallel.context.transport import HeadExchange
 from runtime.tensors import Handles
 
 

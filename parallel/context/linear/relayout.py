@@ -146,7 +146,7 @@ class InsideAttention:
         return self._masked[plan]
 
 
-# Operators, as in parallel/context/heads.py, so that recompute policies can keep the second's result.
+# Operators, as in parallel/context/transport.py, so that recompute policies can keep the second's result.
 _exchanges: Handles[Relayout] = Handles()
 
 

@@ -14,11 +14,11 @@ import torch
 
 from kernels import attention, cuda
 from kernels.blocks import Keys, Rows
-from parallel.context import Plan, heads, transport
-from parallel.context.executor import Executor
-from parallel.context.heads import HeadExchange, StagedExecutor
+from parallel.context import Plan, transport
+from parallel.context.executor import Executor, StagedExecutor
 from parallel.context.linear.relayout import Relayout
 from parallel.context.linear.state import StateExecutor
+from parallel.context.transport import HeadExchange
 
 
 class Group(NamedTuple):
@@ -140,12 +140,12 @@ def _merge(out, lse, block_out, block_lse):
 
 
 def _to_heads(self, x):
-    return x if len(self.ranks) == 1 else heads._to_heads._init_fn(x, len(self.ranks), self.handle)
+    return x if len(self.ranks) == 1 else transport._to_heads._init_fn(x, len(self.ranks), self.handle)
 
 
 def _to_tokens(self, x, count=None):
     count = count or x.shape[2] * len(self.ranks)
-    return x if len(self.ranks) == 1 else heads._to_tokens._init_fn(x, count, len(self.ranks), self.handle)
+    return x if len(self.ranks) == 1 else transport._to_tokens._init_fn(x, count, len(self.ranks), self.handle)
 
 
 def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.context import Traffic, context_parallel, heads
+from parallel.context import Traffic, context_parallel, executor
 from planner.recorder import Recorder
 from planner.rehearsal import fake_process_group
 from runtime.ranks import run_ranks
@@ -34,7 +34,7 @@ STAGES = {  # method, options, heads, KV heads, stages
 def in_stages(rank, world_size, dtype, *, wrong=False):
     """[out, dq, dk, dv, dsinks] of each case, without stages and in stages; what is sent is what the plan says."""
     if wrong:  # every stage attends with its rank's first heads
-        heads._Heads._view = lambda self, x: x.unflatten(2, self.split).select(5, 0).select(3, 0)
+        executor._Heads._view = lambda self, x: x.unflatten(2, self.split).select(5, 0).select(3, 0)
     found = []
     for method, options, count, kv_count, stages in STAGES[world_size]:
         generator = torch.Generator().manual_seed(5)

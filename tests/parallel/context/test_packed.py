@@ -7,7 +7,7 @@ import torch
 
 from parallel.context import METHODS
 from parallel.context.circulation import Needed
-from parallel.context.heads import HeadExchange
+from parallel.context.transport import HeadExchange
 from runtime.ranks import run_ranks
 from tests.parallel.context.attended import DOCUMENTS, Masked, Ranks, attended, check, error, truth
 

@@ -171,7 +171,7 @@ class Executor:
 
 @dataclass(eq=False)
 class StagedExecutor(Executor):
-    """An executor of tensors before the exchange of heads, and exchanges some heads at a time (UPipe, arXiv 2602.21196).
+    """Softmax attention that exchanges heads itself, some at a time (UPipe, arXiv 2602.21196), there and back.
 
     Of U ranks each attends with H / (U * stages) query heads in a stage, so that exchanged tensors and the sums of the
     attention take 1 / stages of the memory. Nothing exchanged is kept: the backward exchanges q, k, v, out and lse

@@ -48,7 +48,7 @@ BUDGET = {
     "entry": 250,
     "model": 4910,
     "kernels": 4259,
-    "parallel": 8114,
+    "parallel": 8102,
     "checkpoint": 1439,
     "data": 4523,
     "train": 5640,
@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2158,
     "bench": 3125,
     "docs": 186,
-    "tests": 44186,
+    "tests": 44184,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

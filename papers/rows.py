@@ -138,25 +138,6 @@ def _text(head: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def as_text(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str:
-    """Format a table in aligned columns, with its source, its hardware and what its columns are."""
-    (head, cells), made = flat(rows), stamp()
-    body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
-    hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
-    about = [
-        f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
-        f"Made by `{command}` on {made['date']}, commit {made['commit']}.",
-        sheet.about,
-    ]
-    prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
-    broken = [wrap(name, max(map(len, name.split()))) for name in head]  # names of columns, below each other
-    tallest = max(map(len, broken))
-    above = list(zip(*([*[""] * (tallest - len(lines)), *lines] for lines in broken), strict=True))
-    table = aligned([*above, *body], range(len(rows[0].of)))
-    table += ["", sheet.summary(rows)] if sheet.summary else []
-    return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n"
-
-
 def as_csv(rows: Sequence[Row], made: str) -> str:
     """Format a table with a line per row, and last who ``made`` it."""
     head, cells = flat(rows)
@@ -306,7 +287,21 @@ def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> l
     rows = [_with_runs(row, args.runs / paper / sheet.name) for row in rows]
     command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measures}"
     if not args.json:
-        print(as_text(sheet, rows, source, command))
+        (head, cells), made = flat(rows), stamp()
+        body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
+        hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
+        about = [
+            f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
+            f"Made by `{command}` on {made['date']}, commit {made['commit']}.",
+            sheet.about,
+        ]
+        prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
+        broken = [wrap(name, max(map(len, name.split()))) for name in head]  # names of columns, below each other
+        tallest = max(map(len, broken))
+        above = list(zip(*([*[""] * (tallest - len(lines)), *lines] for lines in broken), strict=True))
+        table = aligned([*above, *body], range(len(rows[0].of)))
+        table += ["", sheet.summary(rows)] if sheet.summary else []
+        print("\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n")
     if args.results and sheet.writes:
         write(args.results / f"{paper}_{sheet.name}", sheet, rows)
     return rows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.api import load_model
-from checkpoint.manifest import CheckpointError, checkpoint_folder, read_manifest
+from checkpoint.manifest import CheckpointError, read_manifest
 from checkpoint.search import checkpoint_of
 from data.latents.dataset import Vae
 from model.registry import architecture_of
@@ -84,9 +84,21 @@ def main(argv: list[str]) -> None:
 def _draw(
     config: DiTRunConfig, mesh: Mesh, args: argparse.Namespace, sampling: SamplingConfig, classes: Sequence[int]
 ) -> None:
-    """Load, draw and write; nothing of the model outlives the call. Collective."""
-    sampler, iteration = load_sampler(config, mesh, args.load, sampling, args.seed, args.ckpt_step, args.no_ema)
-    folder = args.output or args.load / "samples" / f"drawn_{iteration:07d}"
+    """Load averaged weights, or trained ones where asked or where there are no averages, draw and write; collective.
+
+    Nothing of the model outlives the call. Raises CheckpointError: there is no such checkpoint, or its samples hold NaN
+    or infinity.
+    """
+    checkpoint = checkpoint_of(args.load, args.ckpt_step)
+    averaged = bool(config.ema.ema_decay) and not args.no_ema
+    with raise_together():
+        if averaged and AVERAGED not in read_manifest(checkpoint).extra:
+            fix = "give --no-ema to take these as trained"
+            raise CheckpointError(f"{checkpoint} keeps no averages of the weights; {fix}")
+    resolved, section = resolve(config, mesh), "ema" if averaged else "model"
+    loaded = load_model(checkpoint, resolved.parts[0], architecture_of(config.model), section=section)
+    sampler = Sampler(resolved, diffusion_of(config), sampling, args.seed)
+    folder = args.output or args.load / "samples" / f"drawn_{loaded.iteration:07d}"
     with raise_together():
         if is_first():
             check_writable(folder, "output")
@@ -95,7 +107,12 @@ def _draw(
             vae.check(config.model.latent_shape)
     latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
     with raise_together():
-        check_finite(latents, checkpoint_folder(args.load, iteration), sampling.guidance)
+        if broken := not_finite(latents):
+            raise CheckpointError(
+                f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} samples: its training "
+                f"diverged, or guidance {sampling.guidance} is too large; take an earlier checkpoint or a smaller "
+                "--guidance"
+            )
         if is_first():
             _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
 
@@ -103,40 +120,6 @@ def _draw(
 def config_of(run: Path) -> DiTRunConfig:
     """Load the configuration of the run in a folder, for bf16 or float32. Raises ConfigError."""
     return replace(load_config(config_file(run)), float8=Float8Config())
-
-
-def load_sampler(
-    config: DiTRunConfig,
-    mesh: Mesh,
-    run: Path,
-    sampling: SamplingConfig,
-    seed: int,
-    step: int | None = None,
-    no_ema: bool = False,
-) -> tuple[Sampler, int]:
-    """Return a sampler of a run's newest whole checkpoint, or of iteration `step`, and the checkpoint's iteration.
-
-    Takes the averaged weights, or the trained ones with `no_ema` or without averages. Collective. Raises
-    CheckpointError.
-    """
-    folder = checkpoint_of(run, step)
-    averaged = bool(config.ema.ema_decay) and not no_ema
-    with raise_together():
-        if averaged and AVERAGED not in read_manifest(folder).extra:
-            raise CheckpointError(f"{folder} keeps no averages of the weights; give --no-ema to take these as trained")
-    resolved = resolve(config, mesh)
-    section = "ema" if averaged else "model"
-    iteration = load_model(folder, resolved.parts[0], architecture_of(config.model), section=section).iteration
-    return Sampler(resolved, diffusion_of(config), sampling, seed), iteration
-
-
-def check_finite(latents: Tensor, checkpoint: Path, guidance: float) -> None:
-    """Raise CheckpointError if samples hold NaN or infinity."""
-    if broken := not_finite(latents):
-        raise CheckpointError(
-            f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} samples: its training "
-            f"diverged, or guidance {guidance} is too large; take an earlier checkpoint or a smaller --guidance"
-        )
 
 
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:

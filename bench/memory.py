@@ -36,7 +36,7 @@ from runtime.errors import UserError
 from runtime.machine import describe
 from runtime.ranks import run_ranks
 from tools.common.arguments import one_line_errors, parser_for, run_command
-from tools.common.cases import command_of
+from tools.common.cases import case_of
 from tools.common.report import Column, Table
 from tools.fit import parsed
 from train.assemble import build_runner
@@ -78,9 +78,15 @@ def lines_of(text: str, only: str = "") -> list[str]:
 
 
 def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
-    """Return the processes and the flags of a case. Raises UserError: as ``command_of``."""
-    processes, flags = command_of(line, {name: own.split() for name, own in models.items()})
-    return processes, " ".join(flags)
+    """Return the processes and the flags of a case whose first word names a model.
+
+    Raises UserError: there is no such model, or as ``case_of``.
+    """
+    model, _, words = line.partition(" ")
+    if model not in models:
+        raise UserError(f"{line!r} begins with {model!r}, which is no model; use {', '.join(models)}")
+    case = case_of(words)
+    return case.ranks, " ".join([models[model], *case.flags])
 
 
 def configured(flags: str) -> tuple[Any, Any]:

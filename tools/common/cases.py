@@ -4,7 +4,6 @@ A word is the name of a method, a sharding strategy, a pipeline's schedule or wh
 field of ``Case``. Flags may follow, from the first that begins with "--".
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any, get_args, get_type_hints
@@ -141,15 +140,3 @@ def _choices(word: str) -> list[str]:
     first, *others = word.split("|")
     name, equals, _ = first.partition("=")
     return [first, *(one if "=" in one or not equals else f"{name}={one}" for one in others)]
-
-
-def command_of(line: str, models: Mapping[str, Sequence[str]]) -> tuple[int, list[str]]:
-    """Return the processes and the command line of a case whose first word names a model, and that one's own flags.
-
-    Raises UserError: there is no such model, or as ``case_of``.
-    """
-    model, _, words = line.partition(" ")
-    if model not in models:
-        raise UserError(f"{line!r} begins with {model!r}, which is no model; use {', '.join(models)}")
-    case = case_of(words)
-    return case.ranks, [*models[model], *case.flags]

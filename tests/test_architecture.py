@@ -55,12 +55,12 @@ BUDGET = {
     "planner": 3091,
     "runtime": 2416,
     "slurm": 335,
-    "tools": 4879,
+    "tools": 4849,
     "parity": 689,
-    "papers": 2158,
-    "bench": 3125,
+    "papers": 2153,
+    "bench": 3131,
     "docs": 186,
-    "tests": 44184,
+    "tests": 44185,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

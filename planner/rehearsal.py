@@ -168,12 +168,20 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
             del received, out
             continue
         set_gradient_sync(part, action == "B" and index == count - 1, config.data_parallel.strategy)
+        at = waiting.pop((stage, index))
         if action == "I":
-            waiting[stage, index] = _to_inputs(stage, part, waiting.pop((stage, index)))
-        else:
-            _backward(part, waiting.pop((stage, index)))
-            if config.pipeline.splits_backward:
-                widen_gradients(part)
+            waiting[stage, index] = _to_inputs(stage, part, at)
+            del at
+            continue
+        if at.groups is None:
+            at.out.backward(torch.ones_like(at.out) if at.gradient is None else at.gradient)
+        else:  # its input has its gradient already
+            from torch.distributed.pipelining._backward import stage_backward_weight
+
+            stage_backward_weight(part.parameters(), at.groups)
+        del at
+        if config.pipeline.splits_backward:
+            widen_gradients(part)
     for one in runner.stages if runner else ():
         one.perform_reduce_grad(1)
     return count
@@ -187,16 +195,6 @@ def _to_inputs(stage: int, part: nn.Module, at: _Waiting) -> _Waiting:
     if stage:
         _, groups = stage_backward_input([at.out], [gradient], [at.received], part.parameters())
     return at._replace(gradient=gradient, groups=groups)
-
-
-def _backward(part: nn.Module, at: _Waiting) -> None:
-    """Go back to a stage's weights, and to its input where that has not been done."""
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
-    if at.groups is None:
-        at.out.backward(torch.ones_like(at.out) if at.gradient is None else at.gradient)
-    else:
-        stage_backward_weight(part.parameters(), at.groups)
 
 
 def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> list[Tensor]:

@@ -150,12 +150,11 @@ def in_the_entry(rank, world_size, arguments):
 
 
 def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path):
-    """Four iterations by torch, two by each around a checkpoint, and four by apex: equal in all but times."""
+    """Four iterations by torch, and two by each around a checkpoint: equal in all but times."""
     records = []
     for name, starts in (
         ("torch", {"torch": []}),
         ("turns", {"torch": ["--exit-interval", "2"], "apex": ["--load", str(tmp_path / "turns")]}),
-        ("apex", {"apex": []}),
     ):
         save = str(tmp_path / name)
         for backend, more in starts.items():
@@ -165,7 +164,7 @@ def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path)
         lines = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
         records.append([{key: line.get(key) for key in ("iteration", "lm_loss", "grad_norm")} for line in lines])
     assert len([line for line in records[0] if line["lm_loss"]]) >= 4
-    assert records[1] == records[2] == records[0]
+    assert records[1] == records[0]
 
 
 def test_no_gradient_is_no_step(stub):

@@ -99,7 +99,7 @@ class AttentionCost:
         return self._overlapped([*zip(computing, self._in_transit(moves), strict=True)], waited)
 
     def _in_transit(self, moves: Moves | None) -> list[float]:
-        """Return the seconds of what is in transit in every round, and after the last."""
+        """Return the seconds that transfers take in every round, and after the last."""
         if self.plan.sparse:
             return list(map(self._transfer, slots(self.plan, self.of, moves or "kv", gradients=moves is not None)))
         found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(self.plan.geometry.rounds) + 1)]
@@ -192,7 +192,7 @@ def _joint(collective: Message) -> Sent:
 
 
 def slots(plan: Plan, of: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:
-    """Return what is in transit in every round of a forward or (``gradients``) a backward, and after the last.
+    """Return the messages under way in every round of a forward or (``gradients``) a backward, and after the last.
 
     Only the rows that a query sees travel: packed documents, windows, exchange. A parcel's bytes are spread over the
     rounds until the one that needs it.
@@ -220,7 +220,7 @@ def needed_of_all(plan: Plan, of: Sizes, moves: Moves | None, ranks_per_node: in
 
 @lru_cache(maxsize=4096)
 def backward_buffers(plan: Plan, of: Sizes, moves: Moves) -> int:
-    """Count a backward's buffers: what a block's kernel gives, and what circulates or is gathered, and its gradients.
+    """Count the bytes of a backward's buffers: a kernel's outputs, circulating or gathered tensors, their gradients.
 
     Of what circulates one is held and one in transit; of gradients, from the third round on, also what was sent before.
     Gathered, they are there as sums and as what is sent. In stages of heads they are a stage's, with what it exchanges

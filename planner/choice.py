@@ -1,4 +1,4 @@
-"""Choices that a run leaves to the planner: ``auto`` for its method and a hybrid's layout; ``--allow-resize`` its mesh.
+"""Settings that a run leaves to the planner: method and layout ``auto``, and the mesh under ``--allow-resize``.
 
 A run on other processes than its mesh's sizes are for goes on with the same global batch and samples.
 """
@@ -20,7 +20,7 @@ from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
 from planner.delta_cost import fastest_schedule
 from planner.levers import settings
-from planner.search import Candidate, arrangements, nothing_left, numbers, rank, suits
+from planner.search import Candidate, arrangements, cost_inputs, nothing_left, rank, suits
 from planner.step_cost import delta_cost
 from planner.workload import known_documents, layout_seconds
 from runtime.errors import UserError
@@ -109,7 +109,7 @@ def with_schedule(config: Config, cluster: Cluster | None = None) -> Config:
         cluster = cluster or cluster_of(config)
     except ClusterError:
         return config
-    work, plan, _ = numbers(config, pp * cp * tp, cluster, known_documents(config))
+    work, plan, _ = cost_inputs(config, pp * cp * tp, cluster, known_documents(config))
     schedule = fastest_schedule(delta_cost(work, plan, cluster, tp))
     return replace(config, context=replace(context, delta_rule_schedule=schedule))
 
@@ -172,7 +172,7 @@ def recorded(config: CommonConfig) -> int | None:
 
 
 def _chosen(asked: C, processes: int, validate: Callable[[C, int], None]) -> tuple[int, C, str]:
-    """Return full_world_size, the configuration for these processes, and a line that says why if it is another."""
+    """Choose for these processes: return full_world_size, the configuration, and a line if its mesh is another."""
     full = asked.mesh.full_world_size or recorded(asked)
     if full is None and not asked.checkpoint.finetune and (Path(asked.checkpoint.load or "") / CONFIG).is_file():
         raise ConfigError(

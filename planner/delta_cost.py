@@ -60,7 +60,7 @@ class DeltaShape(NamedTuple):
         return self.heads * self.key_dim * self.value_dim
 
     def results(self, plan: Plan, batch: int, element_size: int) -> list[float]:
-        """Return bytes per token of what the rule's operator returns: states, Q and the output.
+        """Return the bytes per token of the operator's outputs: states, Q and the output.
 
         States are those before each slab of chunks, and the last. Q is what a state that comes later adds to the
         outputs of tokens that do not wait for it.
@@ -70,7 +70,7 @@ class DeltaShape(NamedTuple):
         return [states, 4 * wide_share(plan) * self.heads * self.key_dim, element_size * self.outputs]
 
     def activations(self, plan: Plan, batch: int, element_size: int, normed: float) -> float:
-        """Return bytes per token that it keeps for a backward with what is around it.
+        """Return the bytes per token that the rule and the modules around it keep for a backward.
 
         q, k and v before and after the convolution and the activation, queries and keys normalised, in float32 and in
         their dtype; the output before and after its norm, which keeps ``normed`` copies, its gate, and both together;
@@ -95,7 +95,7 @@ class DeltaShape(NamedTuple):
 
 
 def wide_share(plan: Plan) -> float:
-    """Return the most of a rank's positions that are computed before their state arrives."""
+    """Return the largest share of a rank's positions that is computed before its state arrives."""
     each = (parts(plan, rank).wide for rank in range(plan.size))
     return max(sum(segment.length for part in wide for segment in part.segments) for wide in each) / plan.local_len
 

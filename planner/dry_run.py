@@ -1,4 +1,4 @@
-"""`--dry-run` of either entry: what a run would take and send, found in one process, and the command that starts it."""
+"""`--dry-run` of either entry: a run's memory, traffic and predicted time from one process, and its command."""
 
 import math
 import os
@@ -38,7 +38,7 @@ ALIKE = ("zigzag", "striped", "ulysses")
 def dry_run(
     arguments: Sequence[str], config: Any, entry: str, validate: Callable[[Any, int], None], build: Build[Any]
 ) -> list[Rehearsal]:
-    """Check a run of ``config`` and print what it would take; return that by rank.
+    """Check a run of ``config`` and print its memory, traffic and time; return the first two by rank.
 
     The first rank of each pipeline stage is run and, where context-parallel ranks have unequal work, the last one of
     the first stage. Ranks of dp and tp have the same.
@@ -154,7 +154,7 @@ def verdict(found: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
 
 
 def tightly(count: float, cluster: Cluster) -> str:
-    """Return words to add where so many bytes fit, and leave too little."""
+    """Return a warning to append where so many bytes fit and leave an allocator too little."""
     return ", which leaves less than the tenth that an allocator may need" * (count > ROOM * 1e9 * cluster.memory_gb)
 
 

@@ -80,7 +80,7 @@ class Tape(NamedTuple):
 
 
 def key_of(func: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what two calls have in common that do the same: fake tensors count by their layout."""
+    """Return a call's key: calls of equal keys do the same. Fake tensors count by their layout."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     def one(x: Any) -> Any:
@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Take what is made within the block, and is there at its end, for what a backward needs."""
+        """Count storages that the block makes and leaves as activations kept for a backward."""
         first = len(self._sizes)
         yield
         self.kept |= {number: size for number, size in enumerate(self._sizes) if size and number >= first}

@@ -55,7 +55,7 @@ class Weighed(NamedTuple):
     """A configuration as the cost model takes it, and the bytes of its busiest rank by cause, and on the host."""
 
     config: AnyConfig
-    shape: tuple[StepShape, Plan, Arrangement]
+    inputs: tuple[StepShape, Plan, Arrangement]
     memory: dict[str, float]
     host: float
 
@@ -71,7 +71,7 @@ class Weighed(NamedTuple):
 
     def predicted(self, cluster: Cluster) -> Prediction:
         """Predict the time too, which takes far longer."""
-        work, plan, arranged = self.shape
+        work, plan, arranged = self.inputs
         cluster = cluster.running(self.config.context.attention_backend, self.config.packed)
         seconds, links = step_seconds(with_softmax_layers(work, self.config, cluster), plan, arranged, cluster)
         return Prediction(seconds, self.memory, links, self.host)
@@ -82,8 +82,8 @@ def weigh(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple
 
     ``documents`` are those of a typical micro-batch, where documents attend apart.
     """
-    shape = numbers(config, world_size, cluster, documents)
-    return Weighed(config, shape, memory_of(*shape), pinned(*shape))
+    inputs = cost_inputs(config, world_size, cluster, documents)
+    return Weighed(config, inputs, memory_of(*inputs), pinned(*inputs))
 
 
 def predicted(
@@ -93,7 +93,7 @@ def predicted(
     return weigh(config, world_size, cluster, documents).predicted(cluster)
 
 
-def numbers(
+def cost_inputs(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> tuple[StepShape, Plan, Arrangement]:
     """Return the configuration as the cost model takes it."""

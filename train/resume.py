@@ -217,7 +217,7 @@ def settings(config: CommonConfig) -> dict[str, object]:
 
 
 def changes(config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]) -> dict[str, str]:
-    """Return, by name, what is said of each setting and file that changed, with the flag that keeps the old value."""
+    """Describe, by name, each setting and file that changed, with the flag that keeps the old value."""
 
     def changed(kind: str, here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         before = extra.get(kind, {})

@@ -240,7 +240,7 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
 
 
 def _copy_hf_files(given: CheckpointConfig, folder: Path) -> None:
-    """Take over what an imported model came with from what this run begins with; it is exported with it."""
+    """Copy the files that an imported model came with from this run's source, so that an export has them."""
     source = given.hugging_face or Path(given.load or "") / HF_FOLDER
     if given.load is not None and source.is_dir() and not (folder / HF_FOLDER).exists():
         with new_folder(folder / HF_FOLDER) as draft:

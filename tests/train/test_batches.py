@@ -44,12 +44,9 @@ def test_an_error_is_raised_where_its_item_is_taken(bad):
     assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
-def test_an_item_that_is_not_taken_raises_nothing():
+def test_an_item_that_is_not_taken_raises_nothing_and_no_more_is_made_than_there_is():
     with Prefetcher(items([], 1), CPU) as ahead:
         assert next(ahead) == 0
-
-
-def test_no_more_is_made_than_there_is():
     made = []
     with Prefetcher(islice(items(made), 2), CPU) as ahead:
         assert list(ahead) == [0, 1]

@@ -104,7 +104,7 @@ def norms_of_shards(rank, world_size):
 
 def test_norm_over_shards_is_the_whole_gradients():
     exact = exact_norm()
-    for size in (1, 2, 3):
+    for size in (1, 3):
         for norm, single, clipped in run_ranks(norms_of_shards, size):
             assert norm == pytest.approx(exact, rel=1e-12)
             assert clipped == pytest.approx(0.5, rel=1e-6)

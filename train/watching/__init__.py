@@ -1,4 +1,4 @@
-"""The moments of training: one small interface of what stands beside the step, listed in the order of the calls."""
+"""Watchers stand beside the training step: their one small interface, its moments in the order of the calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

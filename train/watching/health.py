@@ -34,7 +34,7 @@ class TrainingError(UserError):
 
 
 def read_failures(path: Path) -> list[dict[str, Any]]:
-    """Read a file of failures, but for a last line that a crash cut. Raises TrainingError for what no run writes."""
+    """Read a file of failures without a last line that a crash cut. Raises TrainingError if it is not a run's."""
     *lines, _ = read_regular(path).split("\n") if path.exists() else [""]
     try:
         failures = [json.loads(line) for line in lines]

@@ -52,7 +52,7 @@ BUDGET = {
     "checkpoint": 1439,
     "data": 4523,
     "train": 5640,
-    "planner": 3091,
+    "planner": 3089,
     "runtime": 2416,
     "slurm": 335,
     "tools": 4849,
@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2153,
     "bench": 3131,
     "docs": 186,
-    "tests": 44185,
+    "tests": 44177,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

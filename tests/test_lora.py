@@ -45,7 +45,7 @@ KINDS = {
         linear_key_head_dim=12,
     ),
 }
-LORA = ("--lora-rank", "4", "--lora-alpha", "6")
+LORA = ("--lora-rank", "4", "--lora-alpha", "6", "--micro-batch-size", "2")
 BOUND = 1e-5
 
 

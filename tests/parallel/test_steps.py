@@ -163,17 +163,23 @@ def test_a_step_over_ranks_is_that_of_one_process(name):
             check_step(got, one_process(case.kind), case)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "olmo3"])
+LOCAL_ROPE = ("gemma3", "olmo3")
+
+
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_a_step_with_two_ropes_and_norms_of_branches_is_that_of_one_process(kind, ranks):
+def test_a_step_with_two_ropes_and_norms_of_branches_is_that_of_one_process(ranks):
     """Relative to the largest gradient: those before a norm of a branch are large where its weights are small."""
     tp, cp, other = (1, 3, "striped") if ranks == 3 else (2, 2, "zigzag")
-    cases = [Case(kind, method, tp, cp) for method in ("exchange", other)]
-    bound = 2e-6 * max(gradient.abs().max().item() for gradient in one_process(kind).gradients.values())
+    cases = [Case(kind, method, tp, cp) for kind in LOCAL_ROPE for method in ("exchange", other)]
     for result in run_ranks(steps, ranks, cases):
         for case, (got, _) in zip(cases, result, strict=True):
-            assert abs(got.loss - one_process(kind).loss) < LOSS, case
-            assert difference(got, one_process(kind)) < bound, case
+            want = one_process(case.kind)
+            assert abs(got.loss - want.loss) < LOSS, case
+            assert difference(got, want) < 2e-6 * max(x.abs().max().item() for x in want.gradients.values()), case
+
+
+def of_each_kind(rank, world_size, found):
+    return [found(rank, world_size, kind) for kind in LOCAL_ROPE]
 
 
 PACKED = (0, 7, 8, 30, 41)
@@ -209,19 +215,19 @@ def packed():
     return tokens, torch.cat([torch.arange(end - start) for start, end in pairwise(PACKED)])[None]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "olmo3"])
-def test_packed_documents_over_three_ranks_are_each_document_alone(kind):
+def test_packed_documents_over_three_ranks_are_each_document_alone():
     """And the layers with a window send less than those that see all."""
-    model, tokens = plain(MODELS[kind]), packed()[0]
-    parts, labels = ([*x.split([b - a for a, b in pairwise(PACKED)], 1)] for x in (tokens, tokens.roll(-1, 1)))
-    want = sum(cross_entropy_sum(model(part), label)[0] for part, label in zip(parts, labels, strict=True))
-    want.backward()
-    wanted = gradients_of(model)
-    bound = 2e-6 * max(x.abs().max().item() for x in wanted.values())
-    for loss, gradients, sent, planned in run_ranks(packed_step, 3, kind):
-        assert abs(loss - want.item()) < 2e-6 * want.item()
-        assert max((gradients[name] - wanted[name]).abs().max().item() for name in wanted) < bound
-        assert sent == planned > 0
+    for kind, *of_ranks in zip(LOCAL_ROPE, *run_ranks(of_each_kind, 3, packed_step), strict=True):
+        model, tokens = plain(MODELS[kind]), packed()[0]
+        parts, labels = ([*x.split([b - a for a, b in pairwise(PACKED)], 1)] for x in (tokens, tokens.roll(-1, 1)))
+        want = sum(cross_entropy_sum(model(part), label)[0] for part, label in zip(parts, labels, strict=True))
+        want.backward()
+        wanted = gradients_of(model)
+        bound = 2e-6 * max(x.abs().max().item() for x in wanted.values())
+        for loss, gradients, sent, planned in of_ranks:
+            assert abs(loss - want.item()) < 2e-6 * want.item(), kind
+            assert max((gradients[name] - wanted[name]).abs().max().item() for name in wanted) < bound, kind
+            assert sent == planned > 0
 
 
 def halo(rank, world_size, kind):
@@ -234,14 +240,12 @@ def halo(rank, world_size, kind):
     return cp.transport.traffic.total
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "olmo3"])
-def test_layers_with_a_window_send_its_halo_alone(kind):
+def test_layers_with_a_window_send_its_halo_alone():
     """Keys and values of the 5 tokens before a rank's own, to it in the forward, again and back in the backward."""
-    model = MODELS[kind]
-    row = 2 * model.query_groups * model.head_dim * 4
-    found = run_ranks(halo, 3, kind)
-    forward = 2 * 5 * row * model.num_layers  # from ranks 0 and 1
-    assert sum(found) == 3 * forward
+    for kind, *of_ranks in zip(LOCAL_ROPE, *run_ranks(of_each_kind, 3, halo), strict=True):
+        row = 2 * MODELS[kind].query_groups * MODELS[kind].head_dim * 4
+        forward = 2 * 5 * row * MODELS[kind].num_layers  # from ranks 0 and 1
+        assert sum(of_ranks) == 3 * forward, kind
 
 
 def test_a_kept_state_is_not_passed_on_again():

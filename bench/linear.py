@@ -2,7 +2,7 @@
 
 Three ways to attend, each to one causal sequence of the same q, k and v:
 
-    chunked   linear attention with decay, 64 tokens at a time (kernels/linear_scan.py): what trains
+    chunked   linear attention with decay, 64 tokens at a time (kernels/linear_attention.py): what trains
     naive     the same numbers from all T x T scores at once (kernels/reference.py)
     softmax   torch's scaled_dot_product_attention, which never holds all scores but computes every one
 
@@ -29,8 +29,7 @@ from bench.harness import forward_backward
 from bench.lengths import by_length, overtaking
 from bench.shapes import AttentionShape
 from kernels import reference
-from kernels.linear_attention import linear_attention
-from kernels.linear_scan import SCAN_CHUNK
+from kernels.linear_attention import SCAN_CHUNK, linear_attention
 from model.attention import sdpa
 from model.linear import alibi_slopes
 from tools.common.arguments import one_line_errors, run_command

@@ -12,11 +12,12 @@ Everything is one scan over the tokens (``Scan``); gradients are scans of other 
 The result is linear in the incoming state, so a rank that holds part of a sequence computes all but ``from_state``
 before the state of earlier ranks arrives.
 
-Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]``, states ``[B, H, D, E]`` in float32 or wider.
+Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]``, states ``[B, H, D, E]`` in float32 or wider; N chunks of C tokens.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -24,17 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import linear_scan, reference
-from kernels.linear_scan import rates_of
+from kernels import reference
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
-from runtime.tensors import differentiable
+from runtime.tensors import cached_on_device, constants, differentiable, to_device
 
 BACKENDS = ("chunked", "triton", "reference")
-
-
+SCAN_CHUNK = 64
+"""Tokens of a chunk of the scan in torch, whose memory and time are linear in the number of tokens."""
 Scan = Callable[..., tuple[Tensor, Tensor]]
-"""One pass over the tokens, as ``kernels.linear_scan.scan``."""
+"""One pass over the tokens, as ``scan``."""
 
 
 def linear_attention(
@@ -141,22 +141,130 @@ def select_linear_backend(name: str, device_type: str, dtype: torch.dtype) -> st
 def scan_of(backend: str) -> Scan:
     """Return the scan of a backend that ``select_linear_backend`` returned."""
     if backend == "triton":
-        from kernels.triton.linear_attention import scan
+        from kernels.triton import linear_attention as fused
 
-        return scan
-    return linear_scan.scan
+        return fused.scan
+    return scan
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Assignment of tokens to chunks; no chunk spans two documents."""
+
+    index: Tensor | None
+    """Token at each place [N * C], arbitrary at empty places; None if all places are filled in order."""
+    places: Tensor | None
+    """Place of each token [T]; None as above. A mask instead would force a GPU sync to count its entries."""
+    lengths: Tensor
+    """Tokens per chunk [N]."""
+    begins: tuple[bool, ...]
+    """True if each chunk is the first of its document."""
+
+
+@cached_on_device(64)  # packed documents differ from batch to batch
+def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
+    """Chunk packed documents of these cumulative lengths; by default one document of ``length`` tokens."""
+    bounds = documents or (0, length)
+    starts, lengths, begins = [], [], []
+    for first, end in pairwise(bounds):
+        for start in range(first, end, SCAN_CHUNK):
+            starts.append(start)
+            lengths.append(min(SCAN_CHUNK, end - start))
+            begins.append(start == first)
+    counts = torch.tensor(lengths)
+    if all(count == SCAN_CHUNK for count in lengths):
+        return Chunks(None, None, to_device(counts, device), tuple(begins))
+    index = (torch.tensor(starts)[:, None] + torch.arange(SCAN_CHUNK)).clamp(max=length - 1).flatten()
+    places = (torch.arange(SCAN_CHUNK) < counts[:, None]).flatten().nonzero().flatten()
+    return Chunks(to_device(index, device), to_device(places, device), to_device(counts, device), tuple(begins))
+
+
+def scan(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Sequence[float],
+    state: Tensor | None = None,
+    documents: Sequence[int] | None = None,
+    *,
+    reverse: bool = False,
+    wide: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Scan the tokens, from an incoming state.
+
+    Forwards, a token reads a state that includes its own key and value. Backwards (``reverse``), time is mirrored:
+    ``state`` is the gradient of the state after the last token, final that of the state before the first.
+
+    Returns:
+        out ``[B, T, H, E]``, empty if q is None, and final ``[B, H, D, E]`` in float32 or wider. out may be in v's
+        dtype but with ``wide``, so that more can be added to it; here it always is in float32 or wider.
+    """
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    chunks = chunks_of(k.shape[1], None if documents is None else tuple(documents), k.device)
+    rates = constants(tuple(log_decay), dtype, k.device)
+    place = torch.arange(SCAN_CHUNK, device=k.device)
+    filled = place < chunks.lengths[:, None]  # [N, C]
+    before, after = place.expand_as(filled) + 1, (chunks.lengths[:, None] - 1 - place).clamp(min=0)
+    reads, writes = (after, before) if reverse else (before, after)
+
+    # Empty places of k are zero, so what q and v hold there adds nothing.
+    keys = _chunked(k, chunks, dtype) * (_power(rates, writes) * filled[:, None, :, None])
+    values = _chunked(v, chunks, dtype)  # [B, N, H, C, E]
+    added = keys.transpose(-1, -2) @ values  # [B, N, H, D, E]
+    carried = _power(rates, chunks.lengths[:, None])  # [N, H, 1, 1]
+    entering, final = _carry(added, carried, state, chunks.begins, reverse)
+    if q is None:
+        return final.new_empty(0), final
+
+    queries = _chunked(q, chunks, dtype)
+    distance = place[:, None] - place
+    distance = -distance if reverse else distance
+    mask = (rates[:, None, None] * distance.clamp(min=0)).exp() * (distance >= 0)  # [H, C, C]
+    keys = _chunked(k, chunks, dtype) * filled[:, None, :, None]
+    out = (queries @ keys.transpose(-1, -2) * mask) @ values
+    out += queries @ entering * _power(rates, reads)
+    out = out.transpose(2, 3).flatten(1, 2)  # [B, N * C, H, E]
+    return out if chunks.places is None else out.index_select(1, chunks.places), final
+
+
+def _chunked(x: Tensor, chunks: Chunks, dtype: torch.dtype) -> Tensor:
+    """Map [B, T, H, D] to [B, N, H, C, D]."""
+    x = x if chunks.index is None else x.index_select(1, chunks.index)
+    return x.unflatten(1, (-1, SCAN_CHUNK)).transpose(2, 3).to(dtype)
+
+
+def _power(rates: Tensor, exponents: Tensor) -> Tensor:
+    """Return decay^exponent [N, H, C, 1] for exponents [N, C] >= 0: a single exponential, which cannot overflow."""
+    return (rates[:, None] * exponents[:, None, :]).exp()[..., None]
+
+
+def _carry(
+    added: Tensor, carried: Tensor, state: Tensor | None, begins: tuple[bool, ...], reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the states entering the chunks [B, N, H, D, E] and the final state [B, H, D, E]."""
+    running = torch.zeros_like(added[:, 0]) if state is None else state.to(added.dtype)
+    entering = torch.empty_like(added)
+    count = len(begins)
+    for n in reversed(range(count)) if reverse else range(count):
+        if reverse and n + 1 < count:
+            fresh = begins[n + 1]
+        else:
+            fresh = not reverse and n > 0 and begins[n]
+        entering[:, n] = 0 if fresh else running
+        running = torch.addcmul(added[:, n], entering[:, n], carried[n])
+    return entering, running
 
 
 def passed_on(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
     """Decay a state (or its gradient) over ``tokens`` tokens of one document, without adding what they leave."""
-    rates = rates_of(tuple(log_decay), state.dtype, state.device)
+    rates = constants(tuple(log_decay), state.dtype, state.device)
     return state * (rates * tokens).exp()[:, None, None]
 
 
 def state_after(k: Tensor, v: Tensor, log_decay: Sequence[float], left: Tensor) -> Tensor:
     """Compute what these tokens add to the state [B, H, D, E] after ``left`` [T] more tokens each, in any order."""
     wide = torch.promote_types(k.dtype, torch.float32)
-    rates = rates_of(tuple(log_decay), wide, k.device)
+    rates = constants(tuple(log_decay), wide, k.device)
     faded = k.to(wide) * (left[:, None] * rates).exp()[..., None]  # [B, T, H, D]
     return torch.einsum("bthd,bthe->bhde", faded, v.to(wide))
 
@@ -168,14 +276,14 @@ def from_state(
 
     Args:
         tokens: how many see it, those of the first document (the last with ``reverse``); default all.
-        reverse: backwards in time, see ``kernels.linear_scan.scan``.
+        reverse: backwards in time, see ``scan``.
     """
     length = q.shape[1]
     tokens = length if tokens is None else tokens
     place = torch.arange(length, device=q.device)
     distance = length - 1 - place if reverse else place + 1
     seen = place >= length - tokens if reverse else place < tokens
-    rates = rates_of(tuple(log_decay), state.dtype, state.device)
+    rates = constants(tuple(log_decay), state.dtype, state.device)
     weights = (distance[:, None] * rates).exp() * seen[:, None]  # [T, H]
     out = q.transpose(1, 2).to(state.dtype) @ state  # [B, H, T, E]
     return out.transpose(1, 2) * weights[..., None]

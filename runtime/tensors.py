@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from itertools import count, product
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -66,6 +66,12 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host; on a GPU in order with the current stream alone."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+@cache
+def constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return these numbers as a tensor, which is kept."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[..., R]]:

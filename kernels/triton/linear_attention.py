@@ -11,6 +11,7 @@ Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.linear_scan import parts_of, rates_of, segments_of
 from kernels.triton import interpreted
 from kernels.triton.work import dot, rounded
+from runtime.tensors import cached_on_device, constants, to_device
 
 SIZE = 512
 """Numbers of a state that one program of ``carry_kernel`` holds."""
+MULTIPROCESSORS = 132
+"""An H100 or H200 has so many; all GPUs take this number, to round alike. One has registers for one program."""
+PROGRAMS = 4 * MULTIPROCESSORS
+"""Programs to cut a scan into, at most: a few about equal waves of them."""
 
 
 @triton.jit
@@ -55,10 +60,10 @@ def scan_kernel(
     C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr,
     OUTPUT: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Scan as in ``kernels.linear_scan.scan``; out and final are contiguous, channels have stride 1.
+    """Scan as in ``kernels.linear_attention.scan``; out and final are contiguous, channels have stride 1.
 
     ``strides`` are of batch, token and head of q, k and v, and of row and column of the state.
-    With ``EACH`` segments have states (``kernels.linear_scan``): without outputs the one that each adds, with
+    With ``EACH`` segments have states (``segments_of``): without outputs the one that each adds, with
     outputs the one that it starts with. Otherwise segments are documents, of which one takes and one leaves a state.
     """
     row = (tl.program_id(0) // segments).to(tl.int64)  # of B * H
@@ -133,6 +138,43 @@ def carry_kernel(
     tl.store(final + row * numbers + i, running, mask=held)
 
 
+def parts_of(programs: int) -> int:
+    """Return how many segments to cut a sequence into whose scan in one piece would be so many programs.
+
+    1 if these keep four of five multiprocessors busy: to cut costs about a fifth more operations.
+    """
+    places = MULTIPROCESSORS * -(-programs // MULTIPROCESSORS)
+    return 1 if 5 * programs >= 4 * places else max(1, PROGRAMS // programs)
+
+
+class Segments(NamedTuple):
+    """S segments, of which N have a state ``[B, H, N, D, E]``: those of documents in several, of the first and last."""
+
+    bounds: Tensor
+    """int32 ``[2, S + 1]``: their cumulative lengths; the places of their states, or -1."""
+    steps: Tensor
+    """int32 ``[2, N + 1]``, of those with a state: their lengths; 1 where a document starts."""
+
+
+@cached_on_device(64)  # packed documents differ from batch to batch; all layers of a step ask for the same
+def segments_of(documents: tuple[int, ...], wanted: int, chunk: int, device: torch.device) -> Segments:
+    """Cut documents into at least ``wanted`` segments of whole chunks, if they have as many; N <= 2 * (wanted + 1)."""
+    chunks = [-(-(end - first) // chunk) for first, end in pairwise(documents)]
+    bounds, places, lengths, starts = list[int](), list[int](), list[int](), list[int]()
+    for (first, end), count in zip(pairwise(documents), chunks, strict=True):
+        parts = min(count, -(-count * wanted // sum(chunks)))
+        keeps = parts > 1 or first == 0 or end == documents[-1]
+        cuts = [first + part * count // parts * chunk for part in range(parts)]
+        for start, stop in pairwise([*cuts, end]):
+            bounds.append(start)
+            places.append(len(lengths) if keeps else -1)
+            if keeps:
+                lengths.append(stop - start)
+                starts.append(int(start == first > 0))
+    tables = [[*bounds, documents[-1]], [*places, -1]], [[*lengths, 0], [*starts, 0]]
+    return Segments(*(to_device(torch.tensor(table, dtype=torch.int32), device) for table in tables))
+
+
 class Blocking(NamedTuple):
     """Block sizes of one program, and its launch options."""
 
@@ -165,7 +207,7 @@ def scan(
     reverse: bool = False,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scan the tokens as ``kernels.linear_scan.scan`` does."""
+    """Scan the tokens as ``kernels.linear_attention.scan`` does."""
     batch, length, heads, width = k.shape
     value_width = v.shape[-1]
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -184,7 +226,7 @@ def scan(
     ends = tuple(documents or (0, length))
     bounds, steps = segments_of(ends, parts_of(batch * heads * blocks), blocking.C, k.device)
     segments, carried = bounds.shape[1] - 1, steps.shape[1] - 1
-    rates = rates_of(tuple(log_decay), torch.float32, k.device)
+    rates = constants(tuple(log_decay), torch.float32, k.device)
 
     def run(q: Tensor | None, state: Tensor | None, final: Tensor, own: tuple[int, int], each: bool) -> None:
         takes = {"REVERSE": reverse, "HAS_STATE": state is not None, "OUTPUT": q is not None, "EACH": each}

@@ -10,7 +10,7 @@ from bench import delta, linear
 from bench.lengths import lengths_between, overtakes, summary
 from bench.linear import CONTESTANTS, exponent, fits, flops, main, markdown, with_rates
 from bench.shapes import AttentionShape
-from kernels import linear_attention, linear_scan
+from kernels import linear_attention
 from tools.common.report import read_records
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="compares with transformers")
@@ -30,8 +30,8 @@ def chunked_outside_of_its_operator(work):
     """The counter does not look into an operator, so what runs in it is called by itself."""
     q, k, v, dout = work.tensors()
     rates = (-0.1, -0.2, -0.3, -0.4)
-    linear_scan.scan(q, k, v, rates)
-    linear_attention.backward(linear_scan.scan, dout, None, q, k, v, rates)
+    linear_attention.scan(q, k, v, rates)
+    linear_attention.backward(linear_attention.scan, dout, None, q, k, v, rates)
 
 
 @pytest.mark.parametrize("length", [128, 200])

@@ -93,9 +93,9 @@ def results(case, backend, dtype=None, device="cpu"):
 def errors(case, backend, device="cpu"):
     """Each result's error against the reference in float64."""
     if backend == "triton":
-        from kernels import linear_scan
+        from kernels.triton import linear_attention as fused
 
-        linear_scan.PROGRAMS = case.programs
+        fused.PROGRAMS = case.programs
     return _compared([x.cpu() for x in results(case, backend, device=device)], case)
 
 
@@ -135,7 +135,6 @@ def main():
     if sys.argv[1:] == ["far"]:
         json.dump({"errors": [errors(case, "triton") for case in (*FAR, *CUT_FAR)]}, sys.stdout)
         return
-    from kernels import linear_scan
     from kernels.triton import linear_attention as fused
 
     (q, k, v, _), _ = inputs(Case(65, "bfloat16"))
@@ -143,7 +142,7 @@ def main():
     outs = [fused.scan(q, k, v, (0.0, -0.1, -0.2), wide=wide)[0] for wide in (False, True)]
     widths = {str(out.dtype): ((out.double() - want).norm() / want.norm()).item() for out in outs}
     found = [errors(case, "triton") for case in (*CASES, *CUT)]
-    linear_scan.PROGRAMS = 528
+    fused.PROGRAMS = 528
     pairs = [[fused.scan(x, k, v, (-0.01,) * 3, reverse=reverse)[1] for x in (q, None)] for reverse in (False, True)]
     alone = [torch.equal(*pair) for pair in pairs]
     json.dump({"errors": found, "faults": _faults(fused), "widths": widths, "alone": alone}, sys.stdout)
@@ -151,12 +150,12 @@ def main():
 
 def _faults(fused):
     """The errors with a fault each: decays wrong by a hundredth, none from segment to segment, documents not apart."""
-    rates_of, carry, segments_of = fused.rates_of, fused.carry_kernel, fused.segments_of
+    constants, carry, segments_of = fused.constants, fused.carry_kernel, fused.segments_of
     cut = Case(70, documents=(0, 33, 70), decays=(0.99,), programs=4)
     found = {}
-    fused.rates_of = lambda *arguments: 1.01 * rates_of(*arguments)
+    fused.constants = lambda *arguments: 1.01 * constants(*arguments)
     found["decay"] = errors(Case(65), "triton")
-    fused.rates_of = rates_of
+    fused.constants = constants
     fused.carry_kernel = _Undecayed(carry)
     found["carried"] = errors(cut, "triton")
     fused.carry_kernel = carry

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import linear_attention as linear
-from kernels import linear_scan, reference
+from kernels import reference
 from kernels.linear_attention import from_state, linear_attention, passed_on, select_linear_backend
 from tests.kernels.linear_cases import (
     BOUND,
@@ -77,18 +77,18 @@ def test_the_naive_form_in_float32_equals_itself_in_float64(case):
 def test_the_bounds_see_a_fault(fault, monkeypatch):
     """Negative controls: each breaks one factor of the chunked form."""
     case = Case(200, documents=(0, 100, 200) if fault == "documents" else None)
-    power, carry, chunks_of = linear_scan._power, linear_scan._carry, linear_scan.chunks_of
+    power, carry, chunks_of = linear._power, linear._carry, linear.chunks_of
     if fault == "decay at the boundary":
-        monkeypatch.setattr(linear_scan, "_power", lambda rates, exponents: power(rates, exponents + 1))
+        monkeypatch.setattr(linear, "_power", lambda rates, exponents: power(rates, exponents + 1))
     elif fault == "mask":
-        monkeypatch.setattr(linear_scan, "rates_of", lambda rates, dtype, device: torch.zeros(len(rates), dtype=dtype))
+        monkeypatch.setattr(linear, "constants", lambda rates, dtype, device: torch.zeros(len(rates), dtype=dtype))
     elif fault == "state not handed on":
-        monkeypatch.setattr(linear_scan, "_carry", lambda a, c, s, b, r: carry(a, c * 0, s, b, r))
+        monkeypatch.setattr(linear, "_carry", lambda a, c, s, b, r: carry(a, c * 0, s, b, r))
     elif fault == "documents":
-        monkeypatch.setattr(linear_scan, "chunks_of", lambda length, _, device: chunks_of(length, None, device))
+        monkeypatch.setattr(linear, "chunks_of", lambda length, _, device: chunks_of(length, None, device))
     else:
-        run = linear_scan.scan
-        monkeypatch.setattr(linear_scan, "scan", lambda *a, **named: run(*a[:4], None, a[5], **named))
+        run = linear.scan
+        monkeypatch.setattr(linear, "scan", lambda *a, **named: run(*a[:4], None, a[5], **named))
     assert max(errors(case, "chunked").values()) > 100 * BOUND
 
 
@@ -119,21 +119,21 @@ def test_ranks_pass_states_on_and_gradients_back(documents):
         places = inside(a, b)
         if documents and a in documents[1:]:
             state = torch.zeros_like(state)
-        out, _ = linear_scan.scan(q[:, a:b], k[:, a:b], v[:, a:b], log_decay, None, places)
+        out, _ = linear.scan(q[:, a:b], k[:, a:b], v[:, a:b], log_decay, None, places)
         found["out"].append(out + from_state(q[:, a:b], state, log_decay, places[1]))
-        local = linear_scan.scan(None, k[:, a:b], v[:, a:b], log_decay, None, places)[1]
+        local = linear.scan(None, k[:, a:b], v[:, a:b], log_decay, None, places)[1]
         state = local + passed_on(state, log_decay, b - a) if len(places) == 2 else local
     gradient = dfinal
     for (a, b), before in reversed(list(zip(ranks, entering, strict=True))):
         places = inside(a, b)
         part = [x[:, a:b] for x in (q, k, v)]
-        dq, dk, dv, _ = linear.backward(linear_scan.scan, dout[:, a:b], None, *part, log_decay, None, places)
+        dq, dk, dv, _ = linear.backward(linear.scan, dout[:, a:b], None, *part, log_decay, None, places)
         last = places[-1] - places[-2]
         turned = before.transpose(-1, -2)
         found["dq"].insert(0, dq + from_state(dout[:, a:b], turned, log_decay, places[1]))
         found["dk"].insert(0, dk + from_state(part[2], gradient.transpose(-1, -2), log_decay, last, reverse=True))
         found["dv"].insert(0, dv + from_state(part[1], gradient, log_decay, last, reverse=True))
-        local = linear_scan.scan(None, part[0], dout[:, a:b], log_decay, None, places, reverse=True)[1]
+        local = linear.scan(None, part[0], dout[:, a:b], log_decay, None, places, reverse=True)[1]
         gradient = local + passed_on(gradient, log_decay, b - a) if len(places) == 2 else local
     for name, parts in found.items():
         assert (torch.cat(parts, 1) - want[name]).norm() <= 1e-13 * want[name].norm(), name

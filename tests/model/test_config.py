@@ -90,8 +90,6 @@ LEARNED = {"position_embedding_type": "learned_absolute", "max_position_embeddin
             "window_size is 8,0; .* has linear .* leave it out, or .* softmax_every",
         ),
         (LINEAR | {"softmax_type": "learnable"}, "softmax_type is learnable; model_type linear_transformer has linear"),
-        ({"window_size": "0,0"}, "window_size is 0,0, 0 keys before"),
-        ({"window_attn_skip_freq": "2"}, "window_attn_skip_freq is 2 and window_size is not set"),
         ({"window_size": "8,0", "window_attn_skip_freq": "[0]*4"}, "window_attn_skip_freq is .*; it leaves no layer"),
         (
             TRANSNORMER | {"softmax_every": 2, "hidden_size": 15, "num_attention_heads": 5},

@@ -50,12 +50,6 @@ def test_greedy_takes_the_likeliest_of_a_full_forward(llama):
     assert out == generate(llama, PROMPT, 5, temperature=7.0, top_p=1e-9)
 
 
-def test_prompts_of_any_length_are_written_on_as_each_alone(llama):
-    prompts = [[1, 2, 3, 4, 5, 6, 7], [9], [3, 3, 8], [2, 19, 4]]
-    assert generate(llama, prompts, 6) == [generate(llama, [prompt], 6)[0] for prompt in prompts]
-    assert generate(llama, [], 6) == []
-
-
 def test_a_text_ends_before_its_first_stop_token(llama):
     def texts(stop):
         return generate(llama, PROMPT, 12, temperature=9.0, stop=stop, generator=torch.Generator().manual_seed(0))
@@ -205,6 +199,9 @@ def test_each_token_is_read_once(recurrent, llama, monkeypatch):
         assert torch.equal(whole[:, 3:], model(whole).argmax(-1)[:, 2:-1])
 
 
-def test_states_of_linear_attention_see_no_padding(recurrent):
-    prompts = [[1, 2, 3, 4, 5], [9], [3, 3, 8, 1, 1], [2, 19, 4]]
-    assert generate(recurrent, prompts, 6) == [generate(recurrent, [prompt], 6)[0] for prompt in prompts]
+def test_prompts_of_any_length_are_written_on_as_each_alone(recurrent, llama):
+    """States of linear attention see no padding."""
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [9], [3, 3, 8, 1, 1], [2, 19, 4]]
+    for model in (recurrent, llama):
+        assert generate(model, prompts, 6) == [generate(model, [prompt], 6)[0] for prompt in prompts]
+    assert generate(llama, [], 6) == []

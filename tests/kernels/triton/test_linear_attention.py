@@ -128,13 +128,13 @@ def test_documents_travel_to_the_device_once():
 
 @pytest.mark.parametrize(("programs", "parts"), [(1, 528), (64, 8), (105, 5), (106, 1), (132, 1), (133, 3), (600, 1)])
 def test_what_fills_a_gpu_is_not_cut(programs, parts):
-    from kernels.linear_scan import parts_of
+    from kernels.triton.linear_attention import parts_of
 
     assert parts_of(programs) == parts
 
 
 def test_segments_are_whole_chunks_of_one_document():
-    from kernels.linear_scan import segments_of
+    from kernels.triton.linear_attention import segments_of
 
     bounds, steps = segments_of((0, 1, 65, 1000, 1001), 5, 64, torch.device("cpu"))
     assert bounds.tolist() == [[0, 1, 65, 257, 449, 641, 833, 1000, 1001], [0, -1, 1, 2, 3, 4, 5, 6, -1]]

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels import cpu, cuda, installed, reference
 from kernels.blocks import ANTI, CAUSAL, FULL, Gradients, Keys, Rows, Tile, merge_
 from kernels.cpu import Strips
-from kernels.cuda import Kernel, Packed, pad_heads, shared
+from kernels.cuda import Kernel, Packed, pad_heads, split_by_size
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
 
@@ -118,7 +118,7 @@ def attend_tiles_(
         backend.tiled.attend_(out, lse, q, keys, tiles, scale)
         return
     if backend.packed is not None:
-        small, tiles = shared(tiles)
+        small, tiles = split_by_size(tiles)
         if small:
             backend.packed.attend_(out, lse, q, keys, small, scale)
     for tile in tiles:
@@ -134,7 +134,7 @@ def add_gradients_(
         backend.tiled.add_gradients_(sums, rows, keys, tiles, scale)
         return
     if backend.packed is not None:
-        small, tiles = shared(tiles)
+        small, tiles = split_by_size(tiles)
         if small:
             backend.packed.add_gradients_(sums, rows, keys, small, scale)
     for tile in tiles:
@@ -182,16 +182,16 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
         kernel, own_packed = cuda.flash(version.impl)
         most = version.widest
         fits = (taken, f"takes heads of up to {most} channels", lambda q, _: q.shape[-1] <= most)
-        packs = Packed(*pad_heads(*by_shape(*fits, own_packed, other_packed)))
-        return AttentionBackend(taken, *pad_heads(*by_shape(*fits, kernel, other)), packed=packs)
+        packs = Packed(*pad_heads(*with_fallback(*fits, own_packed, other_packed)))
+        return AttentionBackend(taken, *pad_heads(*with_fallback(*fits, kernel, other)), packed=packs)
     if taken == "cudnn":
         said = f"takes heads of up to {cuda.widest_cudnn()} channels here and more than one key"
-        kernel = by_shape("cudnn", said, cuda.takes_cudnn, (cuda.cudnn_forward, cuda.cudnn_backward), other)
+        kernel = with_fallback("cudnn", said, cuda.takes_cudnn, (cuda.cudnn_forward, cuda.cudnn_backward), other)
         return AttentionBackend("cudnn", *pad_heads(*kernel), packed=Packed(*pad_heads(*packed)))
     return AttentionBackend("aten", *pad_heads(*plain), packed=Packed(*pad_heads(*packed)))
 
 
-def by_shape(
+def with_fallback(
     name: str, said: str, takes: Callable[[Tensor, Tensor], bool], kernel: Kernel, other: Kernel | None
 ) -> Kernel:
     """Return a forward and a backward that take a kernel where it takes the shape, and elsewhere the other's.

@@ -181,10 +181,10 @@ class Packed:
         q, k, v = (in_one_piece(x).flatten(0, 1) for x in (q, *keys))
         out, lse = (x.view(-1, *x.shape[2:]) for x in (out, lse))
         for launch in made:
-            blocks = _taken(q, launch.rows), _taken(k, launch.columns), _taken(v, launch.columns)
+            blocks = _select(q, launch.rows), _select(k, launch.columns), _select(v, launch.columns)
             part, part_lse = self.forward(*blocks, launch.lengths, launch.causal, scale)
             for step in launch.passes:
-                rows_out, rows_lse = _taken(out, step.rows), _taken(lse, step.rows)
+                rows_out, rows_lse = _select(out, step.rows), _select(lse, step.rows)
                 merge_(rows_out, rows_lse, part[step.packed_rows], part_lse[step.packed_rows])
                 if not isinstance(step.rows, slice):
                     out.index_copy_(0, step.rows, rows_out)
@@ -196,8 +196,8 @@ class Packed:
         dq, dk, dv = (x.view(-1, *x.shape[2:]) for x in sums)
         flat_rows, flat_keys = ([in_one_piece(x).flatten(0, 1) for x in given] for given in (rows, keys))
         for launch in made:
-            packed_rows = Rows(*(_taken(x, launch.rows) for x in flat_rows))
-            packed_keys = Keys(*(_taken(x, launch.columns) for x in flat_keys))
+            packed_rows = Rows(*(_select(x, launch.rows) for x in flat_rows))
+            packed_keys = Keys(*(_select(x, launch.columns) for x in flat_keys))
             parts = self.backward(packed_rows, packed_keys, launch.lengths, launch.causal, scale)
             for step in launch.passes:
                 _add(dq, step.rows, parts[0][step.packed_rows])
@@ -205,7 +205,7 @@ class Packed:
                 _add(dv, step.columns, parts[2][step.packed_columns])
 
 
-def shared(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]]:
+def split_by_size(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]]:
     """Return the tiles that share launches, and those that take one each."""
     small = [tile for tile in tiles if tile.pairs <= SMALL]
     return (small, [tile for tile in tiles if tile.pairs > SMALL]) if len(small) > 1 else ((), tiles)
@@ -285,7 +285,7 @@ def _index(host: np.ndarray, moved: Tensor, part: slice) -> Index:
     return moved[part]
 
 
-def _taken(x: Tensor, index: Index) -> Tensor:
+def _select(x: Tensor, index: Index) -> Tensor:
     return x[index] if isinstance(index, slice) else x.index_select(0, index)
 
 

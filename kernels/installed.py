@@ -139,7 +139,7 @@ def put(impl: str | None) -> None:
         attention.activate_flash_attention_impl(impl)
 
 
-def in_words(kernel: str, here: Gpu) -> str:
+def describe_kernel(kernel: str, here: Gpu) -> str:
     """Name a backend of a GPU and its cuDNN in a few words."""
     brings = f", where torch brings {version_of(here.bundled)}" if here.bundled not in (0, here.cudnn) else ""
     loaded = f"cuDNN {version_of(here.cudnn)} loaded{brings}" if here.cudnn else "no cuDNN loaded"

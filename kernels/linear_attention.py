@@ -255,7 +255,7 @@ def _carry(
     return entering, running
 
 
-def passed_on(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
+def decayed_state(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
     """Decay a state (or its gradient) over ``tokens`` tokens of one document, without adding what they leave."""
     rates = constants(tuple(log_decay), state.dtype, state.device)
     return state * (rates * tokens).exp()[:, None, None]

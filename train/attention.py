@@ -184,7 +184,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
     if not linear or own:
         softmax = asked if not own or asked == "reference" else "auto"  # a hybrid's backend is the linear one's
         kernel = _softmax_kernel(config, softmax, dtype)
-        said.append(installed.in_words(kernel, here) if device == "cuda" else kernel)
+        said.append(installed.describe_kernel(kernel, here) if device == "cuda" else kernel)
         if device == "cuda" and (own := installed.OWN.get(here.capability[0])):
             why_not = installed.problem(own) if kernel == "aten" else None
             width, documents = model.head_dim, config.packed

@@ -72,7 +72,7 @@ def delta_rule(
         return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
     if name == "fla":
         return by_fla((q, k, v, g, beta), state, documents)
-    out, states = torch.ops.longmesh.delta_rule(q, k, v, forgetting(g, documents), beta, state, name)
+    out, states = torch.ops.longmesh.delta_rule(q, k, v, gates_with_resets(g, documents), beta, state, name)
     return out, states[-1]
 
 
@@ -163,7 +163,7 @@ def select_delta_backend(
     return name
 
 
-def forgetting(g: Tensor, documents: Sequence[int] | None) -> Tensor:
+def gates_with_resets(g: Tensor, documents: Sequence[int] | None) -> Tensor:
     """Return gates that forget everything, -inf, where a document begins after the first."""
     if documents is None or len(documents) == 2:
         return g

@@ -94,7 +94,7 @@ def family_in(hf: Contents) -> Family:
     return FAMILIES["ministral" if kind == "mistral" and "layer_types" in hf else kind]
 
 
-def own_part(hf: Contents) -> Contents:
+def text_entries(hf: Contents) -> Contents:
     """Return the entries of the text model in a config.json of a model that has other parts; otherwise all."""
     family = next((one for one in FAMILIES.values() if one.whole and one.whole == hf.get("model_type")), None)
     if family is None:
@@ -114,7 +114,7 @@ def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> ModelConfig:
     known to change nothing.
     """
     with naming(folder / CONFIG):
-        hf = own_part(hf)
+        hf = text_entries(hf)
         family = family_in(hf)
     with naming(folder / CONFIG, f"this is no {family.kind}'s configuration"):
         family.check(hf)
@@ -136,7 +136,7 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
     with biases and norms of q and k, a GPT with rope, fewer key heads or another head width, a TransNormer with another
     decay or epsilon, a Linear Transformer.
     """
-    contents = own_part(contents or {})
+    contents = text_entries(contents or {})
     names = [one.kind for one in families(config)]
     if "model_type" in contents and (kind := contents["model_type"]) not in names:
         raise unsupported("model_type", kind, f"; only {' or '.join(map(shown, names))} is")

@@ -10,7 +10,7 @@ import torch
 from kernels import cuda, reference
 from kernels.attention import select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
-from kernels.cuda import Lengths, Packed, launches, shared
+from kernels.cuda import Lengths, Packed, launches, split_by_size
 from tests.kernels import test_tiles
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, error, inputs, tiles_of, truth
 
@@ -63,7 +63,7 @@ def test_out_and_every_gradient_are_those_of_the_naive_form(mask, small, monkeyp
     monkeypatch.setattr(cuda, "SMALL", small)
     given = inputs(torch.float64)
     assert error(attention_by_tiles("", given, tiles_of(mask)), truth(given, mask)) < 1e-13
-    assert bool(CALLS) == any(len(shared(tiles_of(mask)[part::2])[0]) > 1 for part in (0, 1))
+    assert bool(CALLS) == any(len(split_by_size(tiles_of(mask)[part::2])[0]) > 1 for part in (0, 1))
 
 
 def test_all_squares_are_one_launch_and_all_rectangles_another():

@@ -24,8 +24,8 @@ from kernels.installed import (
     OWN,
     SHARES,
     Gpu,
+    describe_kernel,
     fastest,
-    in_words,
     prefers_cudnn,
     version_of,
     warning,
@@ -210,7 +210,7 @@ def test_a_run_says_its_kernel_and_its_cudnn(at, monkeypatch):
     assert kernel_lines(configured(context_parallel_method="none"))[0] == said
     at(A100)
     assert kernel_lines(configured()) == ["attention kernel: aten (FlashAttention 2), cuDNN 9.20.0 loaded"]
-    assert in_words("triton", Gpu()) == "triton, no cuDNN loaded"
+    assert describe_kernel("triton", Gpu()) == "triton, no cuDNN loaded"
     on_cpu = Config(mesh=MeshConfig(device="cpu"))
     assert kernel_lines(on_cpu) == ["attention kernel: aten"]
 

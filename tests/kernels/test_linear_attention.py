@@ -7,7 +7,7 @@ import torch
 
 from kernels import linear_attention as linear
 from kernels import reference
-from kernels.linear_attention import from_state, linear_attention, passed_on, select_linear_backend
+from kernels.linear_attention import decayed_state, from_state, linear_attention, select_linear_backend
 from tests.kernels.linear_cases import (
     BOUND,
     CASES,
@@ -122,7 +122,7 @@ def test_ranks_pass_states_on_and_gradients_back(documents):
         out, _ = linear.scan(q[:, a:b], k[:, a:b], v[:, a:b], log_decay, None, places)
         found["out"].append(out + from_state(q[:, a:b], state, log_decay, places[1]))
         local = linear.scan(None, k[:, a:b], v[:, a:b], log_decay, None, places)[1]
-        state = local + passed_on(state, log_decay, b - a) if len(places) == 2 else local
+        state = local + decayed_state(state, log_decay, b - a) if len(places) == 2 else local
     gradient = dfinal
     for (a, b), before in reversed(list(zip(ranks, entering, strict=True))):
         places = inside(a, b)
@@ -134,7 +134,7 @@ def test_ranks_pass_states_on_and_gradients_back(documents):
         found["dk"].insert(0, dk + from_state(part[2], gradient.transpose(-1, -2), log_decay, last, reverse=True))
         found["dv"].insert(0, dv + from_state(part[1], gradient, log_decay, last, reverse=True))
         local = linear.scan(None, part[0], dout[:, a:b], log_decay, None, places, reverse=True)[1]
-        gradient = local + passed_on(gradient, log_decay, b - a) if len(places) == 2 else local
+        gradient = local + decayed_state(gradient, log_decay, b - a) if len(places) == 2 else local
     for name, parts in found.items():
         assert (torch.cat(parts, 1) - want[name]).norm() <= 1e-13 * want[name].norm(), name
     assert (state - want["final"]).norm() <= 1e-13 * want["final"].norm()

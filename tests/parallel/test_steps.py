@@ -259,7 +259,7 @@ def test_a_kept_state_is_not_passed_on_again():
 def undecayed():
     from parallel.context.linear import state
 
-    state.passed_on = lambda carried, *_: carried
+    state.decayed_state = lambda carried, *_: carried
 
 
 def parts_of_the_norm():

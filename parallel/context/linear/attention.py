@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.delta.convolution import check as check_convolution
-from kernels.delta.rule import check, forgetting
+from kernels.delta.rule import check, gates_with_resets
 from parallel.context.layout import ContextError
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
@@ -66,7 +66,7 @@ _heads: Handles[DeltaHeads] = Handles()
 def _begins(like: Tensor, handle: int, plan: Tensor) -> Tensor:
     """Return whether a document begins at a token after the first, bool ``[T]``; in an op, as only here is a plan."""
     found = state_plan("attend_delta", plan, _heads[handle].geometry)
-    return forgetting(torch.zeros(1, like.shape[1], device=like.device), found.documents)[0].isinf()
+    return gates_with_resets(torch.zeros(1, like.shape[1], device=like.device), found.documents)[0].isinf()
 
 
 @_begins.register_fake

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.delta.rule import forgetting
+from kernels.delta.rule import gates_with_resets
 from parallel.context.geometry import Geometry
 from parallel.context.layout import ContextError
 from parallel.context.plan import Plan, plan_of
@@ -153,7 +153,7 @@ class Part(NamedTuple):
         """Return q, k, v, g and beta, with gates that forget between documents."""
         q, k, v, g, beta = map(self.of, tensors)
         bounds = tuple(accumulate((segment.length for segment in self.segments), initial=0))
-        return q, k, v, forgetting(g, bounds), beta
+        return q, k, v, gates_with_resets(g, bounds), beta
 
 
 class Parts(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.linear_attention import Scan, backward, from_state, passed_on, scan_of, select_linear_backend
+from kernels.linear_attention import Scan, backward, decayed_state, from_state, scan_of, select_linear_backend
 from parallel.context.layout import Passage, passages
 from parallel.context.plan import Plan, rank_operator
 from parallel.context.transport import Arrival, Transport
@@ -119,7 +119,7 @@ class StateExecutor:
                 (states[way.slot],) = coming() if way.source != self.rank else (handed,)
             handed = onward.pop(way.slot)
             if way.target is not None and way.slot in states and way.goes_through:
-                handed = handed + passed_on(states[way.slot], log_decay, way.length)
+                handed = handed + decayed_state(states[way.slot], log_decay, way.length)
             if way.target not in (None, self.rank):
                 waits.append(self.transport.isend_irecv([(way.target, (handed,))], [], far=False)[1])
             coming = self._receive(later, like)
@@ -151,7 +151,7 @@ class StateExecutor:
                 break
             running = states[:, way.rank * slots + way.slot]
             if before is not None and way.goes_through:
-                running = running + passed_on(before, log_decay, way.length)
+                running = running + decayed_state(before, log_decay, way.length)
         return found
 
     def _ways(self, plan: Plan, *, reverse: bool = False) -> tuple[Passage, ...]:

@@ -123,10 +123,10 @@ def _faults():
     """Errors with a fault each: documents that are not apart, and gates by differences of sums as others take them."""
     from kernels.triton import delta
 
-    found, forgetting, between = {}, rule.forgetting, delta.decay_between
-    rule.forgetting = lambda g, documents: g
+    found, gates_with_resets, between = {}, rule.gates_with_resets, delta.decay_between
+    rule.gates_with_resets = lambda g, documents: g
     found["documents"] = errors_of_triton(Case(20, documents=(0, 7, 20), batch=1))["out"]
-    rule.forgetting = forgetting
+    rule.gates_with_resets = gates_with_resets
     delta.decay_between = differences
     found["differences"] = errors_of_triton(TRITON[8])["out"]
     delta.decay_between = between

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.delta import rule
-from kernels.delta.rule import by_fla, delta_rule, forgetting, select_delta_backend
+from kernels.delta.rule import by_fla, delta_rule, gates_with_resets, select_delta_backend
 from runtime.errors import UserError
 from tests.kernels.delta.cases import PACKED, Case, errors, inputs, results
 
@@ -108,7 +108,7 @@ def test_faults_show(fault, monkeypatch):
     """Gates by differences of sums from the chunk's start, as others take them, and a state that crosses documents."""
     if fault == "documents":
         case = Case(200, documents=PACKED)
-        monkeypatch.setattr("kernels.delta.rule.forgetting", lambda g, documents: g)
+        monkeypatch.setattr("kernels.delta.rule.gates_with_resets", lambda g, documents: g)
         assert errors(case, results(case, "chunked"))["out"] > 0.05
         return
     case = HARD[1]
@@ -129,7 +129,7 @@ def test_one_document_is_one_sequence_and_others_are_apart():
     second, last = delta_rule(*(x[:, 50:] for x in leaves))
     torch.testing.assert_close(out, torch.cat((first, second), 1), rtol=0, atol=1e-14)
     torch.testing.assert_close(final, last, rtol=0, atol=1e-14)
-    assert forgetting(leaves[3], (0, 130)) is leaves[3]
+    assert gates_with_resets(leaves[3], (0, 130)) is leaves[3]
 
 
 @pytest.mark.parametrize("per_channel", [False, True])

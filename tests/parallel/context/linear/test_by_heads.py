@@ -52,7 +52,7 @@ def test_exchanged_heads_are_exact_and_bytes_are_counted(monkeypatch, world_size
 
 def documents_joined():
     """Documents that are not told apart."""
-    by_heads.forgetting = lambda gates, documents: gates
+    by_heads.gates_with_resets = lambda gates, documents: gates
 
 
 def test_joined_documents_show(monkeypatch):

@@ -144,7 +144,7 @@ def decay_alone():
 
 def documents_joined():
     """Documents that are not told apart."""
-    scanned.forgetting = lambda g, documents: g
+    scanned.gates_with_resets = lambda g, documents: g
 
 
 def maps_out_of_order():

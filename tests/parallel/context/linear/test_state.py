@@ -96,7 +96,7 @@ def attend_broken(rank, world_size, method, layout, broken):
     from parallel.context.linear import state
 
     if broken == "decay":
-        state.passed_on = lambda carried, *_: carried
+        state.decayed_state = lambda carried, *_: carried
     elif broken == "gradient":
         found = state.StateExecutor._pass_states
 
@@ -188,7 +188,7 @@ def record(rank, world_size, method):
 
     post, Transport.isend_irecv = Transport.isend_irecv, posted
     logged(Transport, "gather", waits=True)
-    for name in ("from_state", "passed_on"):
+    for name in ("from_state", "decayed_state"):
         logged(state, name)
     scan_of = state.scan_of
     state.scan_of = lambda name: lambda *a, **n: (events.append("scan"), scan_of(name)(*a, **n))[1]
@@ -202,7 +202,7 @@ def record(rank, world_size, method):
 
 def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way():
     middle = run_ranks(record, 3, "lasp")[1]
-    forward = ["receive", "scan", "wait", "passed_on", "send", "from_state"]
+    forward = ["receive", "scan", "wait", "decayed_state", "send", "from_state"]
     assert middle == [*forward, "backward", "receive", *["scan"] * 3, *forward[2:], "from_state"]
     middle = run_ranks(record, 3, "lasp2")[1]
     forward = ["scan", "gather", "scan", "wait", "from_state"]

@@ -1,4 +1,4 @@
-"""Small models of every kind, and their weights as training leaves them, for the tests of these."""
+"""Small models of every kind, their weights as training leaves them, and the texts that they write on one device."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,9 +7,11 @@ from unittest.mock import patch
 
 import torch
 
+from kernels.cache import States
 from model.config import ModelConfig
 from model.dit import DiT
 from model.dit_config import DiTConfig
+from model.generate import Draw, at_ends, check_lengths, write
 from model.registry import build_model
 
 LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
@@ -73,6 +75,33 @@ def random_dit(config):
 
 def tokens(length=12, vocabulary=40):
     return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def generate(model, prompts, max_new_tokens, *, stop=(), **settings):
+    """Continue prompts of any lengths; return the new tokens of each, up to the first of ``stop``, at most so many.
+
+    Each token is read once: layers keep their states, those of softmax attention a KV cache.
+
+    Raises:
+        UserError: an empty prompt, a number out of range, or more tokens than a table of learned positions has.
+        DivergedError: the model overflows.
+    """
+    draw = Draw(**settings)
+    check_lengths(prompts, max_new_tokens, model.config.position_table)
+
+    def begin():
+        states = States(model.config.num_layers)
+
+        def read(tokens, positions, ends):
+            states.read(positions, ends)
+            hidden, _ = at_ends(model.hidden(tokens, positions, states=states), positions, ends)
+            return draw(hidden, model.project(hidden))
+
+        return read
+
+    device = next(model.parameters()).device
+    return write(begin, prompts, max_new_tokens, stop, device, alike=model.config.recurrent)
 
 
 @contextmanager

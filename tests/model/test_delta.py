@@ -14,8 +14,7 @@ from model.config import ModelConfig
 from model.linear import DeltaAttention, Gates, OneDevice, initial_bias, initial_rate, normalised
 from model.registry import build_model, flops_per_token, num_parameters, state_elements
 from runtime.errors import UserError
-from tests.model.generation import generate
-from tests.model.models import DELTAS, KDA, OLMO_HYBRID, QWEN3_5, built, tied, tokens, used, without_float32
+from tests.model.models import DELTAS, KDA, OLMO_HYBRID, QWEN3_5, built, generate, tied, tokens, used, without_float32
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's modules")
 

@@ -6,8 +6,7 @@ import torch
 from kernels.cache import States
 from model.config import ModelConfig
 from model.generate import DivergedError, Draw
-from tests.model.generation import generate
-from tests.model.models import HYBRID, LINEAR, LLAMA, TRANSNORMER, built
+from tests.model.models import HYBRID, LINEAR, LLAMA, TRANSNORMER, built, generate
 
 PROMPT = [[1, 2, 3], [7, 8, 9]]
 

@@ -12,7 +12,7 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig
 from model.language import LanguageModel
 from model.registry import architecture_of, build_model
-from tests.model.generation import generate
+from tests.model.models import generate
 from tests.starts import ended
 from tools import sample
 from train.generation import Writer

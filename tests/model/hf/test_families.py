@@ -14,7 +14,6 @@ from model.hf.api import open_hf
 from model.language import LanguageModel
 from model.registry import build_model
 from runtime.errors import UserError
-from tests.model.generation import generate
 from tests.model.hf.hugging_face import (
     CONFIGS,
     GEMMA3,
@@ -29,7 +28,7 @@ from tests.model.hf.hugging_face import (
     ours,
     transformers,
 )
-from tests.model.models import built
+from tests.model.models import built, generate
 
 PROMPTS = [
     torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 3, 17)

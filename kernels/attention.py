@@ -9,7 +9,7 @@ fully masked row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels import cpu, cuda, installed, reference
 from kernels.blocks import ANTI, CAUSAL, FULL, Gradients, Keys, Rows, Tile, merge_
 from kernels.cpu import Strips
-from kernels.cuda import Kernel, Packed, pad_heads, split_by_size
+from kernels.cuda import Packed, pad_heads, split_by_size, with_fallback
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
 
@@ -189,33 +189,6 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
         kernel = with_fallback("cudnn", said, cuda.takes_cudnn, (cuda.cudnn_forward, cuda.cudnn_backward), other)
         return AttentionBackend("cudnn", *pad_heads(*kernel), packed=Packed(*pad_heads(*packed)))
     return AttentionBackend("aten", *pad_heads(*plain), packed=Packed(*pad_heads(*packed)))
-
-
-def with_fallback(
-    name: str, said: str, takes: Callable[[Tensor, Tensor], bool], kernel: Kernel, other: Kernel | None
-) -> Kernel:
-    """Return a forward and a backward that take a kernel where it takes the shape, and elsewhere the other's.
-
-    Raises, when called: UserError, the shape is not this kernel's and there is no other.
-    """
-
-    def chosen(q: Tensor, k: Tensor) -> Kernel:
-        if takes(q, k):
-            return kernel
-        if other is None:
-            raise UserError(
-                f"attention_backend {name} {said}, and these are {q.shape[-1]} channels and {k.shape[1]} keys; use "
-                "auto or aten"
-            )
-        return other
-
-    def chosen_forward(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return chosen(q, k)[0](q, k, *rest)
-
-    def chosen_backward(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
-        return chosen(rows.q, keys.k)[1](rows, keys, *rest)
-
-    return chosen_forward, chosen_backward
 
 
 def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:

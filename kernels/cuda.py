@@ -32,6 +32,7 @@ from kernels.blocks import (
     merge_,
 )
 from kernels.installed import HOPPER, gpu, put
+from runtime.errors import UserError
 from runtime.tensors import cached_on_device, to_device
 
 aten = torch.ops.aten
@@ -144,6 +145,33 @@ def packed_backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scal
     return aten._flash_attention_backward(
         dout, q, *keys, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
     )
+
+
+def with_fallback(
+    name: str, said: str, takes: Callable[[Tensor, Tensor], bool], kernel: Kernel, other: Kernel | None
+) -> Kernel:
+    """Return a forward and a backward that take a kernel where it takes the shape, and elsewhere the other's.
+
+    Raises, when called: UserError, the shape is not this kernel's and there is no other.
+    """
+
+    def chosen(q: Tensor, k: Tensor) -> Kernel:
+        if takes(q, k):
+            return kernel
+        if other is None:
+            raise UserError(
+                f"attention_backend {name} {said}, and these are {q.shape[-1]} channels and {k.shape[1]} keys; use "
+                "auto or aten"
+            )
+        return other
+
+    def chosen_forward(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return chosen(q, k)[0](q, k, *rest)
+
+    def chosen_backward(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
+        return chosen(rows.q, keys.k)[1](rows, keys, *rest)
+
+    return chosen_forward, chosen_backward
 
 
 def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:

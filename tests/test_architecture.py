@@ -47,20 +47,20 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 250,
     "model": 4910,
-    "kernels": 4259,
+    "kernels": 4234,
     "parallel": 8102,
     "checkpoint": 1439,
     "data": 4523,
     "train": 5640,
     "planner": 3089,
-    "runtime": 2416,
+    "runtime": 2422,
     "slurm": 335,
     "tools": 4849,
     "parity": 689,
     "papers": 2153,
-    "bench": 3131,
+    "bench": 3130,
     "docs": 186,
-    "tests": 44170,
+    "tests": 44124,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

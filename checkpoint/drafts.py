@@ -73,10 +73,18 @@ def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft
 
     def start() -> Room | None:
         with disk_errors(path):
-            if (local or is_first()) and _make(path, folder, local):
-                made.append(path)
-            size = shutil.disk_usage(path) if made else None
-        return Room(path, size.free if size.total else None) if size else None
+            if not local and (not is_first() or folder.exists()):
+                return None
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if local else 0o777)
+            if not local:
+                remove_drafts(path.parent)  # of killed runs
+            try:
+                path.mkdir()
+            except FileExistsError:  # another rank of this node has made it
+                return None
+            made.append(path)
+            size = shutil.disk_usage(path)
+            return Room(path, size.free if size.total else None)
 
     with removed_on_error(made):
         rooms = [room for room in gather_results(start) if room is not None]
@@ -85,22 +93,6 @@ def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft
         return start_draft(folder, manifest, local=local)
     path = path if local else rooms[0].path
     return Draft(path=path, folder=folder, manifest=manifest, owner=bool(made), local=local), rooms
-
-
-def _make(draft: Path, folder: Path, local: bool) -> bool:
-    """Make a draft, unless another rank of this node has made it or the checkpoint's name is taken on the shared disk.
-
-    There, drafts of killed runs are removed.
-    """
-    if not local and folder.exists():
-        return False
-    draft.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if local else 0o777)
-    if not local:
-        remove_drafts(draft.parent)
-    with suppress(FileExistsError):
-        draft.mkdir()
-        return True
-    return False
 
 
 def _free_name(folder: Path) -> None:

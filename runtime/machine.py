@@ -151,8 +151,8 @@ def cudnn_number(version: str) -> int:
 def in_words(machine: dict[str, Any]) -> str:
     """Say what ``describe`` found; earlier results have no commit."""
     words = [machine["device"], f"{machine['cores']} cores", machine["platform"], f"torch {machine['torch']}"]
-    words += [machine["date"], *(f"commit {machine[name]}" for name in ("commit",) if name in machine)]
-    return ", ".join(words)
+    commit = [f"commit {machine['commit']}"] if "commit" in machine else []
+    return ", ".join([*words, machine["date"], *commit])
 
 
 def results_file(folder: Path, name: str, machine: dict[str, Any]) -> Path:

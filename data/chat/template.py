@@ -93,14 +93,15 @@ class ChatTemplate:
         marks = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:4]
         if len(marks) < 4:
             raise DataError("spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
-        marked = self._marked(turns, text, marks)
-        if not self._check(turns, text, marks):
-            marked = None
+        marked = None
+        if self._check(turns, text, marks) and "endgeneration" in self.source:
+            found, spans = _between(self.render(turns, marks=(marks[0], marks[1])), marks)
+            marked = spans if found == text else None  # marks change nothing else
         ids, places = tokenizer.tokenize_special(text)
         offsets = np.array(places, dtype=np.int64).reshape(-1, 2)
         across = None
-        for spans in self._spans(turns, text, marked):
-            learned, cut = _tokens_of(offsets, spans, len(text))
+        for likely in self._spans(turns, text, marked):
+            learned, cut = _tokens_of(offsets, likely, len(text))
             if not cut.any():
                 return np.array(ids, dtype=np.int64), learned
             across = across or places[int(np.argmax(cut))]
@@ -114,13 +115,6 @@ class ChatTemplate:
             "generation marks around its turns alone, nor by turns that only add text; put {% generation %} and "
             "{% endgeneration %} around them"
         )
-
-    def _marked(self, turns: Sequence[Turn], text: str, marks: Sequence[str]) -> Spans | None:
-        """Return what the template marks as the assistant's, if it marks anything and marks change nothing else."""
-        if "endgeneration" not in self.source:
-            return None
-        found, spans = _between(self.render(turns, marks=(marks[0], marks[1])), marks)
-        return spans if found == text else None
 
     def _check(self, turns: Sequence[Turn], text: str, marks: Sequence[str]) -> bool:
         """Raise DataError if a turn is dropped or changed; return whether the marks are around the assistant's alone.

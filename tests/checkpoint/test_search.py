@@ -23,10 +23,10 @@ def _alter_extra(folder):
     path.write_text(path.read_text().replace('"consumed_samples": 8', '"consumed_samples": 9'))
 
 
-def _newer_format(folder):
-    content = json.loads((folder / "manifest.json").read_text())
-    del content["checksum"]
-    content["format_version"] = 2
+def _signed(folder, **changes):
+    """Change a manifest's own entries, None to remove one, and its checksum with them."""
+    content = json.loads((folder / "manifest.json").read_text()) | changes
+    content = {name: value for name, value in content.items() if value is not None and name != "checksum"}
     content["checksum"] = manifest._checksum(content)
     (folder / "manifest.json").write_text(json.dumps(content))
 
@@ -50,7 +50,7 @@ BREAKAGES = {
         "manifest.json holds no JSON object",
     ),
     "altered manifest": (_alter_extra, "manifest.json does not match its own checksum"),
-    "newer format": (_newer_format, "has format 2, this version reads 1"),
+    "newer format": (lambda folder: _signed(folder, format_version=2), "has format 2, this version reads 1"),
     "path outside": (
         lambda folder: rewrite_manifest(folder, files={"../secret": (1, "0" * 64)}),
         "names '../secret', which is not a file of its own folder",
@@ -132,10 +132,7 @@ def test_the_manifest_gives_back_what_was_put_in(tmp_path):
     assert found.extra == {**extra, "nested": {"10": 1, "9": [2, None]}}
     assert (found.iteration, found.torch_version, found.longmesh_version) == (12345678, torch.__version__, __version__)
     # A checkpoint of a version that did not say which one it is.
-    content = json.loads((path / "manifest.json").read_text())
-    del content["longmesh_version"], content["checksum"]
-    content["checksum"] = manifest._checksum(content)
-    (path / "manifest.json").write_text(json.dumps(content))
+    _signed(path, longmesh_version=None)
     assert read_manifest(path).longmesh_version == "unknown"
     # Saved before the first step: the optimizer starts without state, not with steps at 1.
     train(model, optimizer, range(1))

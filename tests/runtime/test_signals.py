@@ -13,6 +13,8 @@ from runtime import signals
 from runtime.signals import ASKING, end_with_launcher, end_with_parent, leave_to_parent, stop_requests
 from tests.starts import ROOT, wait_until
 
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+
 
 def forked(body):
     """A child that runs ``body`` with the end of a pipe to write to, once it has written; its id, and the other end."""
@@ -116,7 +118,7 @@ def runs(pid):
         return False
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+@on_linux
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_rank_ends_with_its_launcher_and_a_program_started_by_hand_does_not(launched):
     parent, child = family(launched)
@@ -130,7 +132,7 @@ def test_a_rank_ends_with_its_launcher_and_a_program_started_by_hand_does_not(la
     os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+@on_linux
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_process_whose_parent_is_gone_already_ends(gone):
     def body(report):
@@ -140,7 +142,7 @@ def test_a_process_whose_parent_is_gone_already_ends(gone):
     assert status_of(forked(body)[0]) == (-signal.SIGKILL if gone else 7)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+@on_linux
 @pytest.mark.parametrize("entry", ["pretrain_gpt.py", "pretrain_dit.py"])
 def test_a_rank_that_still_imports_torch_ends_with_its_launcher(entry, tmp_path):
     (tmp_path / "torch.py").write_text(

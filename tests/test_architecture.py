@@ -49,8 +49,8 @@ BUDGET = {
     "model": 4910,
     "kernels": 4234,
     "parallel": 8102,
-    "checkpoint": 1439,
-    "data": 4523,
+    "checkpoint": 1431,
+    "data": 4517,
     "train": 5640,
     "planner": 3089,
     "runtime": 2422,
@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2153,
     "bench": 3130,
     "docs": 186,
-    "tests": 44124,
+    "tests": 44104,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

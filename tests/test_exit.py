@@ -1,4 +1,4 @@
-"""An entry that has done its work leaves nothing that can still abort its process.
+"""An entry reads its command line before heavy imports, and leaves nothing that can still abort its process.
 
 A thread of gloo's lets go of a collective's tensors after the collective has ended. If the interpreter is being taken
 down by then, the process aborts. How often depends on the machine, so the test is that none is taken down.
@@ -138,3 +138,35 @@ def test_streams_that_are_closed_or_full(redirection, status):
     code = "from train.run import run_entry; run_entry(lambda argv: print('done'))"
     shell = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
     assert starts.ended(shell).returncode == status
+
+
+LAZY = """
+    PIL datasets diffusers matplotlib megatron sentencepiece sklearn tensorboard tokenizers torch._dynamo
+    torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.pipelining torch.distributed.tensor
+    transformers wandb
+""".split()  # noqa: SIM905
+READING = """
+import runpy, sys
+def tell():
+    print("LOADED", *sys.modules)
+for command in ("pretrain_gpt.py --help", "pretrain_dit.py --help", "pretrain_gpt.py --no-such-flag"):
+    sys.argv = command.split()
+    try:
+        runpy.run_path(sys.argv[0])["main"](sys.argv[1:])
+    except (SystemExit, ValueError):
+        tell()
+import sentencepiece
+tell()
+"""
+
+
+def test_a_command_line_is_read_before_anything_heavy_is_loaded():
+    """--help of both entries, and a flag that is refused, which a person waits for; and so the entries' own imports."""
+    done = ended([sys.executable, "-c", READING], PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    *read, control = [line.split() for line in done.stdout.splitlines() if line.startswith("LOADED")]
+    assert len(read) == 3
+    for modules in read:
+        assert "train.config.flags" in modules
+        assert not ({name.split(".")[0] for name in modules} | set(modules)) & set(LAZY)
+    assert "sentencepiece" in control, "a heavy import is seen"

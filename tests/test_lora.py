@@ -113,7 +113,7 @@ def rows():
             yield pytest.param(kind, case, marks=() if fast else pytest.mark.slow, id=f"{kind}-{case.title}")
 
 
-@pytest.mark.parametrize(("kind", "case"), rows())
+@pytest.mark.parametrize(("kind", "case"), [*rows()])
 def test_a_mesh_has_the_losses_and_gradients_of_one_process(kind, case, runs):
     """All that is frozen keeps every bit, and adapters alone have gradients and an optimizer's state."""
     got, want = runs.finetuned(kind, case, runs.begun(kind)), runs.alone(kind)

@@ -162,7 +162,7 @@ tell()
 
 def test_a_command_line_is_read_before_anything_heavy_is_loaded():
     """--help of both entries, and a flag that is refused, which a person waits for; and so the entries' own imports."""
-    done = ended([sys.executable, "-c", READING], PYTHONPATH=str(ROOT))
+    done = starts.ended([sys.executable, "-c", READING], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     *read, control = [line.split() for line in done.stdout.splitlines() if line.startswith("LOADED")]
     assert len(read) == 3

@@ -227,7 +227,7 @@ def traced(trainer):
         finally:
             sys.setprofile(None)
             if trainer.progress.iteration == 2:
-                assert 12 < len(entered - {__file__}) <= 16, sorted(entered)
+                assert 10 < len(entered - {__file__}) <= 14, sorted(entered)
 
     trainer.step = step
 

@@ -222,10 +222,8 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
     except FileExistsError:
         with suppress(FileNotFoundError):
             if time.time() - over.stat().st_ctime > PATIENCE:  # its watcher was killed between link and unlink
-                over.unlink()
-                return _holder_unless_dead(
-                    path, handle, text, PATIENCE
-                )  # not at once: others may be about to remove it
+                over.unlink()  # and look again with patience: others may be about to remove it
+                return _holder_unless_dead(path, handle, text, PATIENCE)
         return before
     except FileNotFoundError:
         return None

@@ -60,6 +60,7 @@ END
 SOURCES = {
     "plain": "pass\n",
     "broken": "import train.run\ndef main(argv):\n    raise RuntimeError('broken')\ntrain.run.run_entry(main)\n",
+    "pipe": "import train.run\ndef main(argv):\n    raise BrokenPipeError\ntrain.run.run_entry(main)\n",
     "left": LEFT.replace("END", "run_entry(main)"),
     "left_to_python": LEFT.replace("END", "sys.exit(exit_status(main, []))"),
 }
@@ -114,6 +115,7 @@ def test_training_and_drawing(tmp_path):
         ("a bad flag", "error: lr"),
         ("no data", "error: "),
         ("broken", "Traceback"),
+        ("pipe", "Traceback"),
         ("left", "error: a sample is broken"),
     ],
 )

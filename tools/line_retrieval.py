@@ -19,21 +19,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from data.chat.template import load_template
-from data.ruler.examples import Prompts
-from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from runtime.errors import DataError
-from runtime.together import is_first, raise_together
-from tools.common.answers import Answer, Cell, Place, add_scoring, grid, heat_map, score_run, write_rows, write_scores
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
-from tools.common.lines import Maker, Task
-from tools.common.report import markdown
-from tools.common.runs import Run
-from tools.common.tiny import tokenizer_of_words, write_model
-from train.generation import Writer
-from train.run import run_entry
+from tools.common.report import markdown, write_rows
+from tools.common.runs import Run, add_scoring
+
+if TYPE_CHECKING:
+    from tools.common.answers import Answer, Cell, Place
+    from tools.common.lines import Maker
+    from train.generation import Writer
 
 SPARE = 8
 """Tokens that an answer may take beyond the right one's before it is cut, as by other spelling."""
@@ -43,9 +38,13 @@ SPARE = 8
 def main(argv: list[str]) -> None:
     """Run the command."""
     if argv[:1] == ["score"]:
+        from train.run import run_entry
+
         run_entry(lambda argv: score_lines(_parse(argv)))
     args = _parse(argv)
     if args.command == "model":
+        from tools.common.tiny import tokenizer_of_words, write_model
+
         print(write_model(args.folder, args.hidden_size, args.seed, tokenizer_of_words, args.model_type))
     else:
         make(args)
@@ -53,6 +52,11 @@ def main(argv: list[str]) -> None:
 
 def make(args: argparse.Namespace) -> None:
     """Write the conversations that the command line asks for. Raises DataError."""
+    from data.chat.template import load_template
+    from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+    from runtime.errors import DataError
+    from tools.common.lines import Maker, Task
+
     if args.output.suffix != ".jsonl":
         raise DataError(f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; rename it")
     tokenizer = load_tokenizer(args.tokenizer_model)
@@ -83,13 +87,16 @@ def depths_of(number: int) -> list[float]:
     return [place / (number - 1) for place in range(number)] if number > 1 else [0.5]
 
 
-def places(makers: Sequence[Maker], depths: Sequence[float], table: int | None = None) -> Iterator[Place]:
+def places(makers: "Sequence[Maker]", depths: Sequence[float], table: int | None = None) -> "Iterator[Place]":
     """Yield each maker's length at each depth, with questions of its own.
 
     ``table`` has the model's learned positions, beyond which no answer goes.
     """
+    from data.ruler.examples import Prompts
+    from runtime.together import raise_together
+    from tools.common.answers import Place
 
-    def ask(maker: Maker, place: int, writer: Writer, numbers: Sequence[int]) -> list[Answer]:
+    def ask(maker: "Maker", place: int, writer: "Writer", numbers: Sequence[int]) -> "list[Answer]":
         prompting = Prompts(maker.tokenizer, maker.template)
         with raise_together(writer.group):
             asked = [maker.make(number * len(depths) + place, depths[place]).turns for number in numbers]
@@ -111,15 +118,20 @@ def places(makers: Sequence[Maker], depths: Sequence[float], table: int | None =
 
 def score_lines(args: argparse.Namespace) -> None:
     """Score a run and write what was found; collective. Raises UserError."""
+    from data.chat.template import load_template
+    from data.tokenizer import HuggingFaceTokenizer
+    from runtime.together import is_first
+    from tools.common.answers import heat_map, score_run, write_scores
+    from tools.common.lines import Maker, Task
 
-    def asked(run: Run, lengths: Sequence[int]) -> Iterator[Place]:
+    def asked(run: Run, lengths: Sequence[int]) -> "Iterator[Place]":
         template = load_template(str(run.config.data.tokenizer_model), args.chat_template)
         assert isinstance(run.tokenizer, HuggingFaceTokenizer)  # or load_template would have refused it
         same: Any = {"purpose": "score", "seed": args.seed, "form": args.form, "vocabulary": args.vocabulary}
         makers = [Maker(Task(tokens=length, **same), template, run.tokenizer) for length in lengths]
         return places(makers, depths_of(args.depths), run.config.model.position_table)
 
-    def said(cell: Cell) -> str:
+    def said(cell: "Cell") -> str:
         return f"depth {cell.row:.0%}: {round(cell.share * args.samples)} of {args.samples} right"
 
     run, cells = score_run(args, asked, said)
@@ -131,15 +143,17 @@ def score_lines(args: argparse.Namespace) -> None:
         write_scores(args, run, "line_retrieval", title, about, list(map(entry, cells)), table(cells), figure)
 
 
-def entry(cell: Cell) -> dict[str, Any]:
+def entry(cell: "Cell") -> dict[str, Any]:
     """Return a cell as its file has it."""
     samples, right = len(cell.answers), sum(share == 1 for share, _ in cell.answers)
     place = {"length": cell.length, "depth": cell.row}
     return {**place, "samples": samples, "right": right, "wrong": cell.wrong, "accuracy": cell.share}
 
 
-def table(cells: Sequence[Cell]) -> list[str]:
+def table(cells: "Sequence[Cell]") -> list[str]:
     """Return the lines of a Markdown table: a row for each length, a column for each depth, and all of a length."""
+    from tools.common.answers import grid
+
     depths, lengths, found = grid(cells)
     rows = []
     for length in lengths:

@@ -16,22 +16,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from data.chat.template import load_template
-from data.ruler.examples import Maker, Prompts, Purpose, answer_of, makers
-from data.ruler.tasks import TASKS, Sources
-from data.ruler.texts import Essays, Questions
-from data.tokenizer import load_tokenizer
-from runtime.errors import DataError
-from runtime.together import is_first, raise_together
-from tools.common.answers import Answer, Cell, Place, add_scoring, grid, heat_map, score_run, write_rows, write_scores
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
-from tools.common.report import markdown
-from tools.common.runs import Run
-from tools.common.tiny import repeated, tokenizer_of_needles, write_model
-from train.generation import Writer
-from train.run import run_entry
+from tools.common.report import markdown, write_rows
+from tools.common.runs import Run, add_scoring
+
+if TYPE_CHECKING:
+    from data.ruler.examples import Maker, Prompts, Purpose
+    from data.ruler.tasks import Sources
+    from tools.common.answers import Answer, Cell, Place
+    from train.generation import Writer
 
 THRESHOLD = 85.6
 """Llama-2-7b-chat's average at 4K, above which the paper calls a length effective (section 4)."""
@@ -42,10 +37,16 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     args = _parse(argv)
     if args.command == "score":
+        from train.run import run_entry
+
         run_entry(lambda _: score_tasks(args, tasks_of(args), sources_of(args)))
     elif args.command == "model":
+        from tools.common.tiny import tokenizer_of_needles, write_model
+
         print(write_model(args.folder, args.hidden_size, args.seed, tokenizer_of_needles, tie_word_embeddings=True))
     elif args.command == "repeat":
+        from tools.common.tiny import repeated
+
         write_rows(
             args.output, ({"messages": repeated(sample, args.seed, args.times)} for sample in range(args.samples))
         )
@@ -56,6 +57,10 @@ def main(argv: list[str]) -> None:
 
 def make(args: argparse.Namespace) -> None:
     """Write the examples that the command line asks for. Raises DataError."""
+    from data.chat.template import load_template
+    from data.ruler.examples import Prompts, answer_of, makers
+    from data.tokenizer import load_tokenizer
+
     tokenizer = load_tokenizer(args.tokenizer_model)
     chat = args.chat or args.messages
     template = load_template(args.tokenizer_model, args.chat_template) if chat else None
@@ -82,8 +87,11 @@ def make(args: argparse.Namespace) -> None:
     print(f"wrote {args.output}: {count:,} examples, prompts of {tokens / count:,.1f} tokens in the mean")
 
 
-def sources_of(args: argparse.Namespace) -> Sources:
+def sources_of(args: argparse.Namespace) -> "Sources":
     """Read the files that the command line names. Raises DataError."""
+    from data.ruler.tasks import Sources
+    from data.ruler.texts import Essays, Questions
+
     files = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     return Sources(Essays(args.essays), {task: Questions(file) for task, file in files.items() if file is not None})
 
@@ -93,6 +101,9 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
 
     Raises DataError: a task that there is not, or whose file is not given.
     """
+    from data.ruler.tasks import TASKS
+    from runtime.errors import DataError
+
     given = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     there = [task for task in TASKS if given.get(task, True) is not None]
     if not args.tasks and len(there) < len(TASKS) and os.environ.get("RANK", "0") == "0":
@@ -108,10 +119,12 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(args.tasks or there))
 
 
-def place_of(prompts: Prompts, maker: Maker) -> Place:
+def place_of(prompts: "Prompts", maker: "Maker") -> "Place":
     """Return the place of a maker's task and length."""
+    from runtime.together import raise_together
+    from tools.common.answers import Place
 
-    def ask(writer: Writer, numbers: Sequence[int]) -> list[Answer]:
+    def ask(writer: "Writer", numbers: Sequence[int]) -> "list[Answer]":
         with raise_together(writer.group):
             asked = [maker.make(number) for number in numbers]
         ids = writer.write([example.ids for example in asked], asked[0].new_tokens, stop=sorted(prompts.ends))
@@ -124,10 +137,14 @@ def place_of(prompts: Prompts, maker: Maker) -> Place:
     return Place(maker.name, maker.length, ask)
 
 
-def score_tasks(args: argparse.Namespace, tasks: Sequence[str], sources: Sources) -> None:
+def score_tasks(args: argparse.Namespace, tasks: Sequence[str], sources: "Sources") -> None:
     """Score a run and write what was found; collective. Raises UserError."""
+    from data.chat.template import load_template
+    from data.ruler.examples import Prompts, makers
+    from runtime.together import is_first
+    from tools.common.answers import heat_map, score_run, write_scores
 
-    def places(run: Run, lengths: Sequence[int]) -> Iterator[Place]:
+    def places(run: Run, lengths: Sequence[int]) -> "Iterator[Place]":
         template = load_template(str(run.config.data.tokenizer_model), args.chat_template) if args.chat else None
         prompts = Prompts(run.tokenizer, template, run.begin)
         return map(partial(place_of, prompts), makers(tasks, lengths, args.seed, prompts, sources))
@@ -141,14 +158,16 @@ def score_tasks(args: argparse.Namespace, tasks: Sequence[str], sources: Sources
         write_scores(args, run, "ruler", title, about, list(map(entry, cells)), table(cells), figure)
 
 
-def entry(cell: Cell) -> dict[str, Any]:
+def entry(cell: "Cell") -> dict[str, Any]:
     """Return a cell as its file has it."""
     scores = {"scores": [share for share, _ in cell.answers], "wrong": cell.wrong, "score": 100 * cell.share}
     return {"task": cell.row, "length": cell.length, **scores}
 
 
-def table(cells: Sequence[Cell]) -> list[str]:
+def table(cells: "Sequence[Cell]") -> list[str]:
     """Return a row for each task and the averages, a column for each length and all; and the effective length."""
+    from tools.common.answers import grid
+
     tasks, lengths, found = grid(cells)
     rows = {task: [100 * found[task, length].share for length in lengths] for task in tasks}
     rows["average"] = means = [sum(column) / len(tasks) for column in zip(*rows.values(), strict=True)]

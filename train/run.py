@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import select
 import shutil
 import sys
 import threading
@@ -95,7 +96,7 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
         status = exit_status(main, sys.argv[1:])
     except Exception as error:
         leave_ending(1, f"{type(error).__name__}: {error}")
-        status = UNREAD if isinstance(error, BrokenPipeError) else 1
+        status = UNREAD if isinstance(error, BrokenPipeError) and _reader_has_gone() else 1
         if status == 1:
             sys.excepthook(*sys.exc_info())
     try:
@@ -109,6 +110,13 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
         status = status or UNFLUSHED
     finally:
         os._exit(status)
+
+
+def _reader_has_gone() -> bool:
+    """Return whether nobody reads standard output any more: a pipe to a worker may break as well, and is a defect."""
+    poll = select.poll()
+    poll.register(1, 0)  # errors are told unasked
+    return any(state & (select.POLLERR | select.POLLHUP) for _, state in poll.poll(0))
 
 
 def _message(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """A run asked questions: its copies over a mesh take turns, and each place, a row and a length, gets a cell."""
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +8,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from data.text.indexed import writing
 from planner.choice import method_to_read
 from runtime.errors import UserError
 from runtime.together import gather_results, is_first, raise_together
-from tools.common.arguments import positive
 from tools.common.report import write_results
-from tools.common.runs import Run, add_mesh, mesh_of, open_run
+from tools.common.runs import Run, mesh_of, open_run
 from train.config.derive import beyond_rope
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
@@ -59,17 +56,6 @@ class Cell:
     def wrong(self) -> list[dict[str, Any]]:
         """The first answers that are not right."""
         return [told for share, told in self.answers if share < 1][:KEPT]
-
-
-def add_scoring(parser: argparse.ArgumentParser, places: str) -> None:
-    """Add a run, how long the questions of it are and how many there are at ``places``, and its mesh."""
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of the run")
-    add("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of prompt and answer")
-    add("--samples", type=positive, default=20, help=f"of {places} (default: %(default)s)")
-    add("--batch-size", type=positive, default=1, help="at once (default: %(default)s)")
-    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
-    add_mesh(parser)
 
 
 def ask_all(writer: Writer, place: Place, samples: int, batch_size: int) -> Cell:
@@ -126,12 +112,6 @@ def score_run(
             cells.append(ask_all(writer, place, args.samples, args.batch_size))
             say(f"{place.length} tokens, {said(cells[-1])}, {time.monotonic() - started:.1f} s")
     return run, cells
-
-
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as JSON lines, whole or not at all. Raises UserError: the file cannot be written, or as ``rows``."""
-    with writing(path) as (draft,), draft.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def write_scores(

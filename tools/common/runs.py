@@ -50,6 +50,17 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     add("--context-parallel-method", metavar="METHOD", help="how they do, or auto (default: the run's)")
 
 
+def add_scoring(parser: argparse.ArgumentParser, places: str) -> None:
+    """Add a run, how long the questions of it are and how many there are at ``places``, and its mesh."""
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run")
+    add("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of prompt and answer")
+    add("--samples", type=positive, default=20, help=f"of {places} (default: %(default)s)")
+    add("--batch-size", type=positive, default=1, help="at once (default: %(default)s)")
+    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    add_mesh(parser)
+
+
 def open_run(folder: Path, step: int | None = None) -> Run:
     """Open a run of a language model: its newest whole checkpoint, or that of iteration ``step``.
 

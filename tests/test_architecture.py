@@ -51,16 +51,16 @@ BUDGET = {
     "parallel": 8102,
     "checkpoint": 1431,
     "data": 4517,
-    "train": 5640,
+    "train": 5648,
     "planner": 3089,
-    "runtime": 2422,
+    "runtime": 2420,
     "slurm": 335,
-    "tools": 4849,
+    "tools": 4881,
     "parity": 689,
     "papers": 2153,
     "bench": 3130,
     "docs": 186,
-    "tests": 44102,
+    "tests": 44104,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
-from tools.common.report import markdown, write_rows
+from tools.common.report import markdown
 from tools.common.runs import Run, add_scoring
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def make(args: argparse.Namespace) -> None:
     from data.chat.template import load_template
     from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
     from runtime.errors import DataError
-    from tools.common.lines import Maker, Task
+    from tools.common.lines import Maker, Task, write_rows
 
     if args.output.suffix != ".jsonl":
         raise DataError(f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; rename it")

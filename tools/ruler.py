@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
-from tools.common.report import markdown, write_rows
+from tools.common.report import markdown
 from tools.common.runs import Run, add_scoring
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def main(argv: list[str]) -> None:
 
         print(write_model(args.folder, args.hidden_size, args.seed, tokenizer_of_needles, tie_word_embeddings=True))
     elif args.command == "repeat":
+        from tools.common.lines import write_rows
         from tools.common.tiny import repeated
 
         write_rows(
@@ -60,6 +61,7 @@ def make(args: argparse.Namespace) -> None:
     from data.chat.template import load_template
     from data.ruler.examples import Prompts, answer_of, makers
     from data.tokenizer import load_tokenizer
+    from tools.common.lines import write_rows
 
     tokenizer = load_tokenizer(args.tokenizer_model)
     chat = args.chat or args.messages

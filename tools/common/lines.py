@@ -7,17 +7,20 @@ LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Contex
 needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
+import json
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from data.chat.conversations import Turn
 from data.chat.template import ChatTemplate
 from data.ruler.examples import fill
 from data.ruler.texts import below, different, distinct
+from data.text.indexed import writing
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 from runtime.progress import counted
@@ -169,3 +172,9 @@ def _names(words: int) -> int:
 def _words_for(lines: int) -> int:
     """Return the words of a name, 2 or more: a sixth of the names is left, so that drawing one is quick."""
     return next(words for words in count(2) if _names(words) > 1.2 * lines)
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as JSON lines, whole or not at all. Raises UserError: the file cannot be written, or as ``rows``."""
+    with writing(path) as (draft,), draft.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -152,14 +152,6 @@ def write_results(
     print(f"written: {', '.join(map(str, paths))}", flush=True)
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as JSON lines, whole or not at all. Raises UserError: the file cannot be written, or as ``rows``."""
-    from data.text.indexed import writing  # imports numpy
-
-    with writing(path) as (draft,), draft.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
 def plain(axes: "Axes") -> None:
     """Draw a light grid, and of the frame the left and the lower line alone."""
     axes.grid(alpha=0.25)

@@ -68,6 +68,7 @@ def sdpa(
     if window is None and sinks is None:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+    assert causal, "a window and sinks are"
     length, left = q.shape[2], _left(window)
     found = []
     for start in range(0, length, BLOCK):

@@ -34,7 +34,7 @@ OWN |= dict.fromkeys(
 """Settings of some kinds of model alone: these, and the words for the others."""
 COUNTS = (
     *("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"),
-    *("query_pre_attn_scalar", *SIZES),
+    "query_pre_attn_scalar",
 )
 """Settings that are 1 or more, or left out."""
 LINEARS = ("wq", "wk", "wv", "wu", "wb", "wa", "wo", "gate", "up", "down")
@@ -94,10 +94,8 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
 
     def __post_init__(self) -> None:
         heads = self.num_attention_heads
-        at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "linear_conv_kernel_dim")
-        for name in COUNTS:
-            value = getattr(self, name)
-            require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
+        at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads")
+        self._check_counts(*COUNTS)
         for name in ("rotary_base", "norm_epsilon", "init_method_std"):
             require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
         require(self, 0 < self.rotary_percent <= 1, "rotary_percent", "it must be above 0, and 1 (all) at most")
@@ -143,6 +141,8 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
 
     def _check_delta(self) -> None:
         """Check the heads of layers with a gated delta rule."""
+        self._check_counts(*SIZES)
+        at_least(self, 1, "linear_conv_kernel_dim")
         keys, values = self.key_heads, self.value_heads
         must = f"it must be a multiple of linear_num_key_heads {keys}"
         require(self, values % keys == 0, "linear_num_value_heads", must)
@@ -152,6 +152,11 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
             for name in ("position_embedding_type", "rotary_base"):
                 must = f"model_type {self.model_type} has no positions but the order of its tokens; leave it out"
                 require(self, self._is_default(name), name, must)
+
+    def _check_counts(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
 
     def _check_softmax(self) -> None:
         """Check windows and sinks, which layers of softmax attention alone have."""

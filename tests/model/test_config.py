@@ -72,6 +72,7 @@ LEARNED = {"position_embedding_type": "learned_absolute", "max_position_embeddin
         ),
         (TABLE | {"add_qkv_bias": True}, "add_qkv_bias is True; .* of its own"),
         (TRANSNORMER | {"qk_layernorm": True}, "qk_layernorm is True; model_type transnormer has none"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0; model_type llama has no delta rule"),
         ({"linear_decay": "paper"}, "linear_decay is paper; model_type llama has no decay; .* model_type to transnor"),
         (LINEAR | {"linear_decay": "paper"}, "linear_decay is paper; .* has no decay"),
         ({"no_scale_embedding": True}, "no_scale_embedding is True; model_type llama scales no embeddings"),

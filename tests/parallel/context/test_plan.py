@@ -296,3 +296,10 @@ def test_plans_are_cached_and_built_without_processes():
 def test_what_cannot_work_is_refused_with_the_reason(method, size, options, message):
     with pytest.raises(ContextError, match=message):
         make_plan(method, size=size, **{"seq_len": 8, **options})
+
+
+def test_heads_that_cannot_be_split_are_refused_with_the_degrees_that_fit():
+    geometry = make_plan("ring", seq_len=64, size=8, ulysses_degree=4).geometry
+    geometry.check_heads(8, 2)
+    with pytest.raises(ContextError, match=r"ulysses_degree is 4 with 12 query and 6 key heads.*: 1, 2$"):
+        geometry.check_heads(12, 6)

@@ -142,7 +142,7 @@ def sets(plan):
 
 
 def found(plan, reach, seen):
-    """Which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and by brute force."""
+    """Return which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and by brute force."""
     pieces, positions = zip(*sets(plan), strict=True)
     begin = np.cumsum([0, *map(len, positions)])
     rows = rows_seen(as_columns(pieces), as_columns(pieces), plan.layout.stride, reach)

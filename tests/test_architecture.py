@@ -46,7 +46,7 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 250,
-    "model": 4910,
+    "model": 4916,
     "kernels": 4234,
     "parallel": 8102,
     "checkpoint": 1431,
@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2153,
     "bench": 3130,
     "docs": 186,
-    "tests": 44104,
+    "tests": 44112,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

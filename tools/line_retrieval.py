@@ -10,8 +10,9 @@
 A conversation is a record of named lines and questions for some of them, as many lines as fit the tokens. What make
 draws, score never asks: the two draw from other hashes, whatever their seeds. Of its forms, `lines` asks for a line's
 value, `needle` hides one sentence among others that say nothing, and `repeat` is a record of names to say again, some
-with a value, which teaches a model from nothing to look back. The small vocabulary has 1,732 words, for a model that
-`model` writes; the full one is for a real tokenizer. `make finetune` uses all of it (configs/runs/finetune_tiny.sh).
+with a value, which teaches a model from nothing to look back. The small vocabulary has 1,664 names and 64 values, for a
+model that `model` writes; the full one is for a real tokenizer. `make finetune` uses all of it
+(configs/runs/finetune_tiny.sh).
 """
 
 import argparse

@@ -135,7 +135,7 @@ def test_other_samples_would_be_seen(default_data, tmp_path):
     """The bound on losses is one on the order of samples: two samples too late, and they are far apart."""
     went_on, resumed = both("llama", case_of("dp=2"), case_of("none"), default_data, tmp_path, samples_skipped)
     assert equal(resumed.tensors["loaded"], went_on.tensors["saved"])
-    assert losses_apart(resumed, went_on) > 1000 * BOUND
+    assert losses_apart(resumed, went_on) > 100 * BOUND
 
 
 def both(kind, first, second, data, folder, sabotage=None):

@@ -55,7 +55,7 @@ BUDGET = {
     "planner": 3089,
     "runtime": 2420,
     "slurm": 335,
-    "tools": 4884,
+    "tools": 4885,
     "parity": 689,
     "papers": 2153,
     "bench": 3130,

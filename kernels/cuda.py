@@ -83,6 +83,7 @@ def takes_cudnn(q: Tensor, k: Tensor) -> bool:
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the attention of a tile, and its log-sum-exp, by cuDNN."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )
@@ -91,6 +92,7 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 
 
 def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    """Return the gradients through a tile by cuDNN."""
     no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # unused without dropout
     lengths = (rows.q.shape[1], keys.k.shape[1])
     q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
@@ -114,12 +116,14 @@ def flash(impl: str | None) -> tuple[Kernel, Kernel]:
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the attention of a tile, and its log-sum-exp, by FlashAttention."""
     out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
     out, lse = heads_first(out, lse)
     return out, lse
 
 
 def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    """Return the gradients through a tile by FlashAttention."""
     no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # unused without dropout
     lengths = (rows.q.shape[1], keys.k.shape[1])
     q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
@@ -133,12 +137,14 @@ def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradie
 def packed_forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Return the attention of packed tiles, and its log-sum-exp, by FlashAttention."""
     # Flash attention, for cuDNN's backend too, which would pad to the longest.
     out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
     return out, lse.transpose(0, 1)
 
 
 def packed_backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float) -> Gradients:
+    """Return the gradients through packed tiles by FlashAttention."""
     q, dout, out, lse = rows
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
     lse = lse.float().transpose(0, 1).contiguous()  # [H, R]

@@ -99,9 +99,8 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
         for name in ("rotary_base", "norm_epsilon", "init_method_std"):
             require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
         require(self, 0 < self.rotary_percent <= 1, "rotary_percent", "it must be above 0, and 1 (all) at most")
-        if self.kv_channels is None and self.hidden_size % heads:
-            must = f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels"
-            raise wrong(self, "hidden_size", must)
+        must = f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels"
+        require(self, self.kv_channels is not None or self.hidden_size % heads == 0, "hidden_size", must)
         require(self, heads % self.query_groups == 0, "num_query_groups", f"it must divide num_attention_heads {heads}")
         self._check_kind()
         self._check_softmax()
@@ -128,16 +127,15 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
             self._check_delta()
         if not self.linear_attention:
             return
-        if self.query_groups != heads:
-            must = f"linear attention has one key head per query head, {heads} here; leave it out"
-            raise wrong(self, "num_query_groups", must)
+        must = f"linear attention has one key head per query head, {heads} here; leave it out"
+        require(self, self.query_groups == heads, "num_query_groups", must)
         own = "LRPE" if kind == "transnormer" else "sinusoidal"
         settings = ("position_embedding_type", "max_position_embeddings", "rotary_base")
         for name in settings if every is None else settings[:2]:
             must = f"model_type {kind} has {own} positions, which take no settings; leave it out"
             require(self, self._is_default(name), name, must)
-        if kind == "linear_transformer" and self.hidden_size % 2:
-            raise wrong(self, "hidden_size", "it must be even: sinusoidal positions come in pairs")
+        even = kind != "linear_transformer" or self.hidden_size % 2 == 0
+        require(self, even, "hidden_size", "it must be even: sinusoidal positions come in pairs")
 
     def _check_delta(self) -> None:
         """Check the heads of layers with a gated delta rule."""
@@ -187,15 +185,13 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
             require(self, self.rotary_percent < 1 or width % 2 == 0, name, must)
         if not self.learned_positions:
             return
-        if self.model_type != "gpt":
-            must = f"model_type {self.model_type} has rope alone; leave it out, or set model_type to gpt"
-            raise wrong(self, "position_embedding_type", must)
-        if self.max_position_embeddings is None:
-            must = (
-                "learned_absolute positions need the length of their table; set it to the longest sequence, or "
-                "position_embedding_type to rope"
-            )
-            raise wrong(self, "max_position_embeddings", must)
+        must = f"model_type {self.model_type} has rope alone; leave it out, or set model_type to gpt"
+        require(self, self.model_type == "gpt", "position_embedding_type", must)
+        must = (
+            "learned_absolute positions need the length of their table; set it to the longest sequence, or "
+            "position_embedding_type to rope"
+        )
+        require(self, self.max_position_embeddings is not None, "max_position_embeddings", must)
         must = "learned_absolute positions turn nothing; leave it out, or set position_embedding_type to rope"
         require(self, self._is_default("rotary_base"), "rotary_base", must)
 

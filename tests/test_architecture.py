@@ -46,8 +46,8 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 BUDGET = {
     "entry": 250,
-    "model": 4916,
-    "kernels": 4234,
+    "model": 4912,
+    "kernels": 4240,
     "parallel": 8102,
     "checkpoint": 1431,
     "data": 4517,
@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2153,
     "bench": 3130,
     "docs": 186,
-    "tests": 44112,
+    "tests": 44114,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

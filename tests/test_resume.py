@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,10 +133,11 @@ def test_the_same_bits_are_loaded_on_another_mesh(kind, first, second, default_d
 
 
 def test_other_samples_would_be_seen(default_data, tmp_path):
-    """The bound on losses is one on the order of samples: two samples too late, and they are far apart."""
-    went_on, resumed = both("llama", case_of("dp=2"), case_of("none"), default_data, tmp_path, samples_skipped)
+    """The bound on losses is one on the order of samples: eight samples too late, and they are far apart."""
+    late = partial(samples_skipped, 8)
+    went_on, resumed = both("llama", case_of("dp=2"), case_of("none"), default_data, tmp_path, late)
     assert equal(resumed.tensors["loaded"], went_on.tensors["saved"])
-    assert losses_apart(resumed, went_on) > 100 * BOUND
+    assert losses_apart(resumed, went_on) > 1000 * BOUND
 
 
 def both(kind, first, second, data, folder, sabotage=None):

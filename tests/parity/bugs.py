@@ -160,11 +160,11 @@ def copies_left_alone():
     PipelineRunner._sum_copies = lambda *_: None
 
 
-def samples_skipped():
-    """Start two samples too late; one alone might be the fully masked one, replaced by another such one."""
+def samples_skipped(count=2):
+    """Start so many samples too late; one alone might be the fully masked one, replaced by another such one."""
     batches = loop.batches
 
     def later(dataset, batching, consumed_samples):
-        return batches(dataset, batching, consumed_samples + 2)
+        return batches(dataset, batching, consumed_samples + count)
 
     loop.batches = later

@@ -60,7 +60,7 @@ BUDGET = {
     "papers": 2153,
     "bench": 3130,
     "docs": 186,
-    "tests": 44114,
+    "tests": 44120,
 }
 """Most lines of Python by folder. It goes down as lines go, and up by what a new capability needs alone, with the
 reason in the commit's message."""

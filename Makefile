@@ -21,7 +21,7 @@ refused = $(shell LC_ALL=C; bad=$$(printf '$(2)\001-\037\177'); high=$$(printf '
 	next=$$(printf '\302\205') line=$$(printf '\342\200'); \
 	look() { case $$2 in ($(3)*[$$bad]*|*$$next*|*$$line[$$high]*) echo $$1; esac; }; \
 	$(foreach name,$(1),look $(name) '$(subst ','\'',$(subst $(NEWLINE),;,$(value $(name))))';))
-UNSAFE  := $(call refused,RUN CONFIG NPROC EXTRAS PAPERS PY,]["\047`$$\134\134;&|<>(){}*?!\043,-*|) \
+UNSAFE  := $(call refused,RUN CONFIG NPROC EXTRAS PAPERS PY CPU,]["\047`$$\134\134;&|<>(){}*?!\043,-*|) \
            $(call refused,VENV PYTHON,]\040["\047`$$\134\134;&|<>(){}*?!,-*|) \
            $(call refused,TORCH,]["\047`$$\134\134;&|(){}*?,-*|) $(call refused,ARGS,`$$\134\134;&|<>) \
            $(shell printf %s '$(subst ','\'',$(subst $(NEWLINE),;,$(value ARGS)))' | sed -E "s/'[^']*'|\"[^\"]*\"//g" | grep -q "[()\#'\"]" && echo ARGS)
@@ -119,9 +119,14 @@ dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then p
 	  $(RANKS) $${fit%% *} -m tools.sample_dit --load "$(RUN)" --guidance 2
 
 # Tests start many interpreters: each would compile our sources where a shell forbids to keep what is compiled.
-TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
+TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(AS_CPU) $(PY) -m pytest
 
-test: $(DEV) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses
+# Kernels of ATen, oneDNN and MKL add in another order on each generation of processors.
+sse4   = ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+avx2   = ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AS_CPU = $(if $(CPU),$(if $(filter sse4 avx2,$(CPU)),$($(CPU)),$(error CPU is '$(CPU)'; give sse4 or avx2, or leave it out)))
+
+test: $(DEV) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses; CPU=sse4 or avx2 computes as on an older processor
 	$(TESTS) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(DEV) ## The slow tests: training for 20 and 40 iterations where make test has 4 and 8

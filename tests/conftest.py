@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from data.text.prepare import Request, prepare
-from runtime.files import owned
-from runtime.machine import usable_cores
-from runtime.ranks import preload
-from tests import programs
+# Helpers of tests are rewritten too, so that a bound that fails prints both of its numbers.
+HELPERS = [path.stem for path in Path(__file__).parent.iterdir() if path.stem not in ("conftest", "__init__")]
+pytest.register_assert_rewrite(*(f"tests.{name}" for name in HELPERS))
+
+from data.text.prepare import Request, prepare  # noqa: E402
+from runtime.files import owned  # noqa: E402
+from runtime.machine import usable_cores  # noqa: E402
+from runtime.ranks import preload  # noqa: E402
+from tests import programs  # noqa: E402
 
 preload("tests.preload")
 

@@ -47,6 +47,10 @@ CASES = {
 }
 
 
+BFLOAT16 = 2.0**-8
+"""Relative rounding of 8 bits."""
+
+
 @cache
 def one_process(kind):
     return whole_step(MODELS[kind], plain(MODELS[kind], None))
@@ -79,18 +83,27 @@ def errors(step, kind):
     """Differences of a step from that in float32: of its loss, and of each gradient relative to its norm."""
     want = one_process(kind)
     pairs = {name: (x, want.gradients[name]) for name, x in step.gradients.items()}
-    return abs(step.loss - want.loss), {name: (x - y).norm() / y.norm() for name, (x, y) in pairs.items()}
+    relative = {name: ((x - y).norm() / y.norm()).item() for name, (x, y) in pairs.items()}
+    return abs(step.loss - want.loss), relative
+
+
+def root_mean_square(values):
+    return (sum(value**2 for value in values) / len(values)) ** 0.5
 
 
 def test_bfloat16_over_ranks_is_as_near_to_float32_as_in_one_process():
+    """By the mean over all gradients: the error of a single small one can be nearly zero by luck in one process."""
     alone = run_ranks(halves, 1, [(1, 1)])[0]
     for (kind, tp, cp), step in run_ranks(halves, 2, [(1, 2), (2, 1)])[0].items():
-        (loss, away), (_, limits) = errors(step, kind), errors(alone[kind, 1, 1], kind)
+        loss, over_ranks = errors(step, kind)
+        _, in_one_process = errors(alone[kind, 1, 1], kind)
         assert loss < 1e-3, (kind, tp, cp)
-        assert max(away.values()) < 0.05, (kind, tp, cp)
-        for name, size in away.items():
-            # Tensor parallel ranks add partial sums of 8 bits.
-            assert size < (1.25 if tp == 1 else 3.5) * limits[name], (kind, tp, cp, name)
+
+        worst = max(over_ranks, key=over_ranks.get)
+        assert over_ranks[worst] < 12 * BFLOAT16, (kind, tp, cp, worst)
+
+        mean, limit = map(root_mean_square, (over_ranks.values(), in_one_process.values()))
+        assert mean < 1.5 * limit, (kind, tp, cp)
 
 
 def no_halo():

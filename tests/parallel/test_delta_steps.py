@@ -62,11 +62,11 @@ def steps(rank, world_size, cases):
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_over_ranks_is_that_of_one_process(ranks):
-    """Gradients relative to the largest, which is up to 0.3."""
+    """Gradients relative to the largest, which is up to 0.3: 80 roundings of float32."""
     for result in run_ranks(steps, ranks, CASES[ranks]):
         for case, got in zip(CASES[ranks], result, strict=True):
             want = one_process(case.kind)
-            check_step(got, want, case, 1e-6 * max(x.abs().max().item() for x in want.gradients.values()))
+            check_step(got, want, case, 5e-6 * max(x.abs().max().item() for x in want.gradients.values()))
 
 
 def halves(rank, world_size, meshes):

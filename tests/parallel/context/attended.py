@@ -14,6 +14,8 @@ from runtime.ranks import run_ranks
 BATCH, LENGTH, HEAD_DIM = 2, 123, 32
 DOCUMENTS = (0, 7, 30, 31, 80, 123)
 SINKS = (0.5, -1.5, 2.0, 0.0, 1.25, -3.0, 3.5, 1.0)
+ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 0.0}
+"""Relative error of a norm that is always allowed."""
 DSINKS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 """Relative error of dsinks, which torch's SDPA does not have; each rank rounds its own to the dtype."""
 
@@ -163,7 +165,11 @@ def attend_all(rank, world_size, cases):
 
 
 def check(world_size, cases, exact=1e-12):
-    """Compare all cases on real ranks: with float64 to ``exact``, in other dtypes to 1.2 of one process' error."""
+    """Compare all cases on real ranks: in float64 to ``exact``, in other dtypes by the error of one process.
+
+    These errors are norms over thousands of elements, so that none is small by luck in bfloat16, whose rounding is the
+    same on every processor. In float32 the kernels of processors differ, and ROUNDED is always allowed.
+    """
     results = run_ranks(attend_all, world_size, cases)
     for index, case in enumerate(cases):
         assert all(result[index][1] for result in results), f"{case}: bytes sent are not the plan's"
@@ -172,7 +178,8 @@ def check(world_size, cases, exact=1e-12):
         if dtype == torch.float64:
             limits = [exact] * len(want)
         else:
-            limits = [1.2 * limit for limit in error(one_process_sdpa(masked, dtype), want[:4])]
+            alone = error(one_process_sdpa(masked, dtype), want[:4])
+            limits = [max(1.5 * limit, ROUNDED[dtype]) for limit in alone]
             limits += [DSINKS[dtype]] * (len(want) - 4)
         names = ("out", "dq", "dk", "dv", "dsinks")
         for name, measured, limit in zip(names, error(results[0][index][0], want), limits, strict=False):

@@ -110,10 +110,13 @@ def naive_errors(case):
 
 
 def within_bounds(case, found):
-    """Return whether errors are within ``BOUND`` in float32, in bfloat16 within twice the naive form's."""
+    """Return whether errors are within ``BOUND`` in float32, in bfloat16 within twice the naive form's.
+
+    States are float32 in both, and the naive form's can be exact by luck: its own rounding is always allowed.
+    """
     if case.dtype == "float32":
         return max(found.values()) <= BOUND
-    return all(found[name] <= 2 * naive for name, naive in naive_errors(case).items())
+    return all(found[name] <= max(2 * naive, BOUND / 10) for name, naive in naive_errors(case).items())
 
 
 @cache

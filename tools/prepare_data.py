@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
+    from data.text.indexed import Indexed
     from data.tokenizer import Tokenizer
 
 DEFAULT_PREFIX = "runs/data/stdlib"
@@ -158,7 +159,7 @@ def _check(args: argparse.Namespace) -> int:
     from data.text.record import TOKENIZER
     from data.tokenizer import load_tokenizer
 
-    lengths = open_indexed(args.check).lengths  # before a tokenizer, which a prefix never written lacks too
+    lengths = open_indexed(args.check).document_lengths  # before a tokenizer, which a prefix never written lacks too
     if args.plot:
         from tools.common.report import save
 
@@ -178,26 +179,19 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
     """Read a prefix whole, and return what it holds in one line.
 
     Raises:
-        DataError: whatever would stop training, a document of text without its end, or a loss mask that is not of
-            these tokens.
+        DataError: whatever would stop training, a document of our own text without its end, or a loss mask that is
+            not of these tokens.
     """
     import numpy as np
 
     from data.text.indexed import LOSS_MASK, check_indexed
     from data.text.packing import Conversations
-    from runtime.errors import DataError
 
     indexed = check_indexed(prefix, tokenizer.vocab_size, scan_tokens=np.iinfo(np.int64).max)
     indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
-    sizes, ids = f"{indexed.tokens:,} tokens ({indexed.dtype})", indexed.token_ids()
-    if not os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
-        ends = np.cumsum(indexed.lengths, dtype=np.int64)[np.asarray(indexed.bounds[1:]) - 1] - 1
-        if (open_ends := int((ids[ends] != tokenizer.eod).sum())) > 0:
-            raise DataError(
-                f"{prefix}.bin holds {open_ends} documents that do not end with the tokenizer's end-of-document token, "
-                f"{tokenizer.eod}; prepare the text with this tokenizer"
-            )
-        return f"{prefix}: {len(indexed.bounds) - 1:,} documents, {sizes}"
+    sizes = f"{indexed.tokens:,} tokens ({indexed.dtype})"
+    if not indexed.holds_conversations:
+        return f"{prefix}: {len(indexed.document_lengths):,} documents, {sizes}{_ends(indexed, tokenizer.eod)}"
     mask = check_indexed(prefix + LOSS_MASK, 2, scan_tokens=np.iinfo(np.int64).max).token_ids()
     conversations = Conversations(prefix, tokenizer.vocab_size, np.iinfo(np.int64).max, check=True)
     longest, samples = conversations.longest, len(conversations)
@@ -205,6 +199,32 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
         f"{prefix}: {len(indexed.lengths):,} conversations, {sizes}, packed into {samples:,} samples of up to "
         f"{longest:,} tokens, {1 - indexed.tokens / samples / longest:.2%} padding to the longest; "
         f"{int(mask.sum(dtype=np.int64)):,} tokens carry loss"
+    )
+
+
+def _ends(indexed: "Indexed", eod: int) -> str:
+    """Say which documents of text do not end with the end-of-document token, if there are any.
+
+    Raises DataError: such ones in a pair that tools.prepare_data wrote, which ends all of them.
+    """
+    import numpy as np
+
+    from runtime.errors import DataError
+
+    lengths = indexed.document_lengths
+    last = np.cumsum(lengths, dtype=np.int64)[lengths > 0] - 1
+    without = int((indexed.token_ids()[last] != eod).sum())
+    if without and os.path.exists(f"{indexed.prefix}.json"):
+        raise DataError(
+            f"{indexed.prefix}.bin holds {without:,} documents that do not end with the tokenizer's end-of-document "
+            f"token, {eod}; prepare the text with this tokenizer"
+        )
+    lumped = ", which its .idx has as sequences of one document" if indexed.is_lumped else ""
+    if not without:
+        return lumped
+    return (
+        f"{lumped}; {without:,} of them do not end with the tokenizer's end-of-document token, {eod}: the .idx tells "
+        "them apart in training, but a model does not learn from them to end a text"
     )
 
 
@@ -222,12 +242,15 @@ def shown(prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: 
 
     indexed = check_indexed(prefix, tokenizer.vocab_size)
     learned = None
-    if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
+    if indexed.holds_conversations:
         learned = check_indexed(prefix + LOSS_MASK, 2).token_ids()
     begin, end = (_GREEN, _PLAIN) if colour else ("⟦", "⟧")
     at, ids = 0, indexed.token_ids()
-    for number, (first, last) in enumerate(pairwise(indexed.bounds[: count + 1].tolist())):
-        lengths = indexed.lengths[first:last].tolist()
+    if learned is None:
+        groups = [[length] for length in indexed.document_lengths[:count].tolist()]
+    else:
+        groups = [indexed.lengths[a:b].tolist() for a, b in pairwise(indexed.bounds[: count + 1].tolist())]
+    for number, lengths in enumerate(groups):
         yield f"=== {'document' if learned is None else 'sample'} {number}: {sum(lengths):,} tokens"
         for place, length in enumerate(lengths):
             if learned is not None:

@@ -60,8 +60,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     stdlib = "the standard library's sources without its tests, about 12 MB (default)"
     source("--stdlib", action="store_true", help=stdlib)
     inputs = (
-        "text files; .jsonl, .json, .parquet and datasets' folders (--json-keys); hf:NAME:SPLIT of the hub; other "
-        "folders are searched for --suffix"
+        "text files; rows of .jsonl, .ndjson, .json, .parquet and datasets' folders (--json-keys); any of them as .gz, "
+        ".bz2, .xz or .zst; hf:NAME:SPLIT of the hub; other folders are searched for --suffix"
     )
     source("--input", nargs="+", metavar="PATH", help=inputs)
     source("--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there")
@@ -109,6 +109,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         f"--chat needs {' and '.join(lacking)}": args.chat and lacking,
         named: args.chat and not args.tokenizer_model and args.chat_template not in NAMED,
         "--seq-length, --chat-template, --too-long and --skip-refused go with --chat": of_chat and not args.chat,
+        "--json-keys goes with --input: whose rows it is for": args.json_keys and not args.input,
         "--max-bytes and --json-keys are for text, not for --chat": args.chat and (args.max_bytes or args.json_keys),
     }
     for said in (said for said, found in wrong.items() if found):
@@ -132,6 +133,8 @@ def _prepare(args: argparse.Namespace) -> int:
         json_key=(args.json_keys or ["text"])[0],
         chat=chat,
     )
+    if args.json_keys:
+        _check_that_rows_are_read(args.input, args.suffix)
     prefix = Path(args.output_prefix or DEFAULT_PREFIX)
     if not (prefix / "cache").is_dir():  # a run on what an earlier call wrote keeps its indices of samples there
         refuse_folder("--output-prefix", prefix, f"give {prefix}/NAME to write into it")
@@ -152,6 +155,20 @@ def _prepare(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_of(request, prefix)
     print(f"train on it with --data-path {prefix} --tokenizer-model {tokenizer}{sft}")
     return 0
+
+
+def _check_that_rows_are_read(inputs: list[str], suffix: str) -> None:
+    """Raise DataError if no input has rows, of which --json-keys names a field."""
+    from data.text.corpus import has_rows, input_files
+    from data.text.files import ROW_ENDINGS
+    from runtime.errors import DataError
+
+    files = input_files(inputs, suffix)
+    if files and not any(map(has_rows, files)):
+        raise DataError(
+            f"--json-keys names a field of rows, and {files[0]} is one text by its ending; rows are in {ROW_ENDINGS} "
+            "and datasets: rename it, or leave --json-keys out"
+        )
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -143,6 +143,7 @@ KINDS = [
     ("CMYK JPEG", "right"),
     ("JPEG with an EXIF orientation", "right"),
     *((kind, "told") for kind in TOLD),
+    ("animated GIF", "told"),
     *((kind, "refused") for kind in REFUSED),
 ]
 

@@ -161,9 +161,9 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[np.nda
             whole = torch.from_numpy(ids[ends[number] - lengths[number] : ends[number]].astype(np.int64))
             text_ends = document_ends(whole, tokenizer.eod, begins_document=True)
             cuts = [] if indexed.holds_conversations else (text_ends.nonzero().flatten() + 1).tolist()
-            for text in whole.tensor_split(cuts):
-                if len(text) > length:
-                    yield text[: length + 1].numpy()
+            for document in whole.tensor_split(cuts):
+                if len(document) > length:
+                    yield document[: length + 1].numpy()
         return
     for text in Corpus(input_files(args.text, ".txt")):
         tokens = [*tokenizer.tokenize(text), tokenizer.eod]

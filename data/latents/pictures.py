@@ -138,8 +138,8 @@ def _hides(image: "Image") -> bool:
     if image.mode in _DEEP or image.mode == "I":
         return bool((np.asarray(image) == image.info["transparency"]).any())
     colours = image.convert("LA") if image.mode == "La" else image
-    lowest, _ = colours.convert("RGBA").getchannel("A").getextrema()
-    return bool(lowest < 255)
+    alpha = np.asarray(colours.convert("RGBA").getchannel("A"))
+    return bool((alpha < 255).any())
 
 
 def _has_other_profile(image: "Image") -> bool:

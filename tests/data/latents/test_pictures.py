@@ -216,7 +216,7 @@ def test_a_camera_held_otherwise_gives_an_upright_picture(tmp_path, orientation,
 
 
 def test_a_jpeg_of_a_camera_is_upright(tmp_path):
-    """Of two halves, which compression leaves as they are in the middle of each."""
+    """Compression leaves two halves as they are in the middle of each."""
     halves = np.zeros((32, 32, 3), np.uint8)
     halves[:16] = 255
     exif = Image.Exif()

@@ -239,7 +239,7 @@ def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
 def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np.ndarray:
     """Draw documents of every source, so many that their tokens are as its weight says; then of every length."""
     generator, (prefixes, weights) = np.random.default_rng(0), blend(data_path)
-    lengths = [open_indexed(prefix).lengths for prefix in prefixes]
+    lengths = [open_indexed(prefix).document_lengths for prefix in prefixes]
     lengths = [found[:: -(-len(found) // MOST)] for found in lengths]
     tokens = [float(found.sum(dtype=np.int64)) for found in lengths] if weights is None else weights
     drawn = _by_share(generator, lengths, tokens)

@@ -26,6 +26,7 @@ from checkpoint.api import load_model
 from checkpoint.manifest import CheckpointError
 from data.loader import IGNORE_INDEX, Batch
 from data.text.corpus import Corpus, input_files
+from data.text.documents import document_ends
 from data.text.indexed import check_indexed
 from data.tokenizer import Tokenizer
 from model.registry import architecture_of
@@ -154,10 +155,15 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[np.nda
     if args.data_path:
         indexed = check_indexed(args.data_path, tokenizer.vocab_size)
         indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
-        ends, ids = np.cumsum(indexed.lengths, dtype=np.int64), indexed.token_ids()
-        for number in np.flatnonzero(indexed.lengths > length):
-            begin = ends[number] - indexed.lengths[number]
-            yield ids[begin : begin + length + 1].astype(np.int64)
+        lengths = indexed.document_lengths
+        ends, ids = np.cumsum(lengths, dtype=np.int64), indexed.token_ids()
+        for number in np.flatnonzero(lengths > length):
+            whole = torch.from_numpy(ids[ends[number] - lengths[number] : ends[number]].astype(np.int64))
+            text_ends = document_ends(whole, tokenizer.eod, begins_document=True)
+            cuts = [] if indexed.holds_conversations else (text_ends.nonzero().flatten() + 1).tolist()
+            for document in whole.tensor_split(cuts):
+                if len(document) > length:
+                    yield document[: length + 1].numpy()
         return
     for text in Corpus(input_files(args.text, ".txt")):
         tokens = [*tokenizer.tokenize(text), tokenizer.eod]

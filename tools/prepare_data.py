@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
+    from data.text.indexed import Indexed
     from data.tokenizer import Tokenizer
 
 DEFAULT_PREFIX = "runs/data/stdlib"
@@ -59,8 +60,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     stdlib = "the standard library's sources without its tests, about 12 MB (default)"
     source("--stdlib", action="store_true", help=stdlib)
     inputs = (
-        "text files; .jsonl, .json, .parquet and datasets' folders (--json-keys); hf:NAME:SPLIT of the hub; other "
-        "folders are searched for --suffix"
+        "text files; rows of .jsonl, .ndjson, .json, .parquet and datasets' folders (--json-keys); any of them as .gz, "
+        ".bz2, .xz or .zst; hf:NAME:SPLIT of the hub; other folders are searched for --suffix"
     )
     source("--input", nargs="+", metavar="PATH", help=inputs)
     source("--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there")
@@ -108,6 +109,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         f"--chat needs {' and '.join(lacking)}": args.chat and lacking,
         named: args.chat and not args.tokenizer_model and args.chat_template not in NAMED,
         "--seq-length, --chat-template, --too-long and --skip-refused go with --chat": of_chat and not args.chat,
+        "--json-keys goes with --input: whose rows it is for": args.json_keys and not args.input,
         "--max-bytes and --json-keys are for text, not for --chat": args.chat and (args.max_bytes or args.json_keys),
     }
     for said in (said for said, found in wrong.items() if found):
@@ -131,6 +133,8 @@ def _prepare(args: argparse.Namespace) -> int:
         json_key=(args.json_keys or ["text"])[0],
         chat=chat,
     )
+    if args.json_keys:
+        _check_that_rows_are_read(args.input, args.suffix)
     prefix = Path(args.output_prefix or DEFAULT_PREFIX)
     if not (prefix / "cache").is_dir():  # a run on what an earlier call wrote keeps its indices of samples there
         refuse_folder("--output-prefix", prefix, f"give {prefix}/NAME to write into it")
@@ -153,12 +157,26 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_that_rows_are_read(inputs: list[str], suffix: str) -> None:
+    """Raise DataError if no input has rows, of which --json-keys names a field."""
+    from data.text.corpus import has_rows, input_files
+    from data.text.files import ROW_ENDINGS
+    from runtime.errors import DataError
+
+    files = input_files(inputs, suffix)
+    if files and not any(map(has_rows, files)):
+        raise DataError(
+            f"--json-keys names a field of rows, and {files[0]} is one text by its ending; rows are in {ROW_ENDINGS} "
+            "and datasets: rename it, or leave --json-keys out"
+        )
+
+
 def _check(args: argparse.Namespace) -> int:
     from data.text.indexed import open_indexed
     from data.text.record import TOKENIZER
     from data.tokenizer import load_tokenizer
 
-    lengths = open_indexed(args.check).lengths  # before a tokenizer, which a prefix never written lacks too
+    lengths = open_indexed(args.check).document_lengths  # before a tokenizer, which a prefix never written lacks too
     if args.plot:
         from tools.common.report import save
 
@@ -178,26 +196,19 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
     """Read a prefix whole, and return what it holds in one line.
 
     Raises:
-        DataError: whatever would stop training, a document of text without its end, or a loss mask that is not of
-            these tokens.
+        DataError: whatever would stop training, a document of our own text without its end, or a loss mask that is
+            not of these tokens.
     """
     import numpy as np
 
     from data.text.indexed import LOSS_MASK, check_indexed
     from data.text.packing import Conversations
-    from runtime.errors import DataError
 
     indexed = check_indexed(prefix, tokenizer.vocab_size, scan_tokens=np.iinfo(np.int64).max)
     indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
-    sizes, ids = f"{indexed.tokens:,} tokens ({indexed.dtype})", indexed.token_ids()
-    if not os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
-        ends = np.cumsum(indexed.lengths, dtype=np.int64)[np.asarray(indexed.bounds[1:]) - 1] - 1
-        if (open_ends := int((ids[ends] != tokenizer.eod).sum())) > 0:
-            raise DataError(
-                f"{prefix}.bin holds {open_ends} documents that do not end with the tokenizer's end-of-document token, "
-                f"{tokenizer.eod}; prepare the text with this tokenizer"
-            )
-        return f"{prefix}: {len(indexed.bounds) - 1:,} documents, {sizes}"
+    sizes = f"{indexed.tokens:,} tokens ({indexed.dtype})"
+    if not indexed.holds_conversations:
+        return f"{prefix}: {len(indexed.document_lengths):,} documents, {sizes}{_ends(indexed, tokenizer.eod)}"
     mask = check_indexed(prefix + LOSS_MASK, 2, scan_tokens=np.iinfo(np.int64).max).token_ids()
     conversations = Conversations(prefix, tokenizer.vocab_size, np.iinfo(np.int64).max, check=True)
     longest, samples = conversations.longest, len(conversations)
@@ -205,6 +216,32 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
         f"{prefix}: {len(indexed.lengths):,} conversations, {sizes}, packed into {samples:,} samples of up to "
         f"{longest:,} tokens, {1 - indexed.tokens / samples / longest:.2%} padding to the longest; "
         f"{int(mask.sum(dtype=np.int64)):,} tokens carry loss"
+    )
+
+
+def _ends(indexed: "Indexed", eod: int) -> str:
+    """Say which documents of text do not end with the end-of-document token, if there are any.
+
+    Raises DataError: such ones in a pair that tools.prepare_data wrote, which ends all of them.
+    """
+    import numpy as np
+
+    from runtime.errors import DataError
+
+    lengths = indexed.document_lengths
+    last = np.cumsum(lengths, dtype=np.int64)[lengths > 0] - 1
+    without = int((indexed.token_ids()[last] != eod).sum())
+    if without and os.path.exists(f"{indexed.prefix}.json"):
+        raise DataError(
+            f"{indexed.prefix}.bin holds {without:,} documents that do not end with the tokenizer's end-of-document "
+            f"token, {eod}; prepare the text with this tokenizer"
+        )
+    lumped = ", which its .idx has as sequences of one document" if indexed.is_lumped else ""
+    if not without:
+        return lumped
+    return (
+        f"{lumped}; {without:,} of them do not end with the tokenizer's end-of-document token, {eod}: the .idx tells "
+        "them apart in training, but a model does not learn from them to end a text"
     )
 
 
@@ -222,12 +259,15 @@ def shown(prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: 
 
     indexed = check_indexed(prefix, tokenizer.vocab_size)
     learned = None
-    if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
+    if indexed.holds_conversations:
         learned = check_indexed(prefix + LOSS_MASK, 2).token_ids()
     begin, end = (_GREEN, _PLAIN) if colour else ("⟦", "⟧")
     at, ids = 0, indexed.token_ids()
-    for number, (first, last) in enumerate(pairwise(indexed.bounds[: count + 1].tolist())):
-        lengths = indexed.lengths[first:last].tolist()
+    if learned is None:
+        groups = [[length] for length in indexed.document_lengths[:count].tolist()]
+    else:
+        groups = [indexed.lengths[a:b].tolist() for a, b in pairwise(indexed.bounds[: count + 1].tolist())]
+    for number, lengths in enumerate(groups):
         yield f"=== {'document' if learned is None else 'sample'} {number}: {sum(lengths):,} tokens"
         for place, length in enumerate(lengths):
             if learned is not None:

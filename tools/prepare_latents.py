@@ -12,7 +12,7 @@ Then: pretrain_dit.py --data-path FOLDER --latent-shape C H W --num-classes N
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.latents.folder import LatentFolder, write_latents
+from data.latents.pictures import Pictures
 from runtime.errors import DataError
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 
@@ -52,10 +53,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder.check_labels(args.num_classes)
         folder.check_finite()
     else:
-        batches = _batches(args.input, args.size, args.vae, args.batch_size)
+        pictures = Pictures()
+        batches = _batches(args.input, pictures, args.size, args.vae, args.batch_size)
         form = {"dtype": args.dtype, "samples_per_shard": args.samples_per_shard, "kind": args.format}
         write_latents(args.output, batches, **form)
         folder = LatentFolder(args.output)
+        for note in pictures.notes():
+            print(f"note: {note}", file=sys.stderr)
     shape, classes = " ".join(map(str, folder.shape)), args.num_classes or int(folder.labels.max()) + 1
     if absent := classes - len(np.unique(folder.labels)):
         print(f"note: {absent:,} of {classes:,} classes have no sample", file=sys.stderr)
@@ -63,9 +67,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"train on it with --data-path {folder.folder} --latent-shape {shape} --num-classes {classes}")
 
 
-def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _batches(
+    images: Path, pictures: Pictures, size: int, vae: Path | None, batch_size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield latents [n, C, h, w] and labels [n] of a folder's images."""
-    (rows, decode), encode = _image_folder(images), None
+    rows, encode = _image_folder(images), None
     if vae is not None:
         import torch
 
@@ -74,55 +80,58 @@ def _batches(images: Path, size: int, vae: Path | None, batch_size: int) -> Iter
         encode = Vae(vae, torch.device("cuda" if torch.cuda.is_available() else "cpu")).encode
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
-        pixels = np.stack([_square(decode(image), size) for image in batch["image"]])
+        pixels = np.stack([pictures.square(image["path"], image["bytes"], size) for image in batch["image"]])
         yield pixels if encode is None else encode(pixels), np.asarray(batch["label"], dtype=np.int64)
 
 
-def _image_folder(folder: Path) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a local folder's images, undecoded, with labels, and a function that decodes an image.
+def _image_folder(folder: Path) -> Any:
+    """Return a local folder's images, undecoded, with labels; files that are none are told.
 
-    Uses datasets' own builder: no download, no remote code. datasets' own decoding does not say which file failed.
+    Uses datasets' own builder: no download, no remote code.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise DataError(f"input is {folder}, which is no folder with anything in it; name one with a folder per class")
     try:
         from datasets import Image, disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetGenerationError
-        from PIL.Image import DecompressionBombError
+        from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     except ImportError as error:
         raise DataError(
             "input is a folder of images, which takes datasets: pip install datasets (make venv EXTRAS=images)"
         ) from error
     disable_progress_bars()  # they would write into an error's line
     try:
-        found = load_dataset("imagefolder", data_dir=str(folder), split="train", drop_labels=False)
+        splits = load_dataset("imagefolder", data_dir=str(folder), drop_labels=False)
     except (OSError, ValueError, DatasetGenerationError) as error:
         raise DataError(f"input {folder} cannot be read as images ({str(error).splitlines()[0]})") from error
+    if set(splits) != {"train"} or _named_as_split(folder):
+        raise DataError(
+            f"input {folder} holds a folder that is called train, test, validation or the like, which is taken as a "
+            f"split, so that others would be left out; name it as the input, such as {folder / 'train'}, or rename it"
+        )
+    found = splits["train"]
     if not {"image", "label"} <= set(found.column_names):
         raise DataError(f"input {folder} holds no images in folders, one for each class")
-    feature = found.features["image"]
-
-    def decoded(image: dict[str, Any]) -> Any:
-        try:
-            return feature.decode_example(image)
-        except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:  # as PIL's decoders raise them
-            reason = " ".join(str(error).split())
-            raise DataError(f"{image['path']} cannot be read as an image ({reason}); repair or remove it") from error
-
-    return found.cast_column("image", Image(decode=False)), decoded
+    _tell_other_files(folder, set(ImageFolder.EXTENSIONS))
+    return found.cast_column("image", Image(decode=False))
 
 
-def _square(image: Any, size: int) -> np.ndarray:
-    """Crop an image to its middle square and resize it: float32 [3, size, size] from -1 to 1."""
-    from PIL import Image
+def _named_as_split(folder: Path) -> bool:
+    """Return whether datasets takes a folder inside as its training split, and would leave out all others."""
+    folders = [path for path in folder.iterdir() if path.is_dir()]
+    return len(folders) > 1 and any(path.name.lower() in ("train", "training") for path in folders)
 
-    image = image.convert("RGB")
-    side = min(image.size)
-    left, top = ((length - side) // 2 for length in image.size)
-    # Not by resize's own box: its filter would reach pixels outside of the square.
-    square = image.crop((left, top, left + side, top + side))
-    pixels = np.asarray(square.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float32)
-    return pixels.transpose(2, 0, 1) / 127.5 - 1
+
+def _tell_other_files(folder: Path, endings: set[str]) -> None:
+    """Name the first file of a folder of images that is none by its ending, such as a .heic, and count them."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.stem != "metadata")
+    others = [path for path in files if path.suffix.lower() not in endings and not path.name.startswith(".")]
+    if others:
+        print(
+            f"note: {len(others):,} files are not read, since their ending is of no kind of image that Pillow reads "
+            f"(the first: {others[0]})",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
 def make(args: argparse.Namespace) -> None:
     """Write the examples that the command line asks for. Raises DataError."""
     from data.chat.template import load_template
-    from data.ruler.examples import Prompts, answer_of, makers
+    from data.ruler.examples import Prompts, answer_of, left_out, makers
     from data.tokenizer import load_tokenizer
     from tools.common.lines import write_rows
 
@@ -69,7 +69,9 @@ def make(args: argparse.Namespace) -> None:
     begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
     prompts = Prompts(tokenizer, template, (begin,))
     purpose: Purpose = "train" if args.messages else "score"
-    makes, tokens = makers(tasks_of(args), args.lengths, args.seed, prompts, sources_of(args), purpose), 0
+    tasks, tokens = tasks_of(args), 0
+    makes = makers(tasks, args.lengths, args.seed, prompts, sources_of(args), purpose, samples=args.samples)
+    _tell(left_out(makes))
 
     def rows() -> Iterator[dict[str, Any]]:
         nonlocal tokens
@@ -108,10 +110,9 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
 
     given = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     there = [task for task in TASKS if given.get(task, True) is not None]
-    if not args.tasks and len(there) < len(TASKS) and os.environ.get("RANK", "0") == "0":
+    if not args.tasks and len(there) < len(TASKS):
         without = ", ".join(task for task in TASKS if task not in there)
-        fix = "their questions come from files, which --qa-1 and --qa-2 name"
-        print(f"note: {without} left out: {fix}", file=sys.stderr)
+        _tell([f"{without} left out: their questions come from files, which --qa-1 and --qa-2 name"])
     for task in args.tasks or ():
         if task not in TASKS:
             raise DataError(f"tasks names {task}, and there are {', '.join(TASKS)}; name some of these")
@@ -119,6 +120,13 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
             flag, kind = task.replace("_", "-"), "SQuAD's" if task == "qa_1" else "HotpotQA's"
             raise DataError(f"tasks names {task}, whose questions come from a file; give --{flag} FILE, {kind} JSON")
     return list(dict.fromkeys(args.tasks or there))
+
+
+def _tell(notes: Sequence[str]) -> None:
+    """Print notes by the first process, before the processes have joined."""
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
 
 
 def place_of(prompts: "Prompts", maker: "Maker") -> "Place":
@@ -142,14 +150,16 @@ def place_of(prompts: "Prompts", maker: "Maker") -> "Place":
 def score_tasks(args: argparse.Namespace, tasks: Sequence[str], sources: "Sources") -> None:
     """Score a run and write what was found; collective. Raises UserError."""
     from data.chat.template import load_template
-    from data.ruler.examples import Prompts, makers
+    from data.ruler.examples import Prompts, left_out, makers
     from runtime.together import is_first
     from tools.common.answers import heat_map, score_run, write_scores
 
     def places(run: Run, lengths: Sequence[int]) -> "Iterator[Place]":
         template = load_template(str(run.config.data.tokenizer_model), args.chat_template) if args.chat else None
         prompts = Prompts(run.tokenizer, template, run.begin)
-        return map(partial(place_of, prompts), makers(tasks, lengths, args.seed, prompts, sources))
+        makes = makers(tasks, lengths, args.seed, prompts, sources, samples=args.samples)
+        _tell(left_out(makes))
+        return map(partial(place_of, prompts), makes)
 
     run, cells = score_run(args, places, lambda cell: f"{cell.row}: {100 * cell.share:.1f}")
     if is_first():

@@ -18,6 +18,8 @@ TURN_END = 16
 """Tokens that a template may put after an answer."""
 LEAST = 512
 """Tokens of an example that most tasks' answers fit into."""
+_TRIES = 1000
+"""Draws in a row that do not fit, after which a task without a file ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,10 @@ class Example:
 
 
 class Maker:
-    """Makes the examples of one task and length; to train on, the answer's own tokens are counted, not the most."""
+    """Makes the examples of one task and length; to train on, the answer's own tokens are counted, not the most.
+
+    A question that does not fit is left out, and the next takes its number.
+    """
 
     def __init__(
         self,
@@ -145,31 +150,39 @@ class Maker:
         sources: Sources,
         purpose: Purpose = "score",
     ) -> None:
-        """Estimate what the haystack's growth costs. Raises DataError: not even the smallest example fits."""
+        """Estimate what the haystack's growth costs. Raises DataError: no question fits even the smallest example."""
         self.task, self.length, self._prompts = TASKS[task], length, prompts
         self.name = task
         self._draw = f"ruler:{purpose}:{task}:{length}:{seed}"
         self._case = Case("", 0, length, sources)
-        self._trains, kept = purpose == "train", TURN_END if purpose == "train" else self.task.new_tokens
-        self._room, least = length - kept, self.task.least
-        few, more = (len(self._ids(self.task.make(self._of(0), size))) for size in (least, 2 * least + 30))
-        if prompts.tokenizer.unknown in prompts.ids(self.task.make(self._of(0), least)):
+        self._trains = purpose == "train"
+        self._answer_room = TURN_END if self._trains else self.task.new_tokens
+        self._room = length - self._answer_room
+        self._fitting: list[int] = []
+        self._tried = 0
+        self.left_out: dict[int, Question] = {}
+        """Questions that do not fit the length, among those of the examples so far, by their number in a file."""
+
+        given = sources.questions.get(task)
+        self._questions = 0 if given is None else len(given.asked)
+        self._tries = self._questions or 1  # a task without a file is refused by its first draw
+        first = self._of(0)
+        self._tries = self._questions or _TRIES
+
+        least = self.task.least
+        few, more = (len(self._ids(self.task.make(first, size))) for size in (least, 2 * least + 30))
+        if prompts.tokenizer.unknown in prompts.ids(self.task.make(first, least)):
             raise DataError(
                 f"{task} has words that {prompts.tokenizer.path} has no token for; take a run of another tokenizer, "
                 "or leave the task out"
             )
-        if few > self._room:
-            raise DataError(
-                f"{task} takes {few} tokens and {kept} for the answer at the least, and a length is "
-                f"{length}; give {few + kept} or somewhat more, or leave the task out"
-            )
         self._each = max(1e-3, (more - few) / (least + 30))
         guess = max(least, least + int((self._room - few) / self._each))
         # The first pieces may be longer than the later ones: a second look at about the right size.
-        there = len(self._ids(self.task.make(self._of(0), guess)))
+        there = len(self._ids(self.task.make(first, guess)))
         self._each = max(1e-3, (there - few) / max(guess - least, 1)) if guess > least else self._each
         self._guess = max(least, guess + int((self._room - there) / self._each))
-        self._beside = there - self._counter(self._of(0))(guess)
+        self._beside = there - self._counter(first)(guess)
         self._first = self._fill(0)
         self._guess = self._first.size
 
@@ -184,11 +197,6 @@ class Maker:
         if task.words is not None:  # a guess of this example's own, in the time of a few hundred words
             guess = fill(self._room - self._beside, self._counter(case), task.least, guess, self._each)
         size = fill(self._room, lambda size: len(ids(size)), task.least, guess, self._each)
-        if len(ids(size)) > self._room:
-            raise DataError(
-                f"{self.name} takes {len(ids(size))} tokens in example {number} at the least, and {self._room} of "
-                f"{self.length} are there for them; give longer ones, or leave the task out"
-            )
         return Example(self.name, self.length, number, made(size), ids(size), size)
 
     def _counter(self, case: Case) -> Callable[[int], int]:
@@ -199,7 +207,34 @@ class Maker:
     def _ids(self, question: Question) -> list[int]:
         return self._prompts.ids(question, answer_of(question) if self._trains else "")
 
+    def prepare(self, samples: int) -> None:
+        """Look for the questions of so many examples, which fills ``left_out``. Raises DataError: none fits."""
+        self._of(samples - 1)
+
     def _of(self, number: int) -> Case:
+        """Return the case of an example: the number-th whose smallest example fits. Raises DataError."""
+        while len(self._fitting) <= number:
+            self._find_next()
+        return self._numbered(self._fitting[number])
+
+    def _find_next(self) -> None:
+        """Find the next case whose smallest example fits the length."""
+        sizes = []
+        for candidate in range(self._tried, self._tried + self._tries):
+            question = self.task.make(self._numbered(candidate), self.task.least)
+            sizes.append(len(self._ids(question)))
+            if sizes[-1] <= self._room:
+                self._tried = candidate + 1
+                self._fitting.append(candidate)
+                return
+            self.left_out[candidate % self._questions if self._questions else candidate] = question
+        few = min(sizes)
+        raise DataError(
+            f"{self.name} takes {few} tokens and {self._answer_room} for the answer at the least, and a length is "
+            f"{self.length}; give {few + self._answer_room} or somewhat more, or leave the task out"
+        )
+
+    def _numbered(self, number: int) -> Case:
         return replace(self._case, draw=f"{self._draw}:{number}", number=number)
 
 
@@ -212,19 +247,35 @@ def makers(
     purpose: Purpose = "score",
     *,
     flag: str = "--tasks",
+    samples: int = 1,
 ) -> list[Maker]:
-    """Return a maker for each length and task. Raises DataError: one does not fit; it has the flag with the rest."""
+    """Return a maker for each length and task, prepared for so many samples.
+
+    Raises DataError: one has no question that fits; it has the flag with the rest.
+    """
     found, wrong = list[Maker](), dict[str, DataError]()
     for length in lengths:
         for task in tasks:
             try:
-                found.append(Maker(task, length, seed, prompts, sources, purpose))
+                maker = Maker(task, length, seed, prompts, sources, purpose)
+                maker.prepare(samples)
+                found.append(maker)
             except DataError as error:
                 wrong.setdefault(task, error)
     if wrong:
         fit = [task for task in tasks if task not in wrong]
         raise DataError(f"{next(iter(wrong.values()))}{f': {flag} ' * bool(fit)}{' '.join(fit)}")
     return found
+
+
+def left_out(makes: Sequence[Maker]) -> list[str]:
+    """Say how many questions each maker left out, since they do not fit its length."""
+    return [
+        f"{maker.name} at {maker.length} tokens leaves out {len(maker.left_out):,} questions that do not fit; the "
+        f"first: {next(iter(maker.left_out.values())).text.rpartition('Question: ')[2]!r:.80}"
+        for maker in makes
+        if maker.left_out
+    ]
 
 
 def fill(room: int, tokens: Callable[[int], int], least: int, guess: int, each: float) -> int:

@@ -249,6 +249,6 @@ TASKS = {
     "vt": Task(make=variable_tracking, new_tokens=30),
     "cwe": Task(make=common_words, new_tokens=120, least=10),
     "fwe": Task(make=frequent_words, words=coded_words, new_tokens=50, least=120),
-    "qa_1": Task(make=partial(questions, task="qa_1"), new_tokens=32, any=True),
-    "qa_2": Task(make=partial(questions, task="qa_2"), new_tokens=32, any=True),
+    "qa_1": Task(make=partial(questions, task="qa_1"), new_tokens=32, least=0, any=True),
+    "qa_2": Task(make=partial(questions, task="qa_2"), new_tokens=32, least=0, any=True),
 }

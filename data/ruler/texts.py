@@ -154,15 +154,20 @@ class Questions:
     def __init__(self, file: Path) -> None:
         """Read a file. Raises DataError: it cannot be read, or has another form, or no question."""
         try:
-            text = file.read_text(encoding="utf-8")
-            self.asked = [asked for asked in _asked(text) if asked.answers and asked.paragraphs]
+            text = file.read_text(encoding="utf-8-sig")
+            self.asked = []
+            for place, asked in _asked(text):
+                _check_asked(f"{file}, {place}", asked)
+                self.asked.append(asked)
+        except DataError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{file} has no questions that can be read ({type(error).__name__}: {error}); give SQuAD's JSON, "
                 'HotpotQA\'s, or JSON lines {"question": "...", "answers": ["..."], "paragraphs": ["..."]}'
             ) from error
         if not self.asked:
-            raise DataError(f"{file} has no question with an answer and a paragraph; give another file")
+            raise DataError(f"{file} has no question; give another file")
         texts = (text for asked in self.asked for text in (*asked.paragraphs, *asked.near))
         self.paragraphs = sorted(set(texts))
         """All of the file, each once."""
@@ -178,29 +183,51 @@ class Questions:
         return found + [again[n % len(again)] for n in range(size - len(found))]
 
 
-def _asked(text: str) -> Iterator[Asked]:
+def _check_asked(where: str, asked: Asked) -> None:
+    """Raise DataError for a question that any text would answer, or none could."""
+    fields = {"question": (asked.question,), "answers": asked.answers, "paragraphs": asked.paragraphs}
+    for name, texts in fields.items():
+        if not texts:
+            raise DataError(f"{where}: {name} is empty; leave the question out, or repair it")
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise DataError(f"{where}: {name} holds an empty text; leave the question out, or repair it")
+
+
+def _asked(text: str) -> Iterator[tuple[str, Asked]]:
+    """Yield the place of each question in a file, and the question."""
     if text.lstrip().startswith("["):  # HotpotQA
-        for row in json.loads(text):
-            texts = _strings([f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])
-            yield Asked(row["question"], _strings([row["answer"]]), texts)
+        for number, row in enumerate(json.loads(text), start=1):
+            paragraphs = _strings([f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])
+            yield f"question {number}", Asked(row["question"], _strings([row["answer"]]), paragraphs)
         return
     try:
         whole = json.loads(text)
     except ValueError:
         whole = None
     if not (isinstance(whole, dict) and "data" in whole):
-        for line in filter(str.strip, text.splitlines()):
-            row = json.loads(line)
-            yield Asked(row["question"], _strings(row["answers"]), _strings(row["paragraphs"]))
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield f"line {number}", _asked_in_line(number, line)
         return
+    number = 0
     for article in whole["data"]:  # SQuAD
         contexts = dict.fromkeys(paragraph["context"] for paragraph in article["paragraphs"])
         for paragraph in article["paragraphs"]:
-            own = paragraph["context"]
-            near = tuple(context for context in contexts if context != own)
+            context = paragraph["context"]
+            near = tuple(other for other in contexts if other != context)
             for asked in paragraph["qas"]:
+                number += 1
                 if not asked.get("is_impossible", False):
-                    yield Asked(asked["question"], _strings([a["text"] for a in asked["answers"]]), (own,), near)
+                    answers = _strings([answer["text"] for answer in asked["answers"]])
+                    yield f"question {number}", Asked(asked["question"], answers, (context,), near)
+
+
+def _asked_in_line(number: int, line: str) -> Asked:
+    try:
+        row = json.loads(line)
+        return Asked(row["question"], _strings(row["answers"]), _strings(row["paragraphs"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"line {number}: {type(error).__name__}: {error}") from error
 
 
 def _strings(values: Any) -> tuple[str, ...]:

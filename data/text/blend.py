@@ -1,8 +1,6 @@
 """Endless datasets whose sample n is a pure function of n: epochs of a file, a blend of files, drawn tokens.
 
-Samples may tell where documents begin. A document ends with its end-of-document token. A sample is cut from a stream,
-so its first document may have begun before it and its last may go on after it; here both are documents of their own.
-S tokens of a sample.
+Samples may tell where documents begin (data/text/documents.py). S tokens of a sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +33,10 @@ class EpochedDataset:
     """File named in messages."""
     vocab_size: int
     """Token ids must be in [0, vocab_size)."""
-    masked_input: int | None = None
-    """Token at whose positions the dataset masks the loss, if any."""
-    eod: int | None = None
-    """Token that ends a document, if samples are to tell where documents start."""
+    eod_mask_loss: bool = False
+    """Mask the loss of a label that begins another document; samples of the dataset have `begins`."""
+    tells_documents: bool = False
+    """Samples tell where documents start; those of the dataset have `begins`."""
     check: Callable[[], None] = lambda: None
     """Called before each sample; raises DataError if the files have changed."""
     share: float = 1.0
@@ -56,8 +54,8 @@ class EpochedDataset:
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         """Return sample `index` >= 0, or for None a filler of the same shape with all loss masked.
 
-        It holds `tokens`, `labels`, `loss_mask` and, with `eod`, `starts` (see `document_starts`), each [S]. Raises
-        DataError: a token id outside the vocabulary, or a changed file; names the file and the sample.
+        It holds `tokens`, `labels`, `loss_mask` and, with `tells_documents`, `starts`, each [S]. Raises DataError: a
+        token id outside the vocabulary, or a changed file; names the file and the sample.
         """
         epoch, within = (0, None) if index is None else divmod(index, len(self))
         self.check()
@@ -79,16 +77,16 @@ class EpochedDataset:
                 )
         if "starts" in sample:
             return sample
-        if index is not None:
-            # GPTDataset masks labels equal to its pad id, -1, and hides them: more masks mean -1 in the file.
-            meant = 0 if self.masked_input is None else int((tokens == self.masked_input).sum())
-            found = int((loss_mask == 0).sum())
-            if found != meant:
-                raise DataError(
-                    f"{self.name}: sample {index} holds token id -1 in {found - meant} places; write the file again"
-                )
-        starts = {} if self.eod is None else {"starts": document_starts(tokens, self.eod)}
-        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **starts}
+        if index is not None and (lost := int((loss_mask == 0).sum())):
+            # GPTDataset masks labels equal to its pad id, -1, and hides them.
+            raise DataError(f"{self.name}: sample {index} holds token id -1 in {lost} places; write the file again")
+
+        finished = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        if self.eod_mask_loss:
+            finished["loss_mask"] = loss_mask.masked_fill(sample["begins"][1:], 0.0)
+        if self.tells_documents:
+            finished["starts"] = sample["begins"][:-1].clone()
+        return finished
 
     def _epoch(self, epoch: int) -> Samples:
         if epoch not in self._epochs:
@@ -178,13 +176,6 @@ class MockSamples:
         ids = torch.from_numpy((self.vocab_size * uniform**4).astype(np.int64))
         loss_mask = torch.full((self.seq_length,), float(index is not None))
         return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": loss_mask}
-
-
-def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
-    """Mark the first token of every document of ``tokens`` [..., S]: bool [..., S]."""
-    starts = tokens.roll(1, -1) == eod
-    starts[..., 0] = True
-    return starts
 
 
 def positions_in_documents(starts: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ class DataConfig:
     than seq_length tokens is cut, no label is another document's token, and what is left of a sample is padding without
     loss."""
     eod_mask_loss: bool = False
-    """Leave out the loss at end-of-document tokens: what follows them is another document's beginning."""
+    """Leave out the loss at the end of documents: what follows is another document's beginning."""
     reset_position_ids: bool = False
     """Count positions from 0 in each document of a sample, not through the sample."""
     reset_attention_mask: bool = False

@@ -3,15 +3,18 @@
 The one place that knows of pyarrow and datasets, which are optional.
 """
 
+import io
 import json
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.text.files import ROW_ENDINGS, form_of, opened, text_of
 from runtime.errors import DataError
 from runtime.files import sha256
 
@@ -41,6 +44,7 @@ class Corpus:
     json_key: str = "text"
     """Field of the rows that holds the text."""
     skipped: list[Path] = field(default_factory=list)
+    _told: set[Path] = field(default_factory=set)
 
     def __iter__(self) -> Iterator[str]:
         self.skipped.clear()
@@ -58,20 +62,34 @@ class Corpus:
             yield from (_text(where, row, self.json_key) for where, row in rows(path))
             return
         try:
-            yield path.read_bytes().decode()
-        except OSError as error:
-            raise DataError(f"cannot read {path} ({error.strerror}); remove it from the input") from error
-        except UnicodeDecodeError as error:
-            if not self.skip_undecodable:
-                raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+            text = text_of(path)
+        except DataError as error:
+            if not (self.skip_undecodable and isinstance(error.__cause__, UnicodeDecodeError)):
+                raise
             self.skipped.append(path)
+            return
+        if path not in self._told and _looks_like_rows(text):
+            self._told.add(path)
+            print(
+                f"note: {path} is taken as one text, and is of JSON objects: name it .jsonl for rows", file=sys.stderr
+            )
+        yield text
+
+
+def _looks_like_rows(text: str) -> bool:
+    """Return whether the first line of a text is a JSON object."""
+    first, _, _ = text.lstrip().partition("\n")
+    try:
+        return first.startswith("{") and isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _text(where: str, found: Any, key: str) -> str:
     if isinstance(found, DataError):
         raise DataError(f"{where}: {found}")
     if not isinstance(found, dict):
-        what = _JSON_NAMES.get(type(found), "a number")
+        what = _name_of(found)
         raise DataError(f'{where}: holds {what}, not an object with its text under "{key}"; repair it')
     if key not in found:
         fields = ", ".join(json.dumps(name, ensure_ascii=False) for name in list(found)[:8]) or "none"
@@ -81,7 +99,7 @@ def _text(where: str, found: Any, key: str) -> str:
             "--json-keys"
         )
     if not isinstance(text := found[key], str):
-        what = _JSON_NAMES.get(type(text), "a number")
+        what = _name_of(text)
         raise DataError(f'{where}: field "{key}" is {what}, not text; repair it or name another: --json-keys')
     try:
         text.encode()
@@ -90,6 +108,13 @@ def _text(where: str, found: Any, key: str) -> str:
             f'{where}: field "{key}" holds lone surrogates, which are no text ({error}); repair it'
         ) from error
     return text
+
+
+def _name_of(value: Any) -> str:
+    """Say what a value is that is no text; Parquet has other types than JSON."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    return _JSON_NAMES.get(type(value), f"of type {type(value).__name__}")
 
 
 class Rows:
@@ -103,7 +128,7 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         for path in self.files:
             if not has_rows(path):
-                raise DataError(f"{path} holds no rows; conversations are in .jsonl, .json, .parquet or a dataset")
+                raise DataError(f"{path} holds no rows; conversations are in {ROW_ENDINGS} or a dataset")
             yield from rows(path)
 
 
@@ -129,7 +154,8 @@ def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[P
         if is_dataset(path):
             files.append(path)
         elif path.is_dir():
-            files += _shuffled(path, path.rglob(f"*{suffix}"))
+            named = (file for file in path.rglob("*") if file.name.lower().endswith(suffix.lower()))
+            files += _shuffled(path, named)
         elif path.exists():
             files.append(path)
         else:
@@ -153,8 +179,8 @@ def is_dataset(path: Path) -> bool:
 
 
 def has_rows(path: Path) -> bool:
-    """Return whether ``rows`` reads a path; any other file is one text."""
-    return path.suffix in (".jsonl", ".json", ".parquet") or is_dataset(path)
+    """Return whether ``rows`` reads a path; any other file is one text. Raises DataError (`form_of`)."""
+    return is_dataset(path) or form_of(path) != "text"
 
 
 def size_of(path: Path) -> int:
@@ -169,31 +195,37 @@ def rows(path: Path) -> Iterator[Row]:
 
     Raises DataError: a file that cannot be read, is cut off or of another format; a package that is not installed.
     """
-    read = _dataset if is_dataset(path) else {".jsonl": _lines, ".json": _array}.get(path.suffix, _parquet)
-    try:
-        yield from read(path)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error.reason}); convert it") from error
-    except OSError as error:
-        raise DataError(f"cannot read {path} ({error.strerror}); remove it from the input") from error
+    readers = {"lines": _lines, "json": _json, "parquet": _parquet}
+    yield from (_dataset if is_dataset(path) else readers[form_of(path)])(path)
+
+
+def _json(path: Path) -> Iterator[Row]:
+    """Yield the elements of an array, or objects a line each, which many files that end in .json hold."""
+    with opened(path) as (file, encoding):
+        lines = io.TextIOWrapper(file, encoding, errors="replace")
+        first = next(filter(str.strip, lines), "")
+    yield from (_lines if _looks_like_rows(first) else _array)(path)
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
+    with opened(path) as (file, encoding):
+        # Bytes, as long as they are UTF-8: then a line that is not is refused by itself.
+        lines: Iterable[bytes | str] = file if encoding == "utf-8" else io.TextIOWrapper(file, encoding, newline="\n")
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
             if line.strip():
                 try:
                     yield where, json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    yield where, DataError(f"not JSON in UTF-8 ({error}); repair it or leave it out")
+                    yield where, DataError(f"not JSON in {encoding.upper()} ({error}); repair it or leave it out")
 
 
 def _array(path: Path) -> Iterator[Row]:
     """Yield the elements of an array, decoded from a piece of the file that doubles until an element is whole."""
     decode = json.JSONDecoder().raw_decode
     line, number, text, at = 1, 1, "", 0
-    with path.open(encoding="utf-8") as file:
+    with opened(path) as (stream, encoding):
+        file = io.TextIOWrapper(stream, encoding)
         while True:
             begin = _GAP.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
             line, at = line + text.count("\n", at, begin), begin
@@ -250,7 +282,8 @@ def _dataset(path: Path) -> Iterator[Row]:
             found = datasets.load_dataset(name, split=split or "train", streaming=True)
         elif isinstance(found := datasets.load_from_disk(str(path)), dict):
             raise DataError(f"{path} holds the splits {', '.join(found)}; give one: {path / next(iter(found))}")
-        for number, row in enumerate(found, start=1):
+        # A format that was saved with it would hide columns, or make tensors of them.
+        for number, row in enumerate(found.with_format(None), start=1):
             yield f"{path}, row {number}", row
     except DataError:
         raise

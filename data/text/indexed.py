@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -39,13 +40,51 @@ class Indexed:
     prefix: str
     """Path without .bin or .idx."""
     lengths: np.ndarray
-    """Tokens of each sequence, int32 [sequences], memory-mapped; one sequence is one document."""
+    """Tokens of each sequence, int32 [sequences], memory-mapped; a document has one or several."""
     tokens: int
     """Tokens of all documents."""
     bounds: np.ndarray
     """Sequences before each document, then their total; int64 [documents + 1], memory-mapped."""
     dtype: np.dtype
     """Dtype of a token id in the `.bin`."""
+
+    @cached_property
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document of text, or of each conversation: int32 [documents]; see ``is_lumped``.
+
+        Raises DataError: document bounds that do not ascend, or a document of 2^31 tokens or more.
+        """
+        _check_bounds(self)
+        if not self.joins_sequences:
+            return self.lengths
+        begins = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+        lengths = np.diff(begins[self.bounds])
+        if lengths.max() > np.iinfo(np.int32).max:
+            raise DataError(
+                f"{self.prefix}.idx joins sequences to a document of {lengths.max():,} tokens, and a document has "
+                f"less than 2^31; {_REWRITE}"
+            )
+        return lengths.astype(np.int32)
+
+    @property
+    def is_lumped(self) -> bool:
+        """True if the `.idx` has one document of many sequences, as tools write that know of no documents.
+
+        Each sequence then counts as a document, since else there would be none to shuffle and to split.
+        """
+        return len(self.bounds) == 2 and len(self.lengths) > 1
+
+    @property
+    def holds_conversations(self) -> bool:
+        """True if tools/prepare_data.py --chat wrote it: a sequence is a conversation, and bounds are of samples."""
+        return os.path.exists(f"{self.prefix}{LOSS_MASK}.idx")
+
+    @cached_property
+    def joins_sequences(self) -> bool:
+        """True if documents are not the sequences, as of Megatron's --split-sentences."""
+        if self.is_lumped or self.holds_conversations:
+            return False
+        return not np.array_equal(self.bounds, np.arange(len(self.lengths) + 1))
 
     def token_ids(self) -> np.ndarray:
         """Return all token ids, `dtype` [tokens], memory-mapped."""
@@ -250,6 +289,12 @@ def _check_arrays(indexed: Indexed) -> None:
         if not np.array_equal(pointers[start : start + _BLOCK], ends - lengths * indexed.dtype.itemsize):
             raise DataError(f"{index} points into the .bin where its lengths do not; {_REWRITE}")
         offset = int(ends[-1])
-    bounds = indexed.bounds
+    _check_bounds(indexed)
+
+
+def _check_bounds(indexed: Indexed) -> None:
+    bounds, sequences = indexed.bounds, len(indexed.lengths)
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
-        raise DataError(f"{index} has document bounds that do not ascend from 0 to {sequences}; {_REWRITE}")
+        raise DataError(
+            f"{indexed.prefix}.idx has document bounds that do not ascend from 0 to {sequences}; {_REWRITE}"
+        )

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import sys
 import warnings
 from functools import cache, partial
 from itertools import pairwise
@@ -15,6 +16,7 @@ import numpy as np
 from data.fingerprint import check_digests, digest, write_digests
 from data.text.blend import BlendedDataset, EpochedDataset, MockSamples, MockTokenizer
 from data.text.config import DataConfig, blend, length_shares, split_shares
+from data.text.documents import DocumentStream
 from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
 from data.text.packing import Conversations, PackedEpoch, PackedSamples, packed_documents, read_packing, write_packing
 from runtime.errors import DataError
@@ -157,8 +159,20 @@ class _Source:
         self.indexed: Indexed = check_indexed(self.prefix, tokenizer.vocab_size) if check else open_indexed(self.prefix)
         if check:
             self.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+        self.lengths = self.indexed.document_lengths
+        if check and self.indexed.is_lumped:
+            print(
+                f"note: {self.prefix}.idx has one document of {len(self.lengths):,} sequences: each sequence is taken "
+                "as a document",
+                file=sys.stderr,
+            )
         self.dataset = megatron_core().IndexedDataset(self.prefix, mmap=False)
         self.reader = self.dataset.bin_reader = TokenReader(self.prefix)
+        if self.indexed.joins_sequences:
+            # GPTDataset shuffles and cuts sequences: it gets whole documents as such.
+            tokens_before = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+            self.dataset.index.sequence_lengths = self.lengths
+            self.dataset.index.sequence_pointers = tokens_before * self.indexed.dtype.itemsize
         self.writes = check
         self.parts = parts_of(config)
 
@@ -172,7 +186,7 @@ class _Source:
             tokenizer=self.tokenizer,
             reset_position_ids=False,
             reset_attention_mask=False,
-            eod_mask_loss=self.config.eod_mask_loss,
+            eod_mask_loss=False,  # it knows no documents but those with an end token: EpochedDataset masks
             create_attention_mask=False,
         )
 
@@ -186,7 +200,7 @@ class _Source:
     def check(self, part: Part) -> None:
         """Raise DataError if a part does not fill one sample."""
         documents, packing = self.documents(part), self.config.pack_documents
-        tokens, least = int(self.indexed.lengths[documents].sum(dtype="int64")), 1 if packing else self.seq_length + 1
+        tokens, least = int(self.lengths[documents].sum(dtype="int64")), 1 if packing else self.seq_length + 1
         if tokens >= least:
             return
         found = (
@@ -203,14 +217,14 @@ class _Source:
     def endless(self, part: Part, cache: str) -> EpochedDataset:
         # Each reader builds later epochs' indices in memory, possibly a worker process in mid-run, where no collective
         # and no write can happen. It takes about a second per 10 million documents.
-        build: Any = partial(self.gpt_dataset, part)
+        build: Any = partial(self.stream, part)
         try:
             if self.config.pack_documents:
                 samples = PackedSamples(self.indexed, *read_packing(Path(cache, part.name)), self.seq_length)
                 build = partial(PackedEpoch, samples, 0, len(samples), self.seed, self.tokenizer.eod)
                 first, fill = build(0), samples.fill
             else:
-                first, fill = self.gpt_dataset(part, 0, cache), 1.0
+                first, fill = self.stream(part, 0, cache), 1.0
         except (OSError, EOFError, ValueError) as error:
             raise DataError(
                 f"the index cache {cache} cannot be read ({error}); if it is damaged, remove it, and if another "
@@ -221,8 +235,8 @@ class _Source:
             build,
             name=f"{self.prefix}.bin",
             vocab_size=self.tokenizer.vocab_size,
-            masked_input=self.tokenizer.eod if self.config.eod_mask_loss else None,
-            eod=self.tokenizer.eod if self.config.tells_documents else None,
+            eod_mask_loss=self.config.eod_mask_loss,
+            tells_documents=self.config.tells_documents,
             check=self.reader.check,
             share=part.share,
             fill=fill,
@@ -231,10 +245,17 @@ class _Source:
     def documents(self, part: Part) -> np.ndarray:
         """Return the numbers of a part's documents, int32; splits are rounded as by BlendedMegatronDatasetBuilder."""
         shares = self.gpt_config(0, "").split_matrix[SPLITS.index(part.split)]
-        begin, end = (round(share * len(self.indexed.lengths)) for share in shares)
-        lengths = self.indexed.lengths[begin:end]
+        begin, end = (round(share * len(self.lengths)) for share in shares)
+        lengths = self.lengths[begin:end]
         chosen = slice(None) if part.share == 1 else (part.longer < lengths) & (lengths <= part.upto)
         return np.arange(begin, end, dtype=np.int32)[chosen]
+
+    def stream(self, part: Part, epoch: int, cache: str = "") -> "GPTDataset | DocumentStream":
+        """Return `gpt_dataset` with the boundaries of documents in its samples, if they are asked for."""
+        dataset = self.gpt_dataset(part, epoch, cache)
+        if not (self.config.eod_mask_loss or self.config.tells_documents):
+            return dataset
+        return DocumentStream(dataset, self.lengths, self.tokenizer.eod)
 
     def gpt_dataset(self, part: Part, epoch: int, cache: str = "") -> "GPTDataset":
         """Build one epoch of a part; an empty `cache` keeps its indices in memory."""
@@ -264,8 +285,10 @@ class _Source:
         }
         if self.config.blend_by_length:
             key["blend_by_length"] = length_shares(self.config.blend_by_length)
+        if self.indexed.joins_sequences:
+            key["joins_sequences"] = 1
         if self.config.pack_documents:
-            key["packing"] = 1
+            key["packing"] = 2
         root = Path(self.config.data_cache_path or os.path.join(self.prefix, "cache"))
         folder = root.absolute() / sha256(json.dumps(key, sort_keys=True))[:24]
         if not folder.is_dir() and self.writes:
@@ -289,8 +312,7 @@ class _Source:
                     draft.mkdir()
                     for part in self.parts:
                         if self.config.pack_documents:
-                            lengths, chosen = self.indexed.lengths, self.documents(part)
-                            packing = packed_documents(lengths, chosen, self.seq_length, self.seed)
+                            packing = packed_documents(self.lengths, self.documents(part), self.seq_length, self.seed)
                             write_packing(draft / part.name, *packing)
                         else:
                             self.gpt_dataset(part, 0, str(draft))

@@ -2,6 +2,7 @@
 
 Text is packed by its `.idx` alone, and the pair stays as it is. Only a document of more than S tokens is cut, into
 fragments of S and a rest; a fragment is a document of its own, whose last label is still the document's next token.
+Texts that end inside of a document of the `.idx` are not packed apart, but told apart.
 """
 
 import os
@@ -13,13 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.text.documents import document_ends
 from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
 from runtime.errors import DataError
 
 PADDING_DOCUMENT = 1024
 """Tokens of a document of padding: attention inside of it costs little, however much there is."""
-FRAGMENT = np.dtype([("begin", "<i8"), ("length", "<i4"), ("more", "?")])
-"""A document, or a part of one: the tokens before it in the `.bin`, its own, and whether its document goes on."""
+FRAGMENT = np.dtype([("begin", "<i8"), ("length", "<i4"), ("more", "?"), ("first", "?")])
+"""A document, or a part of one: the tokens before it in the `.bin`, its own, whether its document goes on, and whether
+it begins its document."""
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -96,6 +99,7 @@ def packed_documents(
     fragments["begin"] = np.repeat(begins, counts) + before
     fragments["length"] = np.minimum(left, seq_length)
     fragments["more"] = left > seq_length
+    fragments["first"] = before == 0
     drawn = np.random.default_rng(seed).permutation(len(fragments))
     items, bounds = by_bin(best_fit_decreasing(fragments["length"][drawn], seq_length))
     return fragments[drawn[items]], bounds
@@ -145,20 +149,26 @@ class PackedSamples:
     def sample(self, number: int | None, eod: int) -> dict[str, Tensor]:
         """Return a sample, or for None padding alone: `tokens`, `labels`, `loss_mask`, `starts`, each [S].
 
-        A document's last token has no label, since the next one is another's. Padding is `eod`, without loss.
+        A document's last token has no label, since the next one is another's. Padding is `eod`, without loss. In a
+        document of text, `eod` ends a text, and another one begins; in conversations it may end a turn.
         """
         tokens = torch.full((self._seq_length,), eod)
         labels, loss_mask = tokens.clone(), torch.zeros(self._seq_length)
         starts, end = torch.zeros(self._seq_length, dtype=torch.bool), 0
         first, last = (0, 0) if number is None else self._bounds[number : number + 2]
-        for begin, length, more in self._fragments[first:last].tolist():
+        for begin, length, more, begins_document in self._fragments[first:last].tolist():
             ids, *learned = (
                 torch.from_numpy(reader.read(dtype.type, length + more, begin * dtype.itemsize).astype(np.int64))
                 for reader, dtype in self._readers
             )
             predicted = slice(end, end + max(0, length - 1 + more))
             tokens[end : end + length], labels[predicted] = ids[:length], ids[1:]
-            loss_mask[predicted] = learned[0][1:].float() if learned else 1.0
+            if learned:
+                loss_mask[predicted] = learned[0][1:].float()
+            else:
+                text_ends = document_ends(ids, eod, begins_document)[:-1]  # [predicted]
+                loss_mask[predicted] = (~text_ends).float()
+                starts[end + 1 : end + length] = text_ends[: length - 1]
             starts[end] = True
             end += length
         starts[end::PADDING_DOCUMENT] = True

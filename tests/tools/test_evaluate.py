@@ -1,5 +1,6 @@
 """Loss by position: of one process against every token's loss one by one, of any mesh against one process."""
 
+import argparse
 import json
 import math
 
@@ -14,7 +15,8 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig
 from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
-from tools.evaluate import buckets, main
+from tests.data.text.corpora import write_pair
+from tools.evaluate import buckets, documents, main
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
 LENGTH, TRAINED = 200, 96
@@ -104,6 +106,18 @@ def test_prepared_text_gives_the_same_numbers(run, tmp_path):
         evaluated(run, tmp_path / "a")["buckets"]
         == (evaluated(run, tmp_path / "b", "--data-path", str(tmp_path / "texts"))["buckets"])
     )
+
+
+def test_documents_of_a_pair_are_those_of_its_index_however_they_end(run, tmp_path):
+    """Sentences of a document are joined, texts of one are apart, and an end token in front ends nothing."""
+    tokenizer = load_tokenizer(run / "t.model")
+    eod = tokenizer.eod
+    ids = [*range(20, 50)]
+    pairs = [[ids[:12], ids[12:]], [[eod, *ids]], [[*ids[:9], eod, *ids[9:]]], [ids[:20]]]
+    prefix = write_pair(tmp_path / "d", pairs)
+    arguments = argparse.Namespace(data_path=prefix, seq_length=20)
+    rows = [row.tolist() for row in documents(arguments, tokenizer)]
+    assert rows == [ids[:21], [eod, *ids[:20]], ids[9:]]
 
 
 def on_rank(rank, world_size, argv):

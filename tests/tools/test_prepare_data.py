@@ -9,7 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from data.tokenizer import load_tokenizer
 from tests.data.chat.templates import TEMPLATES, TURNS, write_tokenizer
+from tests.data.text.corpora import write_pair
 from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
 from tools.prepare_data import LONGER, main, share_lines, shares
 
@@ -152,6 +154,21 @@ def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):
         file.write(b"\x05\x00")
     assert main(["--check", f"{tmp_path}/d"]) == 1
     assert "1 documents that do not end with" in capsys.readouterr().err
+
+
+def test_a_pair_of_megatrons_without_ends_is_told_and_its_sentences_are_one_document(tmp_path, capsys):
+    text = write_text(tmp_path / "text", 3)
+    assert main(["--input", str(text), "--output-prefix", f"{tmp_path}/d", "--vocab-size", "320"]) == 0
+    tokenizer = load_tokenizer(tmp_path / "d.model")
+    sentences = [[tokenizer.tokenize(text) for text in ("One. ", "Two. ", "Three.")], [tokenizer.tokenize("Four.")]]
+    write_pair(tmp_path / "m", sentences)
+    capsys.readouterr()
+    assert main(["--check", f"{tmp_path}/m", "--tokenizer-model", f"{tmp_path}/d.model", "--inspect", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 documents" in out
+    assert "2 of them do not end with the tokenizer's end-of-document token" in out
+    assert out.count("=== document") == 2
+    assert "One. Two. Three.\n" in out
 
 
 @pytest.mark.slow  # tests/data/text/test_prepare.py interrupts one in its own process

@@ -66,6 +66,36 @@ def test_latents_of_an_autoencoder(images, tmp_path):
     torch.testing.assert_close(shown, decoded, atol=1e-5, rtol=0)
 
 
+def test_pictures_that_are_not_taken_as_they_are_and_files_that_are_none_are_told(images, tmp_path, capsys):
+    from PIL import Image
+
+    deep = np.full((16, 16), 65535, np.uint16)
+    Image.fromarray(deep).save(images / "cat" / "deep.png")
+    Image.new("RGBA", (16, 16), (0, 0, 0, 0)).save(images / "dog" / "hidden.png")
+    (images / "dog" / "photo.heic").write_bytes(b"of another kind")
+    assert main(["--input", str(images), "--size", "8", "--output", str(tmp_path / "out")]) == 0
+    captured = capsys.readouterr()
+    assert "1 pictures have transparent parts" in captured.err
+    assert "hidden.png" in captured.err
+    assert "1 files are not read" in captured.err
+    assert "photo.heic" in captured.err
+    found = LatentFolder(tmp_path / "out")
+    assert found.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert [found.latents(row).min() for row in range(6)] == [-1, -1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("others", [("cat", "test"), ("train", "val"), ("training", "cat")])
+def test_folders_that_datasets_takes_as_splits_are_refused_since_others_would_be_left_out(
+    images, tmp_path, capsys, others
+):
+    for name, other in zip(("cat", "dog"), others, strict=True):
+        (images / name).rename(tmp_path / "moved")
+        (images / other).mkdir()
+        (tmp_path / "moved").rename(images / other / name)
+    assert "taken as a split" in error(capsys, "--input", images, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def error(capsys, *arguments):
     assert main([str(argument) for argument in arguments]) == 1
     captured = capsys.readouterr()

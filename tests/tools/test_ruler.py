@@ -166,6 +166,19 @@ def test_examples_are_written_as_the_benchmarks_and_to_train_on(tmp_path, tokeni
     assert not {turns[0]["content"] for turns in taught} & {row["input"] for row in rows}
 
 
+def test_a_question_that_does_not_fit_is_told_and_ends_nothing(tmp_path, tokenizer, capsys):
+    rows = [
+        {"question": "Who?", "answers": [name], "paragraphs": [name + " word" * n]}
+        for name, n in (("Al", 9999), ("Bo", 3))
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--tasks", "qa_1", "--qa-1", str(tmp_path / "q.jsonl"), "--lengths", "2000", "--samples", "2"]
+    assert command.main(["make", str(tmp_path / "made.jsonl"), *flags, "--tokenizer-model", tokenizer.path]) == 0
+    assert "note: qa_1 at 2000 tokens leaves out 1 questions that do not fit" in capsys.readouterr().err
+    made = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert [row["outputs"] for row in made] == [["Bo"], ["Bo"]]
+
+
 def test_the_tiny_tokenizer_knows_all_of_its_tasks():
     backend = tokenizer_of_needles()
     for task in LEARNED:

@@ -40,7 +40,14 @@ class LoggingConfig:
         at_least(self, 1, "log_interval")
 
 
-Writer = Callable[[dict[str, Any]], None]
+@dataclass(frozen=True)
+class Service:
+    """A service that receives the numbers of records."""
+
+    write: Callable[[dict[str, Any]], None]
+    """Takes a record, or figures that are added to one, with its ``iteration``."""
+    rewind: Callable[[int], None]
+    """Takes the iteration from which the run goes on, after a rollback."""
 
 
 class RunLog:
@@ -62,16 +69,21 @@ class RunLog:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         # Services first: if one refuses, the records stay untouched.
-        self._writers = [*_tensorboard(config, iteration), *_wandb(config, folder, settings)]
+        self._services = [*_tensorboard(config, iteration), *_wandb(config, folder, settings)]
         if folder is not None:
             with disk_errors(folder):
                 self.records = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
-                self.rewind(iteration)
+                self._cut_back(iteration)
                 with (folder / STARTS).open("a") as starts:
                     starts.write(json.dumps({"time": time.time(), "iteration": iteration, "device": device}) + "\n")
 
     def rewind(self, iteration: int) -> None:
         """Drop the records after an iteration, from which the run goes on."""
+        self._cut_back(iteration)
+        for service in self._services:
+            service.rewind(iteration)
+
+    def _cut_back(self, iteration: int) -> None:
         self.records = [record for record in self.records if record["iteration"] <= iteration]
         self._write_again()
 
@@ -88,15 +100,16 @@ class RunLog:
                 except OSError:
                     self._file.truncate(end)  # on a full disk a line is written whole or not at all
                     raise
-        for writer in self._writers:
-            writer(record)
+        for service in self._services:
+            service.write(record)
 
     def amend(self, more: dict[str, Any]) -> dict[str, Any]:
         """Add figures to the last record, and return it."""
-        self.records[-1] |= _finite(more)
+        more = _finite(more)
+        self.records[-1] |= more
         self._write_again()
-        for writer in self._writers:
-            writer(self.records[-1])
+        for service in self._services:
+            service.write({"iteration": self.records[-1]["iteration"], **more})
         return self.records[-1]
 
     def _write_again(self) -> None:
@@ -218,9 +231,10 @@ def check_services(config: LoggingConfig) -> None:
             ) from error
 
 
-def _tensorboard(config: LoggingConfig, iteration: int) -> list[Writer]:
+def _tensorboard(config: LoggingConfig, iteration: int) -> list[Service]:
     if config.tensorboard_dir is None:
         return []
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from torch.utils.tensorboard import SummaryWriter
 
     events = SummaryWriter(config.tensorboard_dir, purge_step=iteration + 1)
@@ -230,10 +244,16 @@ def _tensorboard(config: LoggingConfig, iteration: int) -> list[Writer]:
             events.add_scalar(name, value, record["iteration"])
         events.flush()
 
-    return [write]
+    def rewind(iteration: int) -> None:
+        # As a start with purge_step does, but in the same file: two files of one second have no sure order.
+        start = Event(step=iteration + 1, session_log=SessionLog(status=SessionLog.START))
+        assert events.file_writer is not None
+        events.file_writer.add_event(start, iteration + 1)
+
+    return [Service(write, rewind)]
 
 
-def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any]) -> list[Writer]:
+def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any]) -> list[Service]:
     if config.wandb_project is None:
         return []
     import wandb
@@ -250,4 +270,12 @@ def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any])
             f"wandb_project is {config.wandb_project} and wandb cannot begin ({error}); set WANDB_API_KEY, or "
             f"WANDB_MODE=offline"
         ) from error
-    return [lambda record: run.log(_numbers(record), step=record["iteration"])]
+    # wandb drops what is logged at one of its own steps that it has already, as after a rollback or a resume from an
+    # earlier checkpoint. So its steps count rows, and iterations are an axis; it cannot take rows back.
+    run.define_metric("iteration")
+    run.define_metric("*", step_metric="iteration")
+
+    def write(record: dict[str, Any]) -> None:
+        run.log({"iteration": record["iteration"], **_numbers(record)})
+
+    return [Service(write, lambda iteration: None)]

@@ -188,7 +188,7 @@ def test_what_is_refused_is_named_or_listed_and_counted(tmp_path):
     ("name", "content", "message"),
     [
         ("in.json", b'[{"a": 1},\n {"b"', r"in\.json, line 2, element 2: not JSON, or cut off"),
-        ("in.json", b'{"a": 1}', r"in\.json: holds no array"),
+        ("in.json", b'{"a":\n 1}', r"in\.json: holds no array"),
         ("in.json", b"[]", r"no conversation in"),
         ("in.json", b'[{"a": 1}]\n[{"a": 2}]', r"in\.json, line 1: goes on after its array"),
         ("in.json", b'["\xff"]', r"in\.json is not UTF-8"),

@@ -1,15 +1,18 @@
 """RULER's examples fill their length, and are the same in any process."""
 
 import hashlib
+import json
 import random
+import re
 import subprocess
 import sys
 
 import pytest
 
 from data.chat.template import load_template
-from data.ruler.examples import Maker, Prompts, fill
+from data.ruler.examples import Maker, Prompts, fill, left_out, makers
 from data.ruler.tasks import TASKS, Sources
+from data.ruler.texts import Questions
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
@@ -62,6 +65,7 @@ DIGEST = """
 import hashlib, sys
 from data.ruler.examples import Maker, Prompts
 from data.ruler.tasks import TASKS, Sources
+from data.ruler.texts import Questions
 from data.tokenizer import load_tokenizer
 prompts, all = Prompts(load_tokenizer(sys.argv[1])), hashlib.sha256()
 for task in TASKS:
@@ -115,3 +119,51 @@ def test_answers_follow_the_prompt(tokenizer):
     assert ids[:prompt] == prompts.ids(question)
     assert tokenizer.detokenize(ids[prompt:]) == " " + " ".join(question.answers)
     assert prompts.text([*tokenizer.tokenize(" a\tb\x01c "), tokenizer.vocab_size]) == "a\nb\nc"
+
+
+def questions_of(folder, lengths):
+    """Write questions whose own paragraphs have so many words."""
+    rows = [
+        {"question": f"Who is {n}?", "answers": [f"name{n}"], "paragraphs": [f"name{n} " + "word " * words]}
+        for n, words in enumerate(lengths)
+    ]
+    file = folder / "asked.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Sources(questions={"qa_1": Questions(file)})
+
+
+def test_questions_that_do_not_fit_are_left_out_and_told_and_the_others_keep_their_order(tokenizer, tmp_path):
+    sources = questions_of(tmp_path, [9000, 5, 5, 9000, 5])
+    (maker,) = makers(["qa_1"], [2000], 1, base(tokenizer), sources, samples=7)
+    made = [maker.make(number) for number in range(7)]
+    assert [example.question.answers[0] for example in made] == [f"name{n}" for n in (1, 2, 4, 1, 2, 4, 1)]
+    assert all(len(example.ids) + example.new_tokens <= 2000 for example in made)
+    assert [example.number for example in made] == [*range(7)]
+    (note,) = left_out([maker])
+    assert "qa_1 at 2000 tokens leaves out 2 questions that do not fit" in note
+    assert "Who is 0?" in note
+    again = Maker("qa_1", 2000, 1, base(tokenizer), sources)
+    assert [again.make(number).ids for number in (6, 0)] == [made[6].ids, made[0].ids]
+
+
+def test_questions_of_which_none_fits_are_refused_with_the_least_length(tokenizer, tmp_path):
+    sources = questions_of(tmp_path, [9000, 8000])
+    with pytest.raises(DataError, match=r"qa_1 takes \d+ tokens and 32 for the answer at the least.* leave the task"):
+        makers(["qa_1"], [2000], 1, base(tokenizer), sources, samples=2)
+
+
+def test_an_example_whose_draw_is_too_long_gives_its_number_to_the_next(tokenizer):
+    """At the least length of the first one, some later ones do not fit."""
+    prompts = base(tokenizer)
+    with pytest.raises(DataError) as error:
+        Maker("niah_multikey_1", 50, 1, prompts, Sources())
+    length = int(re.search(r"give (\d+)", str(error.value))[1])
+    while True:
+        try:
+            maker = Maker("niah_multikey_1", length, 1, prompts, Sources())
+            break
+        except DataError:
+            length += 1
+    made = [maker.make(number) for number in range(20)]
+    assert all(len(example.ids) + example.new_tokens <= length for example in made)
+    assert left_out([maker])

@@ -8,6 +8,7 @@ import pytest
 
 from data.ruler.tasks import TASKS, Case, Sources
 from data.ruler.texts import NOISE, Essays, Questions
+from runtime.errors import DataError
 
 SQUAD = {
     "data": [
@@ -199,3 +200,57 @@ def test_essays_of_a_file_are_read_in_order_again_and_again(tmp_path):
 def test_scores_are_the_papers(task, written, answers, score):
     """string_match_all is the share of answers in the text; string_match_part is one of them."""
     assert TASKS[task].score(written, answers) == score
+
+
+GOOD = {"question": "Who?", "answers": ["Ada"], "paragraphs": ["It was Ada."]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("answers", [""]),
+        ("answers", [" \t"]),
+        ("answers", []),
+        ("answers", ["Ada", ""]),
+        ("question", ""),
+        ("paragraphs", []),
+        ("paragraphs", ["It was Ada.", " "]),
+    ],
+)
+def test_a_question_that_any_text_would_answer_is_refused_by_its_line(tmp_path, field, value):
+    """An empty answer is in every text, so that it would score 100 for any."""
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (GOOD, GOOD | {field: value}, GOOD)))
+    with pytest.raises(DataError, match=rf"q\.jsonl, line 2: {field} "):
+        Questions(file)
+
+
+@pytest.mark.parametrize(
+    "broken", ['{"question": "Who?"', '{"question": "Who?"}', "[]", '{"question": "Who?", "answers": "a"}']
+)
+def test_a_line_that_is_no_question_is_named(tmp_path, broken):
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps(GOOD) + "\n\n" + broken + "\n")
+    with pytest.raises(DataError, match=r"q\.jsonl has .*line 3"):
+        Questions(file)
+
+
+def test_empty_answers_of_the_benchmarks_files_are_refused_by_their_number(tmp_path):
+    squad = {"context": "It was Ada.", "qas": [{"question": "Who?", "answers": [{"text": "Ada"}]}]}
+    without = {"context": "Nobody.", "qas": [{"question": "Who?", "answers": []}]}
+    unanswerable = {"context": "Nobody.", "qas": [{"question": "Who?", "answers": [], "is_impossible": True}]}
+    hotpot = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada."]]]}
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": [squad, unanswerable]}]}))
+    assert len(Questions(tmp_path / "a.json").asked) == 1
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": [squad, without]}]}))
+    with pytest.raises(DataError, match=r"a\.json, question 2: answers is empty"):
+        Questions(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text("\ufeff" + json.dumps([hotpot, hotpot | {"answer": ""}]))
+    with pytest.raises(DataError, match=r"b\.json, question 2: answers holds an empty text"):
+        Questions(tmp_path / "b.json")
+
+
+def test_lines_are_those_of_json_and_not_of_unicode(tmp_path):
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps(GOOD | {"question": "Who\u2028is it?"}, ensure_ascii=False))
+    assert Questions(file).asked[0].question == "Who\u2028is it?"

@@ -1,5 +1,6 @@
 """Small indexed files with known tokens, for the tests of this folder."""
 
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,18 @@ def write_documents(prefix, documents, dtype=np.uint16):
     return str(prefix)
 
 
+def write_pair(prefix, documents):
+    """Write documents, each a list of sequences of token ids, as Megatron's builder does."""
+    megatron_core()
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for sequences in documents:
+        builder.add_document(np.array([*chain(*sequences)], dtype=np.int64), [len(ids) for ids in sequences])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
 def write_texts(texts, prefix, tokenizer):
     """Write documents as `data.text.prepare` does."""
     found = tokenized(tokenizer, texts)
@@ -49,3 +62,10 @@ def counting_documents(count, length=25, vocab_size=VOCAB_SIZE):
     """Documents of consecutive ids 1..vocab_size-1, going round, each ended by EOD."""
     ids = iter(range(count * length))
     return [[*(1 + next(ids) % (vocab_size - 1) for _ in range(length - 1)), EOD] for _ in range(count)]
+
+
+def document_starts(tokens, eod):
+    """Mark the first token of every document of rows ``tokens`` [..., S], each ended by ``eod``."""
+    starts = tokens.roll(1, -1) == eod
+    starts[..., 0] = True
+    return starts

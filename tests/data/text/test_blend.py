@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import pretrain_gpt
-from data.text.blend import MockTokenizer, cumulative_lengths, document_starts, positions_in_documents
+from data.text.blend import MockTokenizer, cumulative_lengths, positions_in_documents
 from data.text.config import DataConfig
 from data.text.megatron import build_datasets, megatron_core
 from runtime.errors import DataError, UserError
-from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, write_documents
+from tests.data.text.corpora import EOD, NumberTokenizer, counting_documents, document_starts, write_documents
 from tests.pretraining import TINY
 from tools.common.runs import open_run
 from tools.common.training import Records, trainer_of

@@ -59,7 +59,8 @@ def test_a_full_bin_has_no_padding():
 def pieces(lengths, documents, seq_length, seed):
     """Return (first token, tokens, goes on) of each fragment, by sample."""
     fragments, bounds = packed_documents(np.array(lengths, np.int32), np.array(documents), seq_length, seed)
-    return [fragments[begin:end].tolist() for begin, end in pairwise(bounds)]
+    triples = fragments[["begin", "length", "more"]]
+    return [triples[begin:end].tolist() for begin, end in pairwise(bounds)]
 
 
 def test_each_token_of_the_documents_is_in_one_sample_and_no_document_is_cut_that_fits():

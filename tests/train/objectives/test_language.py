@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.loader import IGNORE_INDEX
-from data.text.blend import document_starts, positions_in_documents
+from data.text.blend import positions_in_documents
 from data.text.config import DataConfig
 from kernels.loss import cross_entropy_sum
 from model.config import ModelConfig
@@ -20,7 +20,7 @@ from parallel.context.plan import PLANS
 from parallel.mesh import MeshConfig
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.data.text.corpora import write_documents
+from tests.data.text.corpora import document_starts, write_documents
 from train.attention import context_of
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken, corpus_entropy

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import sys
 
 import pytest
@@ -144,6 +145,39 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
     assert [event.step for event in events.Scalars("validation_loss")] == [3]
 
 
+def scalars(folder):
+    """Return (step, value) of the losses that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {
+        name: [(e.step, round(e.value, 4)) for e in events.Scalars(name)] for name in ("lm_loss", "validation_loss")
+    }
+
+
+def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figures_that_come_later(tmp_path):
+    pytest.importorskip("tensorboard")
+    config = LoggingConfig(tensorboard_dir=str(tmp_path / "events"))
+    log = RunLog(tmp_path / "run", config, {}, 0)
+    for again in range(3):  # two rollbacks, of less than a second
+        for i in range(4 if again else 1, 7):
+            log.write(record(i, lm_loss=1.0 + again, **({"validation_loss": 5.0} if i == 6 and again < 2 else {})))
+        if again < 2:
+            log.rewind(3)
+    log.amend({"validation_loss": 4.0})
+    truth = read_metrics(tmp_path / "run" / METRICS)
+    wanted = [(r["iteration"], r["lm_loss"]) for r in truth]
+    assert wanted == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 3.0), (5, 3.0), (6, 3.0)]
+    assert scalars(tmp_path / "events") == {"lm_loss": wanted, "validation_loss": [(6, 4.0)]}
+    resumed = RunLog(tmp_path / "run", config, {}, 2)  # from an earlier checkpoint
+    for i in range(3, 5):
+        resumed.write(record(i, lm_loss=7.0, validation_loss=6.0))
+    assert scalars(tmp_path / "events") == {
+        "lm_loss": [(1, 1.0), (2, 1.0), (3, 7.0), (4, 7.0)],
+        "validation_loss": [(3, 6.0), (4, 6.0)],
+    }
+
+
 OFFLINE = """
 import sys
 from pathlib import Path
@@ -174,6 +208,65 @@ def test_wandb_offline_holds_the_same_numbers(tmp_path):
     for word in (b"longmesh-test", b"lm_loss", b"tokens_per_second", b"seed"):
         assert word in content
     assert read_metrics(tmp_path / "run" / METRICS) == [record(i) for i in range(1, 4)]
+
+
+ROLLED_BACK = """
+import sys
+from pathlib import Path
+from tests.train.watching.test_metrics import record
+from train.watching.metrics import LoggingConfig, RunLog
+config = LoggingConfig(wandb_project="longmesh-test", wandb_exp_name="offline")
+log = RunLog(Path(sys.argv[1]), config, {}, 0)
+for i in range(1, 7):
+    log.write(record(i, lm_loss=1.0))
+log.rewind(3)
+for i in range(4, 6):
+    log.write(record(i, lm_loss=2.0))
+log.amend({"validation_loss": 4.0})
+log.sync()
+"""
+
+
+def wandb_records(file):
+    """Yield the records of a file that wandb wrote offline: LevelDB's log of protobuf messages, after 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content = file.read_bytes()
+    place, message = 7, b""
+    while place + 7 <= len(content):
+        left = (1 << 15) - place % (1 << 15)
+        if left < 7:  # a block's end without room for a header
+            place += left
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        message += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or a last part
+            row = Record()
+            row.ParseFromString(message)
+            yield row
+            message = b""
+
+
+def test_wandb_has_the_iterations_after_a_rollback_over_an_axis_of_iterations(tmp_path):
+    """It cannot take rows back: the later row of an iteration is the run's."""
+    pytest.importorskip("wandb")
+    ended = in_a_process_of_its_own(ROLLED_BACK, tmp_path, WANDB_MODE="offline")
+    assert ended.returncode == 0, ended.stderr
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    rows = list(wandb_records(file))
+    logged = []
+    for row in rows:
+        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.history.item}
+        if items:
+            logged.append(items)
+    assert [row["iteration"] for row in logged] == [1, 2, 3, 4, 5, 6, 4, 5, 5]
+    last = {}
+    for row in logged:
+        last[row["iteration"]] = last.get(row["iteration"], {}) | row
+    for wanted in read_metrics(tmp_path / "run" / METRICS):
+        assert wanted == {name: last[wanted["iteration"]][name] for name in wanted}
+    axes = {row.metric.glob_name: row.metric.step_metric for row in rows if row.HasField("metric")}
+    assert axes["*"] == "iteration"
 
 
 def test_wandb_without_a_key_is_one_message(tmp_path):

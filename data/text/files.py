@@ -1,0 +1,119 @@
+"""Forms of input files by their endings, compression, and encodings by their byte-order marks."""
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from runtime.errors import DataError
+
+Form = Literal["lines", "json", "parquet", "text"]
+_FORMS: dict[str, Form] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jl", ".jsonlines", ".ldjson"), "lines"),
+    ".json": "json",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+ROW_ENDINGS = ", ".join(_FORMS)
+_LOADERS = {
+    ".csv": '"csv", data_files="{path}"',
+    ".tsv": '"csv", sep="\\t", data_files="{path}"',
+    ".arrow": '"arrow", data_files="{path}"',
+}
+_OTHER_TABLES = (".xlsx", ".xls", ".ods", ".feather", ".orc", ".avro", ".sqlite", ".db", ".npy", ".npz", ".pkl")
+_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
+_DECOMPRESSORS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda path: _by_arrow(path, "zstd"),
+    ".lz4": lambda path: _by_arrow(path, "lz4"),
+}
+_MARKS = {  # the longest first: that of UTF-32 begins as that of UTF-16 does
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+def form_of(path: Path) -> Form:
+    """Return the form of a file by its ending, in any case and under a compression's; of any other one it is text.
+
+    Raises DataError: a table or an archive, which would be trained on as one text.
+    """
+    endings = [suffix.lower() for suffix in path.suffixes[-2:]]
+    if endings and endings[-1] in _DECOMPRESSORS:
+        del endings[-1]
+    ending = endings[-1] if endings else ""
+    if ending in _ARCHIVES:
+        raise DataError(f"{path} is an archive; unpack it and give its files")
+    if ending in _LOADERS:
+        loader = _LOADERS[ending].format(path=path)
+        raise DataError(
+            f"{path} is a table, of which {ROW_ENDINGS} can be read; write it as one, such as by "
+            f'datasets.load_dataset({loader}, split="train").to_json("{path.with_suffix(".jsonl")}")'
+        )
+    if ending in _OTHER_TABLES:
+        raise DataError(f"{path} is a table, of which {ROW_ENDINGS} can be read; write it as one")
+    return _FORMS.get(ending, "text")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
+    """Open a file, decompressed, after a mark of UTF-8; yield it with its encoding.
+
+    Raises DataError: a file that cannot be read, or whose compressed content is cut off.
+    """
+    open_file = _DECOMPRESSORS.get(path.suffix.lower(), lambda path: path.open("rb"))
+    try:
+        with open_file(path) as file:
+            stream = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)
+            start = stream.peek(4)[:4]
+            encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), "utf-8")
+            if encoding == "utf-8-sig":
+                stream.read(len(codecs.BOM_UTF8))
+                encoding = "utf-8"
+            yield stream, encoding
+    except UnicodeDecodeError as error:
+        raise _undecodable(path, error, "") from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise DataError(f"cannot read {path} ({reason}); repair it or remove it from the input") from error
+
+
+def text_of(path: Path) -> str:
+    """Return a file's text without a byte-order mark. Raises DataError (`opened`), and for NUL characters."""
+    with opened(path) as (file, encoding):
+        content = file.read()
+    try:
+        text = content.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise _undecodable(path, error, f" at byte {error.start}") from error
+    if "\0" in text:
+        raise DataError(
+            f"{path} holds NUL characters, which no text has; if it is UTF-16 without a byte-order mark, convert it"
+        )
+    return text
+
+
+def _undecodable(path: Path, error: UnicodeDecodeError, where: str) -> DataError:
+    return DataError(f"{path} is not {error.encoding.upper()} ({error.reason}{where}); convert it")
+
+
+def _by_arrow(path: Path, compression: str) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(
+            f"{path} is compressed by {compression}, which takes pyarrow: pip install pyarrow (make venv EXTRAS=data), "
+            "or decompress it"
+        ) from error
+    return pyarrow.input_stream(path, compression=compression)

@@ -1,0 +1,224 @@
+"""Files that people have, each read as it is meant, told or refused; the kinds are rows of a page."""
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data.text.corpus import Corpus, Rows, input_files
+from runtime.errors import DataError
+from tests.data.kinds import check_page
+from tests.data.latents.test_pictures import KINDS as PICTURES
+from tests.data.text.test_documents import KINDS as PAIRS
+from tools.prepare_data import main
+
+TEXTS = ["one\r\ntwo", "drei\u00e9 \ufeff", "[four]: {"]
+LINES = "".join(json.dumps({"id": n, "text": text}, ensure_ascii=False) + "\n" for n, text in enumerate(TEXTS))
+ARRAY = json.dumps([{"text": text} for text in TEXTS], indent=1, ensure_ascii=False)
+BOM = "\ufeff"
+
+
+def parquet(path, **columns):
+    pq.write_table(pa.table(columns), path)
+
+
+def zstandard(path, content):
+    """Write two frames, one after the other, as tools that compress by blocks do."""
+    for part in (content[:50], content[50:]):
+        with path.open("ab") as file, pa.CompressedOutputStream(file, "zstd") as frame:
+            frame.write(part)
+
+
+def dataset(path, rows, **formatted):
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    table = Dataset.from_list(rows)
+    if formatted:
+        table.set_format(**formatted)
+    table.save_to_disk(str(path))
+
+
+ROWS = [{"id": n, "text": text} for n, text in enumerate(TEXTS)]
+DEEP = [{"id": n, "text": {"body": text}} for n, text in enumerate(TEXTS)]
+PLAIN = "caf\u00e9\r\n"
+
+RIGHT = {
+    "JSON lines, .jsonl": ("a.jsonl", lambda path: path.write_text(LINES, encoding="utf-8"), TEXTS),
+    "JSON lines, .ndjson": ("a.ndjson", lambda path: path.write_text(LINES, encoding="utf-8"), TEXTS),
+    "JSON lines, .jl": ("a.jl", lambda path: path.write_text(LINES, encoding="utf-8"), TEXTS),
+    "JSON lines, .jsonlines": ("a.jsonlines", lambda path: path.write_text(LINES, encoding="utf-8"), TEXTS),
+    "JSON lines, .JSONL": ("a.JSONL", lambda path: path.write_text(LINES, encoding="utf-8"), TEXTS),
+    "JSON lines, .json": ("a.json", lambda path: path.write_text(LINES, encoding="utf-8"), TEXTS),
+    "JSON lines, .jsonl.gz": ("a.jsonl.gz", lambda path: path.write_bytes(gzip.compress(LINES.encode())), TEXTS),
+    "JSON lines, .json.gz, as of C4": (
+        "a.json.gz",
+        lambda path: path.write_bytes(gzip.compress(LINES.encode())),
+        TEXTS,
+    ),
+    "JSON lines, .jsonl.bz2": ("a.jsonl.bz2", lambda path: path.write_bytes(bz2.compress(LINES.encode())), TEXTS),
+    "JSON lines, .jsonl.xz": ("a.jsonl.xz", lambda path: path.write_bytes(lzma.compress(LINES.encode())), TEXTS),
+    "JSON lines, .jsonl.zst of several frames": ("a.jsonl.zst", lambda path: zstandard(path, LINES.encode()), TEXTS),
+    "JSON lines with a byte-order mark": ("a.jsonl", lambda path: path.write_bytes((BOM + LINES).encode()), TEXTS),
+    "JSON lines in UTF-16": ("a.jsonl", lambda path: path.write_bytes(LINES.encode("utf-16")), TEXTS),
+    "JSON lines that end in CRLF, some empty": (
+        "a.jsonl",
+        lambda path: path.write_bytes(LINES.replace("\n", "\r\n\r\n").encode()),
+        TEXTS,
+    ),
+    "JSON array": ("a.json", lambda path: path.write_text(ARRAY, encoding="utf-8"), TEXTS),
+    "JSON array with a byte-order mark": ("a.json", lambda path: path.write_bytes((BOM + ARRAY).encode()), TEXTS),
+    "JSON array in UTF-16": ("a.json", lambda path: path.write_bytes(ARRAY.encode("utf-16")), TEXTS),
+    "JSON array, .json.gz": ("a.json.gz", lambda path: path.write_bytes(gzip.compress(ARRAY.encode())), TEXTS),
+    "Parquet": ("a.parquet", lambda path: parquet(path, text=TEXTS), TEXTS),
+    "Parquet, .PQ, with nested columns beside the text": (
+        "a.PQ",
+        lambda path: parquet(path, meta=[{"a": [1, 2]}] * 3, text=pa.array(TEXTS, pa.large_string())),
+        TEXTS,
+    ),
+    "folder of datasets": ("d", lambda path: dataset(path, ROWS), TEXTS),
+    "folder of datasets saved with a format of some columns": (
+        "d",
+        lambda path: dataset(path, ROWS, columns=["id"]),
+        TEXTS,
+    ),
+    "folder of datasets saved with a format of tensors": ("d", lambda path: dataset(path, ROWS, type="torch"), TEXTS),
+    "text": ("a.txt", lambda path: path.write_bytes(PLAIN.encode()), [PLAIN]),
+    "text with a byte-order mark": ("a.txt", lambda path: path.write_bytes((BOM + PLAIN).encode()), [PLAIN]),
+    "text in UTF-16 with a byte-order mark": ("a.txt", lambda path: path.write_bytes(PLAIN.encode("utf-16")), [PLAIN]),
+    "text in UTF-32 with a byte-order mark": ("a.txt", lambda path: path.write_bytes(PLAIN.encode("utf-32")), [PLAIN]),
+    "text, .txt.gz": ("a.txt.gz", lambda path: path.write_bytes(gzip.compress(PLAIN.encode())), [PLAIN]),
+    "empty texts among rows": (
+        "a.jsonl",
+        lambda path: path.write_text('{"text": ""}\n{"text": "a"}\n'),
+        ["a"],
+    ),
+}
+TOLD = {
+    "JSON lines under an ending of text": ("a.log", lambda path: path.write_text(LINES, encoding="utf-8"), [LINES]),
+}
+REFUSED = {
+    "table, .csv": ("a.csv", lambda path: path.write_text("text\nhello\n"), "is a table"),
+    "table, .TSV": ("a.TSV", lambda path: path.write_text("text\nhello\n"), "is a table"),
+    "table, .csv.gz": ("a.csv.gz", lambda path: path.write_bytes(gzip.compress(b"text\nhello\n")), "is a table"),
+    "table, .xlsx": ("a.xlsx", lambda path: path.write_bytes(b"PK"), "is a table"),
+    "shard of datasets, .arrow": ("a.arrow", lambda path: path.write_bytes(b"ARROW1"), "is a table"),
+    "archive, .zip": ("a.zip", lambda path: path.write_bytes(b"PK"), "is an archive"),
+    "archive, .tar.gz": ("a.tar.gz", lambda path: path.write_bytes(gzip.compress(b"x")), "is an archive"),
+    "text in Latin-1": ("a.txt", lambda path: path.write_bytes(PLAIN.encode("latin-1")), "is not UTF-8"),
+    "text in UTF-16 without a byte-order mark": (
+        "a.txt",
+        lambda path: path.write_bytes("plain".encode("utf-16-le")),
+        "NUL characters",
+    ),
+    "compressed rows that are cut off": (
+        "a.jsonl.gz",
+        lambda path: path.write_bytes(gzip.compress(LINES.encode() * 9)[:-20]),
+        "cannot read",
+    ),
+    "compressed rows that are none": ("a.jsonl.gz", lambda path: path.write_text(LINES), "cannot read"),
+    "object over several lines, .json": (
+        "a.json",
+        lambda path: path.write_text(json.dumps({"text": "a"}, indent=1)),
+        "no array of objects",
+    ),
+    "rows whose text is null": ("a.jsonl", lambda path: path.write_text('{"text": null}\n'), 'field "text" is null'),
+    "rows whose text is a list": (
+        "a.jsonl",
+        lambda path: path.write_text('{"text": ["a"]}\n'),
+        'field "text" is a list',
+    ),
+    "rows whose text is an object": ("a.parquet", lambda path: parquet(path, text=DEEP), 'field "text" is an object'),
+    "rows whose text is bytes": ("a.parquet", lambda path: parquet(path, text=[b"a"]), 'field "text" is of type bytes'),
+    "rows that are no objects": ("a.jsonl", lambda path: path.write_text('"a"\n'), "holds a string, not an object"),
+    "rows without fields": ("a.jsonl", lambda path: path.write_text("{}\n"), 'has no field "text"'),
+    "rows with another field": ("a.jsonl", lambda path: path.write_text('{"content": "a"}\n'), "--json-keys"),
+}
+
+
+def read(path):
+    return list(Corpus(input_files([path], ".txt")))
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_file_gives_its_documents(tmp_path, capsys, kind):
+    name, write, documents = RIGHT[kind]
+    write(tmp_path / name)
+    assert read(tmp_path / name) == documents
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_file_that_may_be_meant_otherwise_is_told_once(tmp_path, capsys, kind):
+    name, write, documents = TOLD[kind]
+    write(tmp_path / name)
+    corpus = Corpus(input_files([tmp_path / name], ".txt"))
+    assert [list(corpus), list(corpus)] == [documents] * 2
+    assert capsys.readouterr().err.count(f"note: {tmp_path / name} is taken as one text") == 1
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_file_that_would_be_read_wrong_is_refused_by_name(tmp_path, kind):
+    name, write, why = REFUSED[kind]
+    write(tmp_path / name)
+    with pytest.raises(DataError) as error:
+        read(tmp_path / name)
+    assert str(tmp_path / name) in str(error.value)
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.log"])
+def test_a_field_of_rows_is_refused_where_no_input_has_rows(tmp_path, capsys, name):
+    (tmp_path / name).write_text('{"body": "a"}\n')
+    flags = ["--output-prefix", f"{tmp_path}/d", "--json-keys", "body"]
+    assert main(["--input", f"{tmp_path / name}", *flags]) == 1
+    assert "--json-keys" in capsys.readouterr().err
+    assert main(["--stdlib", *flags]) == 2
+    assert "--json-keys" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_files_of_a_folder_are_found_in_any_case(tmp_path):
+    for name in ("a.txt", "B.TXT", "c.md"):
+        (tmp_path / name).write_text(name)
+    assert sorted(Corpus(input_files([tmp_path], ".txt"))) == ["B.TXT", "a.txt"]
+
+
+def test_conversations_are_read_from_every_form_of_rows(tmp_path):
+    for kind in ("JSON lines, .ndjson", "JSON lines, .jsonl.gz", "JSON array with a byte-order mark", "Parquet"):
+        name, write, documents = RIGHT[kind]
+        write(tmp_path / name)
+        assert [row["text"] for _, row in Rows([tmp_path / name])] == documents
+    with pytest.raises(DataError, match=r"a\.csv is a table"):
+        list(Rows([tmp_path / "a.csv"]))
+
+
+def test_a_line_that_is_broken_is_refused_alone_under_any_encoding(tmp_path):
+    for number, encoding in enumerate(("utf-8", "utf-16")):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes('{"text": "a"}\n{"text": \n{"text": "b"}\n'.encode(encoding))
+        rows = [row for _, row in Rows([path])]
+        assert [rows[0], rows[2]] == [{"text": "a"}, {"text": "b"}]
+        assert isinstance(rows[1], DataError)
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    assert isinstance([row for _, row in Rows([mixed])][1], DataError)
+
+
+def test_the_page_lists_these_kinds():
+    pairs = [
+        *((f"pair of documents: {kind}", "right") for kind in PAIRS),
+        ("pair whose one document is many sequences", "told"),
+        ("pair of documents without ends, by --check", "told"),
+        ("pair whose document bounds are damaged", "refused"),
+    ]
+    files = [
+        *((kind, "right") for kind in RIGHT),
+        *((kind, "told") for kind in TOLD),
+        *((kind, "refused") for kind in REFUSED),
+    ]
+    check_page("Text, pairs and pictures", [*files, *pairs, *PICTURES])

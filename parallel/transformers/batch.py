@@ -30,6 +30,9 @@ class Positions(NamedTuple):
     """A token that has no position of its own, and does not count for the others."""
 
 
+FROM_ZERO = Positions()
+
+
 @dataclass(frozen=True)
 class Packed:
     """A whole batch as one sequence, without padding."""
@@ -63,7 +66,7 @@ def pack(
     position_ids: Tensor | None,
     documents: Sequence[int] | Tensor | None,
     attention_mask: Tensor | None,
-    own: Positions = Positions(),
+    own: Positions = FROM_ZERO,
 ) -> Packed:
     """Pack a batch; arguments and errors as for ``Sharded.batch``. Labels are shifted here, before any cut.
 

@@ -19,7 +19,7 @@ STATEMENT = "context_parallel_statement"
 
 
 class Statement(NamedTuple):
-    """What a mask says."""
+    """Meaning of a mask."""
 
     regular: bool
     """It is causal, or causal with a window."""

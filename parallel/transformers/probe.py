@@ -32,7 +32,7 @@ class Alone:
         self.seen: list[Tensor] = []
         """Queries and keys of the layers, ``[1, T, heads, D]``, in the order of their calls."""
         self.reversed: list[Tensor] = []
-        """Those of a forward over the same tokens in the opposite order, which are to be the same."""
+        """Queries and keys of a forward over the same tokens in the opposite order, which are to be the same."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
         """Return each head's value."""

@@ -57,6 +57,7 @@ class ContextParallelTrainer(Base):
     """
 
     loss_is_scaled_for_ga: Any = True
+    model_wrapped: Any
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class ContextParallelTrainer(Base):
             )
 
         model = self.model
-        attributes = dict(vars(model))
+        attributes = dict(model.__dict__)
         wrapped = self.model_wrapped
         try:
             yield
@@ -192,7 +193,7 @@ class ContextParallelTrainer(Base):
                 if name in attributes:
                     setattr(model, name, attributes[name])
                 else:
-                    vars(model).pop(name, None)
+                    model.__dict__.pop(name, None)
 
     def training_step(self, model: Any, *args: Any, **others: Any) -> Any:
         """Take a step's part, if something averages gradients over the processes."""

@@ -55,6 +55,27 @@ def test_ranks_drop_other_elements_and_the_same_ones_by_the_same_seed(grouped):
     assert [first, second] == [again, once_more]
 
 
+def adapted(rank, world_size):
+    """Masks of an adapter's dropout that came after shard."""
+    from peft import LoraConfig, get_peft_model
+
+    model = model_of("Llama", 2, torch.float32)
+    cp = shard(model, dist.group.WORLD)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.5, task_type="CAUSAL_LM"))
+    masks = []
+    (dropout, *_) = [x for name, x in model.named_modules() if name.endswith("lora_dropout.default")]
+    dropout.register_forward_hook(lambda module, inputs, output: masks.append((output == 0).byte()))
+    model(**cp.batch(*tokens(LENGTH)).inputs)
+    first, second = shared(masks[0])
+    return float((first == second).float().mean())
+
+
+def test_adapters_that_come_later_drop_other_elements_on_each_rank():
+    pytest.importorskip("peft")
+    for same in run_ranks(adapted, 2):
+        assert 0.3 < same < 0.7
+
+
 def checkpointed(rank, world_size):
     """The largest difference of gradients with and without layers computed again, and with another seed."""
     gradients = []

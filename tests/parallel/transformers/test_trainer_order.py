@@ -1,4 +1,4 @@
-"""What is called before training does not change it: evaluation, prediction, a second training, a loss by hand."""
+"""Calls before a training do not change it: an evaluation, a prediction, another training, a loss by hand."""
 
 import pytest
 import torch

@@ -88,6 +88,27 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": base}} | length
 
 
+def _tables_by_kind(hf: Contents) -> Mapping[str, Any]:
+    """Return the tables of rope_parameters, one for each kind of layers.
+
+    Entries beside two whole tables are passed over: transformers 5 writes both where a model was made from the entries
+    alone, and takes the tables.
+    """
+    entries = hf.get("rope_parameters") or {}
+    if not isinstance(entries, dict):
+        raise unsupported("rope_parameters", entries, f"; only a table each for {WHOLE} and {SLIDING} is")
+
+    tables = {kind: table for kind, table in entries.items() if kind in (WHOLE, SLIDING)}
+    beside = entries.keys() - tables.keys()
+    whole = all("rope_theta" in (tables.get(kind) or {}) for kind in (WHOLE, SLIDING))
+    scalings = {name for names in SETTINGS.values() for name in names}
+    passed_over = whole and beside <= {"rope_type", "type", "rope_theta", "partial_rotary_factor", *scalings}
+    are_tables = all(isinstance(table, dict | None) for table in tables.values())
+    if not are_tables or (beside and not passed_over):
+        raise unsupported("rope_parameters", entries, f"; only a table each for {WHOLE} and {SLIDING} is")
+    return tables
+
+
 def ropes_from_hf(
     hf: Contents, settings: dict[str, Any], bases: tuple[float, float], local: str | None = None
 ) -> dict[str, Any]:
@@ -97,11 +118,7 @@ def ropes_from_hf(
         bases: of layers that see all, and of those with a window, where a file does not say them.
         local: key of the latter outside of the table.
     """
-    tables = hf.get("rope_parameters") or {}
-    if not isinstance(tables, dict) or not all(
-        kind in (WHOLE, SLIDING) and isinstance(table, dict | None) for kind, table in tables.items()
-    ):
-        raise unsupported("rope_parameters", tables, f"; only a table each for {WHOLE} and {SLIDING} is")
+    tables = _tables_by_kind(hf)
     scaling, sliding = _table(hf, "rope_scaling"), tables.get(SLIDING) or {}
     others = {key: value for key, value in hf.items() if key not in ROPE[:3]}
     whole = {"rope_theta": entry(hf, "rope_theta", float, bases[0]), **(tables.get(WHOLE) or {}), **scaling}

@@ -4,9 +4,10 @@ Shapes: B sequences of T tokens, which become one of N packed documents; n of it
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,18 @@ IGNORED = -100
 """Label of a token without loss, as in transformers."""
 
 
+class Positions(NamedTuple):
+    """Positions that a model takes by itself, called without any."""
+
+    first: int = 0
+    """The first token's, such as padding_idx + 1 in RoBERTa."""
+    padding: int | None = None
+    """A token that has no position of its own, and does not count for the others."""
+
+
+FROM_ZERO = Positions()
+
+
 @dataclass(frozen=True)
 class Packed:
     """A whole batch as one sequence, without padding."""
@@ -30,6 +43,8 @@ class Packed:
     """Cumulative lengths of the documents, from 0 to N."""
     kept: Tensor
     """The tokens that are no padding, ``[B, T]``."""
+    first: int = 0
+    """Position of a document's first token, unless ``position_ids`` were given."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +66,12 @@ def pack(
     position_ids: Tensor | None,
     documents: Sequence[int] | Tensor | None,
     attention_mask: Tensor | None,
+    own: Positions = FROM_ZERO,
 ) -> Packed:
-    """Pack a batch; arguments and errors as for ``Sharded.batch``. Labels are shifted here, before any cut."""
+    """Pack a batch; arguments and errors as for ``Sharded.batch``. Labels are shifted here, before any cut.
+
+    ``own`` are the positions that the model takes by itself.
+    """
     for name, x in (("labels", labels), ("position_ids", position_ids), ("attention_mask", attention_mask)):
         if input_ids.ndim != 2 or (x is not None and x.shape != input_ids.shape):
             shape = None if x is None else tuple(x.shape)
@@ -61,6 +80,7 @@ def pack(
     places = kept.long().cumsum(1) - 1  # of each token in its row
     if not kept.any():
         raise UserError("attention_mask leaves no token; give a batch with some")
+    _check_holes(kept)
     ids, positions = input_ids[kept], (places if position_ids is None else position_ids)[kept]  # [N]
     if documents is None:
         begins = (places[kept] == 0) | (positions.diff(prepend=positions[:1]) != 1)
@@ -77,17 +97,48 @@ def pack(
     if documents is not None and position_ids is None:
         lengths = torch.tensor(documents, device=ids.device)
         positions = torch.arange(len(ids), device=ids.device) - starts.repeat_interleave(lengths)
+    if own.padding is not None and (ids == own.padding).any():
+        raise UserError(
+            f"input_ids have the padding token {own.padding}, which has no position in this model and does not count "
+            "for the others; leave it out by attention_mask"
+        )
+    positions = _from_first(positions, starts, own.first, position_ids is not None)
     following = torch.full_like(ids, IGNORED)
     if labels is not None:
         following = labels[kept].roll(-1).index_fill(0, (starts - 1) % len(ids), IGNORED)  # of a document's last token
     tokens = {"input_ids": ids, "position_ids": positions, "labels": following}
-    return Packed({name: x[None] for name, x in tokens.items()}, bounds, kept)
+    return Packed({name: x[None] for name, x in tokens.items()}, bounds, kept, own.first)
+
+
+def _check_holes(tokens: Tensor) -> None:
+    """Raise UserError if padding lies between tokens of a row [B, T]: transformers counts positions over it."""
+    begins = tokens.int().diff(dim=1, prepend=torch.zeros_like(tokens[:, :1], dtype=torch.int)) == 1
+    rows = (begins.sum(1) > 1).nonzero().flatten().tolist()
+    if rows:
+        raise UserError(
+            f"attention_mask has padding between the tokens of row {rows[0]}; padding stands before or after them "
+            "here: move it there, or give the parts as rows or documents of their own"
+        )
+
+
+def _from_first(positions: Tensor, starts: Tensor, first: int, given: bool) -> Tensor:
+    """Let the positions [N] of documents that begin at 0 begin where the model's own do."""
+    begins = positions[starts]
+    if first == 0 or (given and bool((begins == first).all())):
+        return positions
+    if bool((begins != 0).any()):
+        raise UserError(
+            f"position_ids begin a document at {int(begins[begins != 0][0])}, and the model's own begin at {first}; "
+            f"let all documents begin at 0 or all at {first}, or leave position_ids out"
+        )
+    return positions + first
 
 
 def part(whole: Packed, context: ContextParallel) -> Batch:
     """Return this rank's part; ``context`` has the batch's length and documents. Padding has no label."""
     mine = {name: context.shard(x, 1, IGNORED if name == "labels" else 0) for name, x in whole.tokens.items()}
     labels = mine.pop("labels")
+    context = copy(context)  # a batch's own, by which its forward knows it
     return Batch({**mine, "use_cache": False, CONTEXT: context}, labels, context, whole)
 
 

@@ -161,6 +161,9 @@ def _documents(batch: Batch) -> Iterator[tuple[dict[str, Any], Tensor]]:
     for a, b in pairwise(batch.whole.bounds):
         inputs: dict[str, Any] = {name: x[:, a:b] for name, x in batch.whole.tokens.items()}
         labels = inputs.pop("labels")
+        positions = inputs["position_ids"]
+        if torch.equal(positions[0] - batch.whole.first, torch.arange(b - a, device=positions.device)):
+            del inputs["position_ids"]  # the model knows its own, and ours may be wrong
         yield {**inputs, "use_cache": False}, labels
 
 

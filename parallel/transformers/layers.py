@@ -15,12 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel.transformers.masks import disagreement, mask, stated_mask
 from runtime.errors import UserError
 
 CONTEXT = "context_parallel"
 """Keyword argument that a forward passes on to its layers: the ContextParallel of its batch."""
 NAME = __name__.replace(".", "_")
 """Name of the attention in transformers' registry; a checkout and a written package beside it have their own."""
+PROBED = f"{NAME}_probed"
+"""Name of the attention while a model is probed, which has masks besides."""
 PASSED_ON = {"position_ids", "is_causal", "use_cache", "cache_position"}
 """Keyword arguments that say nothing that the context does not."""
 NO_BATCH = (
@@ -64,6 +67,8 @@ def attend(
     q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))  # [B, T, heads, width]
     if (gap := q.shape[-1] - v.shape[-1]) < 0:
         refuse(module, f"its values are wider ({v.shape[-1]}) than its keys ({q.shape[-1]})")
+    if sliding_window == 1:
+        return _attend_itself(q, k, v, s_aux, scaling), None
     wide = F.pad(v, (0, gap)) if gap else v
     window = None if sliding_window is None else (sliding_window - 1, 0)
     out = cp.attend(q, k, wide, window=window, sinks=s_aux, scale=scaling)
@@ -87,25 +92,40 @@ def _unfit(
         f"its attention has dropout {dropout}; set attention_dropout to 0 in the configuration": dropout > 0,
         f"its attention is {kind}, which is neither full nor a sliding window": kind is not None
         and kind not in ("full_attention", "sliding_attention"),
+        f"its window is {window} keys; give 1 or more, its own token among them": window is not None and window < 1,
         "it is a layer with a sliding window and does not say which": kind == "sliding_attention" and window is None,
         f"its attention takes {', '.join(unknown)}, which is not known here": bool(unknown),
     }
     return next((reason for reason, found in reasons.items() if found), None)
 
 
-def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Make no mask, since the attention knows which tokens see which; as transformers' AttentionMaskInterface asks.
+def attend_masked(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend within a probe, where a layer has its mask: it must say what the arguments of the layer say."""
+    causal = None if attention_mask is not None else is_causal  # a mask takes the place of the argument
+    output = attend(module, query, key, value, None, sliding_window=sliding_window, is_causal=causal, **others)
+    if reason := disagreement(attention_mask, sliding_window):
+        refuse(module, reason)
+    return output
 
-    Raises UserError: a mask that is not causal, one of the model's own, or padding.
-    """
-    if attention_mask is not None and not attention_mask.all():
-        raise UserError(
-            "the model was given an attention_mask that is not all 1; leave it out: cp.batch(attention_mask=...) takes "
-            "it"
-        )
-    if use_vmap or "allow_is_bidirectional_skip" in others:
-        found = "a mask of its own over the causal one" if use_vmap else "a mask that is not causal"
-        raise UserError(f"the model makes {found}, such as for images; context parallelism has causal masks alone")
+
+def _attend_itself(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float | None) -> Tensor:
+    """Return the attention [B, T, H, E] of tokens to themselves alone: a window of 1 needs no other rank."""
+    repeats = q.shape[2] // k.shape[2]
+    keys = k.repeat_interleave(repeats, 2)
+    values = v.repeat_interleave(repeats, 2)
+    products = (q * keys).to(torch.promote_types(q.dtype, torch.float32))
+    scores = products.sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)  # [B, T, H]
+    total = scores if sinks is None else torch.logaddexp(scores, sinks.to(scores.dtype))
+    return values * (scores - total).exp()[..., None].to(values.dtype)
 
 
 def convolving(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -163,6 +183,8 @@ def install(model: nn.Module) -> None:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+    AttentionInterface.register(PROBED, attend_masked)
+    AttentionMaskInterface.register(PROBED, stated_mask)
     for kind in {base for module in model.modules() for base in type(module).__mro__}:
         names = vars(sys.modules.get(kind.__module__, object))
         for name, replace in STATEFUL.items():

@@ -1,9 +1,10 @@
 """Look for layers that mix tokens in a way of their own, of which the ranks would know nothing.
 
 A forward over a few tokens, in which attention, convolution and delta rule let a token see itself alone, and one token
-is not a number. Whatever comes out as not a number for another token has mixed them, whoever wrote the layer. In a
-second forward the tokens come in the opposite order, with their positions: a layer whose queries or keys of a token are
-other ones has counted its tokens itself.
+is not a number. Whatever comes out as not a number for another token has mixed them, whoever wrote the layer. There the
+layers have their masks, which must say what the layers say. In a second forward the tokens come in the opposite order,
+with their positions: a layer whose queries or keys of a token are other ones has counted its tokens itself. In a third
+the model is called without positions, which tells those that it takes by itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel.context import ContextError, Plan
-from parallel.transformers.layers import CONTEXT, NO_BATCH
+from parallel.transformers.batch import Positions
+from parallel.transformers.configs import attention_named
+from parallel.transformers.layers import CONTEXT, NO_BATCH, PROBED
 from runtime.errors import UserError
 
 TOKENS, ODD = 11, 5
@@ -26,23 +29,18 @@ class Alone:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._seen: list[Tensor] = []
-        self._before: list[Tensor] = []
-
-    def reverse(self) -> None:
-        """Expect the same tokens in the opposite order from here."""
-        self._before, self._seen = self._seen, []
+        self.seen: list[Tensor] = []
+        """Queries and keys of the layers, ``[1, T, heads, D]``, in the order of their calls."""
+        self.reversed: list[Tensor] = []
+        """Queries and keys of a forward over the same tokens in the opposite order, which are to be the same."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
         """Return each head's value."""
         self._plan.geometry.check_heads(q.shape[2], k.shape[2])
         for x in (q, k):
-            if self._before:
-                before, odd = self._before[len(self._seen)], torch.tensor([ODD], device=x.device)
-                gap, most = (z.float().abs().index_fill(1, odd, 0).max() for z in (x.flip(1) - before, before))
-                if not gap <= max(torch.finfo(x.dtype).eps, 1e-7) ** 0.5 * most:  # but for rounding
-                    raise UserError("it counts its tokens itself, not by position_ids, and a rank has a part of them")
-            self._seen.append(x)
+            if self.reversed and not alike(x.flip(1), self.reversed[len(self.seen)]):
+                raise UserError("it counts its tokens itself, not by position_ids, and a rank has a part of them")
+            self.seen.append(x)
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -65,26 +63,103 @@ class Alone:
             )
 
 
-def probe(model: nn.Module, plan: Plan) -> None:
-    """Run the forward. Collective if the model's weights are.
+def alike(x: Tensor, y: Tensor) -> bool:
+    """Return True if two tensors [1, T, ...] are equal but for rounding, and for the odd token."""
+    odd = torch.tensor([ODD], device=x.device)
+    gap, scale = (z.float().abs().index_fill(1, odd, 0).max() for z in (x - y, y))
+    return bool(gap <= max(torch.finfo(x.dtype).eps, 1e-7) ** 0.5 * scale)
+
+
+def probe(model: nn.Module, plan: Plan) -> Positions:
+    """Run the forwards; return the positions that the model takes by itself. Collective if the model's weights are.
 
     Raises UserError: a layer mixes tokens, or asks for what the plan's ranks cannot do; the message names it.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError("the model is on the meta device, where nothing can be tried; shard it once its weights exist")
     device = next(model.parameters()).device
-    positions, alone = torch.arange(TOKENS, device=device)[None], Alone(plan)
-    with torch.no_grad(), evaluating(model), _watched(model):
-        for x in (positions, positions.flip(1)):
-            out = model(input_ids=x % 3, position_ids=x, use_cache=False, **{CONTEXT: alone})
-            alone.reverse()
-            logits = getattr(out, "logits", None)
-            if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != (1, TOKENS):
-                found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
-                raise UserError(
-                    f"it returns {found} for {TOKENS} tokens, and the loss here is of logits [1, {TOKENS}, V]; give a "
-                    "causal language model, such as AutoModelForCausalLM makes"
-                )
+    positions = torch.arange(TOKENS, device=device)[None]
+    padding = _padding_id(model)
+    ids = positions % 3
+    if padding is not None:
+        ids = (ids + padding + 1) % 4  # none of it is padding, but for the third
+        ids = ids.index_fill(1, torch.tensor([2], device=device), padding)
+
+    def run(alone: Alone, **inputs: Tensor) -> list[Tensor]:
+        """Return the queries, keys and logits of a forward."""
+        with torch.no_grad(), evaluating(model), _watched(model):
+            output = model(**inputs, use_cache=False, **{CONTEXT: alone})
+            return [*alone.seen, _logits(output)]
+
+    forwards = Alone(plan)
+    expected = run(forwards, input_ids=ids, position_ids=positions)
+
+    backwards = Alone(plan)
+    backwards.reversed = forwards.seen
+    run(backwards, input_ids=ids.flip(1), position_ids=positions.flip(1))
+
+    with attention_named(model, PROBED):
+        run(Alone(plan), input_ids=ids, position_ids=positions)
+
+    if _all_alike(expected, run(Alone(plan), input_ids=ids)):
+        return Positions()
+
+    def begin(tokens: Tensor, first: int) -> bool:
+        """Return True if the model's own positions of tokens go on from ``first``."""
+        given = run(Alone(plan), input_ids=tokens, position_ids=positions + first)
+        return _all_alike(given, run(Alone(plan), input_ids=tokens))
+
+    return _own_positions(model, ids, padding, begin)
+
+
+def _all_alike(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(alike, some, others))
+
+
+def _logits(output: Any) -> Tensor:
+    """Return the logits [1, T, V] of what a model returned."""
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != (1, TOKENS):
+        found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+        raise UserError(
+            f"it returns {found} for {TOKENS} tokens, and the loss here is of logits [1, {TOKENS}, V]; give a "
+            "causal language model, such as AutoModelForCausalLM makes"
+        )
+    return logits
+
+
+def _padding_id(model: nn.Module) -> int | None:
+    """Return the token that the model takes for padding, by its configuration or embeddings."""
+    named = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if named is None:
+        embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
+        named = getattr(embeddings, "padding_idx", None)
+    return named if isinstance(named, int) and named >= 0 else None
+
+
+def _own_positions(
+    model: nn.Module, ids: Tensor, padding: int | None, begin: Callable[[Tensor, int], bool]
+) -> Positions:
+    """Return where the positions begin that a model takes by itself, and the token that it does not count.
+
+    Raises UserError: they are not consecutive.
+    """
+    tables = [x.padding_idx for x in model.modules() if isinstance(x, nn.Embedding) and x.padding_idx is not None]
+    rows = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    firsts = [0]
+    for first in sorted({1, 2, *(x + 1 for x in tables if x > 0)}):
+        if rows is None or first + TOKENS <= rows:
+            firsts.append(first)
+
+    counted = ids if padding is None else ids.masked_fill(ids == padding, (padding + 1) % 4)
+    for first in firsts:
+        if begin(counted, first):
+            return Positions(first, None if begin(ids, first) else padding)
+
+    raise UserError(
+        f"{type(model).__name__} cannot be sharded: called without position_ids it takes positions that are not "
+        f"consecutive from one of {firsts} on, and the ranks do not know them"
+    )
 
 
 @contextmanager

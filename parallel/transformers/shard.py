@@ -17,13 +17,18 @@ from parallel.context import ContextParallel, context_parallel
 from parallel.context.methods import METHODS, method_of
 from parallel.transformers.batch import Batch, check_same, pack, part
 from parallel.transformers.check import Report, compare
-from parallel.transformers.layers import NAME, install
+from parallel.transformers.configs import attentions, restore, separate, set_attentions
+from parallel.transformers.configs import configs as _configs
+from parallel.transformers.draws import Draws
+from parallel.transformers.layers import CONTEXT, NAME, install
 from parallel.transformers.probe import probe
 from runtime.errors import UserError
 
 REFUSED = {
     "is_encoder_decoder": "a decoder that attends to an encoder; context parallelism is for decoders alone",
     "output_router_logits": "the loss of its router is of a rank's own tokens; set it to False",
+    "layerdrop": "ranks would leave out different layers, and wait for each other; set it to 0",
+    "decoder_layerdrop": "ranks would leave out different layers, and wait for each other; set it to 0",
     "attn_temperature_tuning": "it scales queries by a count of a rank's own tokens; make the model with False",
 }
 """Settings of a model's configuration, and why they are refused."""
@@ -45,20 +50,18 @@ class Sharded:
 
     def __init__(self, model: nn.Module, context: ContextParallel, world: dist.ProcessGroup | None) -> None:
         self.model, self.group, self.world = model, context.group, world
-        self._own = {id(config): config._attn_implementation for config in _configs(model)}
+        self._own = attentions(model)
         self._over = lru_cache(maxsize=16)(context.over)
         self._last: Batch | None = None
+        self._draws = Draws(0 if context.group is None else min(dist.get_process_group_ranks(context.group)))
+        replaced = separate(model)
         install(model)
-        self._set({})
+        set_attentions(model, {}, NAME)
         try:
-            probe(model, context.plan)
+            self._positions = probe(model, context.plan)
         except BaseException:
-            self._set(self._own)
+            restore(replaced)
             raise
-
-    def _set(self, names: dict[int, str]) -> None:
-        for config in _configs(self.model):
-            config._attn_implementation = names.get(id(config), NAME)
 
     def batch(
         self,
@@ -75,18 +78,24 @@ class Sharded:
 
         Args:
             input_ids: ``[B, T]``.
-            labels: a label for each token, as transformers takes them: its own id, or -100; ``[B, T]``.
+            labels: a label for each token, as transformers takes them: its own id, or -100; ``[B, T]``. A document's
+                first is no one's next token, and has no loss; transformers has it under left padding, whose last token
+                it takes for the one before.
             position_ids: of each token in its document, ``[B, T]``; a document begins where they do not go on by 1.
+                By default those that the model takes by itself; where these begin later than 0, such as at padding_idx
+                + 1 in RoBERTa, documents that are given from 0 begin there too.
             documents: lengths of the documents, row after row, instead of what position_ids say.
-            attention_mask: 1 for tokens, 0 for padding, ``[B, T]``.
+            attention_mask: 1 for tokens, 0 for padding before or after those of a row, ``[B, T]``.
 
         Raises UserError: shapes or lengths that do not fit, or other tokens on another rank.
         """
-        whole = pack(input_ids, labels, position_ids, documents, attention_mask)
+        whole = pack(input_ids, labels, position_ids, documents, attention_mask, self._positions)
         check_same(whole, self.group)
         context = self._over(whole.bounds[-1])
-        self._last = part(whole, context.under(documents=whole.bounds) if len(whole.bounds) > 2 else context)
-        return self._last
+        batch = part(whole, context.under(documents=whole.bounds) if len(whole.bounds) > 2 else context)
+        self._draws.expect(self.model, batch.inputs[CONTEXT], whole.kept)
+        self._last = batch
+        return batch
 
     def loss(self, output: Any, batch: Batch, count: Tensor | int | None = None) -> Tensor:
         """Return the mean loss of all tokens with a label, of all ranks: the same number on each. Collective.
@@ -138,18 +147,12 @@ class Sharded:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Give the model its own attention back, such as to generate; afterwards it has what it had before."""
-        before = {id(config): config._attn_implementation for config in _configs(self.model)}
-        self._set(self._own)
+        before = attentions(self.model)
+        set_attentions(self.model, self._own, NAME)
         try:
             yield
         finally:
-            self._set(before)
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Return the configurations of a model and its parts, each once, the whole's first."""
-    found = [part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")]
-    return list({id(config): config for config in found}.values())
+            set_attentions(self.model, before, NAME)
 
 
 def _check_settings(model: nn.Module, ranks: int) -> None:

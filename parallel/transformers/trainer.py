@@ -8,12 +8,14 @@ trainer = LongTrainer(model, args, train_dataset=chats, context_parallel_size=2)
 Batches go over the groups, as they would over as many processes; a group is of consecutive ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from kernels.loss import cross_entropy_sum
 from parallel.transformers.batch import IGNORED, pack
@@ -55,6 +57,7 @@ class ContextParallelTrainer(Base):
     """
 
     loss_is_scaled_for_ga: Any = True
+    model_wrapped: Any
 
     def __init__(
         self,
@@ -153,12 +156,55 @@ class ContextParallelTrainer(Base):
     ) -> Any:
         """Evaluate the mean loss of all tokens with a label, the same for any number of ranks and size of batches."""
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        found = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        with self._prepared_for_evaluation():
+            found = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         if dist.is_initialized():
             dist.all_reduce(self._evaluated)
         total, tokens = self._evaluated.tolist()
         found.metrics[f"{metric_key_prefix}_loss"] = total / max(tokens, 1)
         return found
+
+    @contextmanager
+    def _prepared_for_evaluation(self) -> Iterator[None]:
+        """Undo afterwards what an evaluation before any training does to the model.
+
+        accelerate marks the model as prepared, without DDP, and would leave it so for the training.
+        """
+        if self.accelerator._models:  # it is prepared for training, or by the caller
+            yield
+            return
+        if self.is_fsdp_enabled:
+            raise UserError(
+                "FSDP prepares a model together with its optimizer, when training begins; evaluate after train(), or "
+                "with eval_on_start=True"
+            )
+
+        model = self.model
+        attributes = dict(model.__dict__)
+        wrapped = self.model_wrapped
+        try:
+            yield
+        finally:
+            self.accelerator._models.clear()
+            self.model_wrapped = wrapped
+            for name in ("_is_accelerate_prepared", "_original_forward", "forward"):
+                if name in attributes:
+                    setattr(model, name, attributes[name])
+                else:
+                    model.__dict__.pop(name, None)
+
+    def training_step(self, model: Any, *args: Any, **others: Any) -> Any:
+        """Take a step's part, if something averages gradients over the processes."""
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        averaged = isinstance(model, DistributedDataParallel) or self.is_fsdp_enabled
+        if not alone and not averaged and any(x.requires_grad for x in model.parameters()):
+            raise UserError(
+                f"the model to train is a {type(model).__name__} without DDP or FSDP, so that each process would "
+                "train by itself; leave the model to the trainer: something prepared it for evaluation alone"
+            )
+        return super().training_step(model, *args, **others)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return a rank's share; transformers adds those of all."""

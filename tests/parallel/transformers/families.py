@@ -87,10 +87,10 @@ def tokens(length, seed=3):
     return ids, ids.masked_fill(left_out, -100)
 
 
-def one_process(family, heads, ids, labels, documents, dtype=torch.float64):
+def one_process(family, heads, ids, labels, documents, dtype=torch.float64, **others):
     """Loss and gradients with each document alone, and transformers' own attention."""
     with Wide() if dtype == torch.float64 else nullcontext():
-        model, total, count = model_of(family, heads, dtype), 0.0, 0
+        model, total, count = model_of(family, heads, dtype, **others), 0.0, 0
         for a, b in pairwise(accumulate(documents, initial=0)):
             logits = model(input_ids=ids[:, a:b], use_cache=False).logits[0, :-1]
             after = labels[0, a + 1 : b]

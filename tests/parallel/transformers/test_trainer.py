@@ -23,7 +23,8 @@ def losses(trainer, name="loss"):
 def environment(rank, world_size):
     """The variables of torchrun, of which accelerate knows that there are ranks."""
     if world_size > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="4")
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
 
 
 def alone(trainer_class):

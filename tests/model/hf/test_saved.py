@@ -1,0 +1,130 @@
+"""Folders that transformers saves of models made from its own configurations: ours has their logits."""
+
+import json
+
+import pytest
+import torch
+
+from model.hf import load_hf
+from model.registry import build_model
+from runtime.errors import UserError
+from tests.model.hf.hugging_face import TOKENS, transformers
+
+SHAPES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 50,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e3,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.2,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e3,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 5e3}
+WINDOWS = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+LINEAR = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+OF_BOTH = {"full_attention": YARN, "sliding_attention": PLAIN}
+CASES = {
+    "llama": ("Llama", {}),
+    "llama, llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama, rope_scaling": ("Llama", {"rope_theta": 5e3, "rope_scaling": LLAMA3}),
+    "llama, tied, wide heads": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": 7}),
+    "mistral, no window": ("Mistral", {"sliding_window": None}),
+    "ministral": ("Ministral", {**WINDOWS, "head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, windows": ("Qwen2", {**WINDOWS, "use_sliding_window": True}),
+    "qwen2, yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma3": ("Gemma3", {**WINDOWS, "head_dim": 16}),
+    "gemma3, flat": ("Gemma3", {**WINDOWS, "head_dim": 16, "rope_parameters": dict(PLAIN)}),
+    "olmo3": ("Olmo3", WINDOWS),
+    "olmo3, rope_scaling": ("Olmo3", {**WINDOWS, "rope_theta": 5e5, "rope_scaling": YARN}),
+    "olmo3, tables": ("Olmo3", {**WINDOWS, "rope_parameters": OF_BOTH}),
+    "olmo3, flat": ("Olmo3", {**WINDOWS, "rope_parameters": PLAIN}),
+    "olmo3, flat yarn": ("Olmo3", {**WINDOWS, "rope_parameters": YARN}),
+    "olmo3, flat beside tables": ("Olmo3", {**WINDOWS, "rope_parameters": {**PLAIN, "rope_theta": 7.0, **OF_BOTH}}),
+    "qwen3_5": ("Qwen3_5", LINEAR),
+    "olmo hybrid": ("OlmoHybrid", {**LINEAR, "rope_parameters": {"rope_theta": None}}),
+    "gpt2": ("GPT2", {}),
+}
+"""Classes of models, and what their configurations are made from."""
+
+
+def saved(kind, changes, folder):
+    """A model of transformers, and the folder that it writes."""
+    suffix = "TextConfig" if kind in ("Gemma3", "Qwen3_5") else "Config"
+    made = getattr(transformers, kind + suffix)
+    shapes = {name: value for name, value in SHAPES.items() if hasattr(made(), name)}  # a GPT-2 has fewer
+    torch.manual_seed(1)
+    config = made(**{**shapes, **json.loads(json.dumps(changes))})
+    model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_that_transformers_saves_has_its_logits(name, tmp_path):
+    saved(*CASES[name], tmp_path)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits
+    config, state, _ = load_hf(tmp_path)
+    model = build_model(config)
+    model.load_state_dict(state)
+    bound = 1e-4 if config.recurrent else 1e-5  # float32 in both
+    assert (model(TOKENS) - expected).abs().max() < bound * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"full_attention": None}, {"sliding_attention": None}, {"linear_attention": PLAIN}]
+)
+def test_entries_beside_tables_that_do_not_say_all_are_refused(changed, tmp_path):
+    saved(*CASES["olmo3, flat"], tmp_path)
+    path = tmp_path / "config.json"
+    contents = json.loads(path.read_text())
+    contents["rope_parameters"] |= changed
+    path.write_text(json.dumps(contents))
+    with pytest.raises(UserError, match=r"rope_parameters = .* is not supported; only a table each"):
+        load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Olmo3", "Gemma3"])
+def test_entries_without_tables_are_refused(kind, tmp_path):
+    """transformers 5 passes them over, and 4 took them."""
+    saved(kind, {**WINDOWS, "head_dim": 16}, tmp_path)
+    path = tmp_path / "config.json"
+    contents = json.loads(path.read_text())
+    path.write_text(json.dumps({**contents, "rope_parameters": YARN}))
+    with pytest.raises(UserError, match=r"rope_parameters = .* is not supported; only a table each"):
+        load_hf(tmp_path)

@@ -1,0 +1,238 @@
+"""Random draws on ranks: dropout differs by rank and is repeated by seed; NEFTune's noise is that of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel.context import context_parallel
+from parallel.transformers import draws, shard
+from parallel.transformers.batch import pack, part
+from runtime.errors import UserError
+from runtime.ranks import run_ranks
+from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
+from tests.parallel.transformers.test_trainer import alone, environment, losses
+
+RATES = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.0}
+LENGTH = 24
+
+
+def model_with_dropout():
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(**{**SIZES, "num_attention_heads": 3, **RATES})
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def shared(value):
+    """Every rank's value."""
+    values = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, value)
+    return values
+
+
+def dropped(rank, world_size, grouped):
+    """Masks of the embeddings by seed, forward and rank; and the ranks' states afterwards."""
+    model = model_with_dropout()
+    cp = shard(model, dist.group.WORLD if grouped else None)
+    masks = []
+    model.transformer.drop.register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
+    batch = cp.batch(*tokens(LENGTH))
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        for _ in range(2):
+            model(**batch.inputs)
+        states = shared(torch.get_rng_state())
+        assert all(torch.equal(x, states[0]) for x in states)
+    return [[x.tolist() for x in shared(mask.byte())] for mask in masks]
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["one sequence", "replicas"])
+def test_ranks_drop_other_elements_and_the_same_ones_by_the_same_seed(grouped):
+    found = run_ranks(dropped, 2, grouped)[0]
+    first, second, again, once_more, *other_seed = found
+    for mask, other in ((first[0], first[1]), (first[0], second[0]), (first[0], other_seed[0][0])):
+        same = (torch.tensor(mask) == torch.tensor(other)).float().mean()
+        assert 0.4 < same < 0.6  # as of coins, half of which fall alike
+    assert [first, second] == [again, once_more]
+
+
+def adapted(rank, world_size):
+    """Masks of an adapter's dropout that came after shard."""
+    from peft import LoraConfig, get_peft_model
+
+    model = model_of("Llama", 2, torch.float32)
+    cp = shard(model, dist.group.WORLD)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.5, task_type="CAUSAL_LM"))
+    masks = []
+    (dropout, *_) = [x for name, x in model.named_modules() if name.endswith("lora_dropout.default")]
+    dropout.register_forward_hook(lambda module, inputs, output: masks.append((output == 0).byte()))
+    model(**cp.batch(*tokens(LENGTH)).inputs)
+    first, second = shared(masks[0])
+    return float((first == second).float().mean())
+
+
+def test_adapters_that_come_later_drop_other_elements_on_each_rank():
+    pytest.importorskip("peft")
+    for same in run_ranks(adapted, 2):
+        assert 0.3 < same < 0.7
+
+
+def checkpointed(rank, world_size):
+    """The largest difference of gradients with and without layers computed again, and with another seed."""
+    gradients = []
+    for checkpointing, seed in ((False, 7), (True, 7), (False, 8)):
+        model = model_with_dropout()
+        cp = shard(model, dist.group.WORLD)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        batch = cp.batch(*tokens(LENGTH))
+        torch.manual_seed(seed)
+        cp.loss(model(**batch.inputs), batch).backward()
+        gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
+    first, again, other = gradients
+    return float((again - first).abs().max()), float((other - first).abs().max())
+
+
+def test_layers_that_are_computed_again_drop_the_same():
+    for same, other in run_ranks(checkpointed, 2):
+        assert same < 1e-6
+        assert other > 1e-3
+
+
+def quiet(rank, world_size):
+    """States before and after a forward without random draws, and one that is refused."""
+    model = model_of("Llama", 2, torch.float32)
+    cp = shard(model, dist.group.WORLD)
+    batch = cp.batch(*tokens(LENGTH))
+    before = torch.get_rng_state()
+    model(**batch.inputs)
+    with pytest.raises(UserError, match="that is not all 1"):
+        model(**batch.inputs, attention_mask=torch.zeros(1, LENGTH // 2))
+    return torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_forward_that_draws_nothing_or_fails_leaves_the_state():
+    assert all(run_ranks(quiet, 2))
+
+
+def test_layers_that_are_left_out_at_random_are_refused():
+    config = transformers.OPTConfig(
+        vocab_size=40, hidden_size=24, ffn_dim=32, num_attention_heads=4, word_embed_proj_dim=24, layerdrop=0.1
+    )
+    with pytest.raises(UserError, match=r"^OPTConfig\.layerdrop is set: ranks would leave out different layers"):
+        shard(transformers.OPTForCausalLM(config))
+
+
+def activate(model):
+    from transformers.integrations.neftune import activate_neftune
+
+    activate_neftune(model, 5.0)
+
+
+def padded_rows():
+    ids = torch.stack([tokens(LENGTH)[0][0], tokens(LENGTH, seed=4)[0][0]])
+    mask = torch.ones_like(ids)
+    mask[0, 17:] = 0
+    mask[1, :5] = 0
+    return ids, mask
+
+
+def with_noise(rank, world_size, grouped):
+    """Embeddings of two forwards, by ours on the ranks and by transformers alone, without padding."""
+    ids, mask = padded_rows()
+    seen = []
+
+    def embedded(model):
+        model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output))
+
+    plain = model_of("Llama", 2, torch.float32)
+    activate(plain)
+    embedded(plain)
+    torch.manual_seed(7)
+    for _ in range(2):
+        plain(ids, attention_mask=mask)
+    expected = [x[mask.bool()] for x in seen]
+    state = torch.get_rng_state()
+
+    seen.clear()
+    model = model_of("Llama", 2, torch.float32)
+    cp = shard(model, dist.group.WORLD if grouped else None)
+    activate(model)
+    batch = cp.batch(ids, attention_mask=mask)
+    torch.manual_seed(7)
+    outputs = []
+    for _ in range(2):
+        handle = model.model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        model(**batch.inputs)
+        handle.remove()
+        outputs.append(cp.gather(seen.pop())[mask.bool()])
+
+    without = plain.model.embed_tokens.weight[ids[mask.bool()]]
+    assert model.get_input_embeddings().training
+    errors = [float((x - y).abs().max()) for x, y in zip(outputs, expected, strict=True)]
+    return errors, float((outputs[0] - without).abs().max()), torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_noise_on_embeddings_is_that_of_one_process(world_size):
+    for errors, noise, same_state in run_ranks(with_noise, world_size, world_size > 1):
+        assert max(errors) < 1e-6
+        assert noise > 0.1
+        assert same_state
+
+
+def noise_of_replicas(rank, world_size):
+    """Noise of two processes with a sequence each."""
+    context = context_parallel("exchange", seq_len=9)
+    torch.manual_seed(7)
+    every = torch.ones(1, 9, dtype=torch.bool)
+    noise = draws.local_noise(context, every, 5.0, 8, torch.float32, torch.device("cpu"), first=rank)
+    return [x.tolist() for x in shared(noise)]
+
+
+def test_replicas_have_noise_of_their_own():
+    first, second = run_ranks(noise_of_replicas, 2)[0]
+    assert torch.tensor(first).abs().max() > 0.1
+    assert (torch.tensor(first) - torch.tensor(second)).abs().min() > 0
+
+
+@pytest.mark.parametrize("block", [1, 7, 4096])
+def test_noise_that_is_drawn_in_blocks_is_that_drawn_at_once(monkeypatch, block):
+    monkeypatch.setattr(draws, "BLOCK", block)
+    ids, mask = padded_rows()
+    whole = pack(ids, None, None, None, mask)
+    context = context_parallel("exchange", seq_len=whole.bounds[-1], documents=whole.bounds, multiple=7)
+    torch.manual_seed(7)
+    limit = 5.0 / (LENGTH * 8) ** 0.5
+    expected = torch.empty(*ids.shape, 8).uniform_(-limit, limit)[mask.bool()]
+    torch.manual_seed(7)
+    found = draws.local_noise(context, mask.bool(), 5.0, 8, torch.float32, torch.device("cpu"))
+    assert found.shape[1] == part(whole, context).labels.shape[1] > whole.bounds[-1]
+    assert torch.equal(found[0, : whole.bounds[-1]], expected)
+    assert not found[0, whole.bounds[-1] :].any()
+
+
+def trained(rank, world_size, folder, resume):
+    """Losses of training with noise and dropout of adapters, and of going on at step 3."""
+    environment(rank, world_size)
+    from transformers import Trainer
+
+    from docs.examples import finetune_text
+
+    kind = finetune_text.LongTrainer if world_size > 1 else alone(Trainer)
+    noisy = {"neftune_noise_alpha": 5.0}
+    runs = [finetune_text.trained(folder, world_size, world_size, kind, **noisy)]
+    if resume:
+        runs.append(
+            finetune_text.trained(
+                f"{folder}/again", world_size, world_size, kind, resume=f"{folder}/checkpoint-3", **noisy
+            )
+        )
+    return [losses(trainer).tolist() for trainer in runs]
+
+
+def test_a_trainer_with_noise_has_the_losses_of_one_process_and_resumes(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    on_ranks, resumed = run_ranks(trained, 2, str(tmp_path / "ranks"), True)[0]
+    (expected,) = run_ranks(trained, 1, str(tmp_path / "one"), False)[0]
+    assert on_ranks == pytest.approx(expected, abs=1e-5)
+    assert resumed == pytest.approx(expected, abs=1e-5)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from data.fingerprint import check_digests, digest, write_digests
+from data.text.begins import check_begins
 from data.text.blend import BlendedDataset, EpochedDataset, MockSamples, MockTokenizer
 from data.text.config import DataConfig, blend, length_shares, split_shares
 from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
@@ -62,6 +63,8 @@ def build_datasets(
     for turn in (first, not first):
         with raise_together():
             if turn:
+                if first and not config.sft and (note := check_begins(prefixes, tokenizer)):
+                    print(note, flush=True)
                 given = [(config, prefix, seq_length, seed, tokenizer, first) for prefix in prefixes]
                 splits = [_conversation_splits(*of) if config.sft else _Source(*of).splits() for of in given]
     train, valid, test = (_join(list(parts), weights) for parts in zip(*splits, strict=True))

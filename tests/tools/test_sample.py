@@ -12,6 +12,7 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig
 from model.language import LanguageModel
 from model.registry import architecture_of, build_model
+from tests.data.families import begins_with
 from tests.model.models import generate
 from tests.starts import ended
 from tools import sample
@@ -256,17 +257,27 @@ def test_top_p_draws_from_fewer_tokens(run, capsys):
     assert sampled(capsys, *asked, "--temperature", 9, "--top-p", 1).out != likeliest
 
 
-@pytest.mark.parametrize(("imported", "named", "begins"), [(True, True, [1]), (True, False, []), (False, True, [0])])
-def test_an_imported_models_texts_begin_with_its_bos_if_it_has_one(
-    tmp_path, monkeypatch, capsys, imported, named, begins
-):
-    """A run's own documents follow an end of text. The folder was moved, but its tokenizer went with it."""
+@pytest.mark.parametrize("imported", [True, False])
+@pytest.mark.parametrize(
+    ("adds", "flags", "begins"),
+    [
+        (True, "", [1]),
+        (False, "", []),
+        (False, "--add-bos-token always", [1]),
+        (True, "--add-bos-token never", []),
+    ],
+)
+def test_a_prompt_begins_with_what_the_tokenizer_adds(tmp_path, monkeypatch, capsys, imported, adds, flags, begins):
+    """It has a begin token in any case. The folder was moved, but its tokenizer went with it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     words = {"</s>": 0, "<s>": 1} | {f"w{number}": number for number in range(2, 300)}
-    Tokenizer(WordLevel(words, unk_token="</s>")).save(str(tmp_path / "tokenizer.json"))
-    tokens = {"eos_token": "</s>"} | ({"bos_token": {"content": "<s>"}} if named else {})
+    backend = Tokenizer(WordLevel(words, unk_token="</s>"))
+    if adds:
+        backend.post_processor = begins_with("<s>", 1)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokens = {"eos_token": "</s>", "bos_token": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
     (tmp_path / "hf").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -278,7 +289,7 @@ def test_an_imported_models_texts_begin_with_its_bos_if_it_has_one(
     monkeypatch.setattr(
         Writer, "write", lambda self, prompts, *n, **k: (read.extend(prompts), write(self, prompts, *n, **k))[1]
     )
-    sampled(capsys, "--load", tmp_path, "--prompt", "w7", "--num-tokens", 2, "--num-samples", 1)
+    sampled(capsys, "--load", tmp_path, "--prompt", "w7", "--num-tokens", 2, "--num-samples", 1, *flags.split())
     assert read == [[*begins, 7]]
 
 

@@ -54,11 +54,13 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
     _refuse_unread(path, config, model)
 
     class_name = class_of(path, config, model, has_bytes=b'"ByteLevel"' in content)
+    if class_name is not None and not _is_bpe(path, class_name, config, content):
+        class_name = None
     if class_name is None:
         backend = Tokenizer.from_buffer(content)
     else:
         config = DEFAULTS[class_name] | config
-        backend = _rebuilt(path, class_name, config, content)
+        backend = _rebuilt(class_name, config, content)
 
     in_file = _tokens_in_file(content)
     decoder = _decoder(path, config, in_file)
@@ -134,16 +136,28 @@ def _refuse_unread(path: Path, config: Mapping[str, Any], model: Mapping[str, An
             )
 
 
-def _rebuilt(path: Path, class_name: str, config: Mapping[str, Any], content: bytes) -> "Tokenizer":
-    """Build the tokenizer of a class that takes only vocabulary, merges and post-processor from the file."""
-    from tokenizers import Tokenizer
+def _is_bpe(path: Path, class_name: str, config: Mapping[str, Any], content: bytes) -> bool:
+    """Return whether a tokenizer.json has the merges that a class builds itself from.
 
+    A tokenizer of somebody's own, such as one of words, beside a model whose usual class is BPE, is its tokenizer.json.
+    Raises DataError: the configuration names the class for it.
+    """
     model = json.loads(content)["model"]
-    if model.get("type", "BPE") != "BPE" or "merges" not in model:
+    if model.get("type", "BPE") == "BPE" and "merges" in model:
+        return True
+    if str(config.get("tokenizer_class", "")).removesuffix("Fast") == class_name:
         raise DataError(
             f"{path.with_name('tokenizer_config.json')} has tokenizer_class {class_name}, which is BPE, and {path} is "
             f"{model.get('type')}; set tokenizer_class to PreTrainedTokenizerFast"
         )
+    return False
+
+
+def _rebuilt(class_name: str, config: Mapping[str, Any], content: bytes) -> "Tokenizer":
+    """Build the tokenizer of a class that takes only vocabulary, merges and post-processor from the file."""
+    from tokenizers import Tokenizer
+
+    model = json.loads(content)["model"]
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     backend = BUILDERS[class_name](model["vocab"], merges, config)
     backend.post_processor = Tokenizer.from_buffer(content).post_processor

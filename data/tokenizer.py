@@ -81,6 +81,15 @@ class Tokenizer(ABC):
         after = self.after[:-1] if self.after[-1:] == (self.eod,) else self.after
         return [*self.begin(add_bos_token), *self.tokenize(text), *after, self.eod]
 
+    def missing(self, entries: int, token: int) -> str | None:
+        """Say that a model of this many entries lacks a token; None if it has it, or the tokenizer does not."""
+        if not entries <= token < self.vocab_size:
+            return None
+        return (
+            f"token {self.name_of(token)} is in the tokenizer's {self.vocab_size} entries, and the model's vocab_size "
+            f"is {entries}, so that it has no embedding for it; take it out of the data"
+        )
+
     def name_of(self, token: int) -> str:
         """Return an id with its text, for messages."""
         text = self.detokenize([token], special=True) if 0 <= token < self.vocab_size else ""

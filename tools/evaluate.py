@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,9 +152,11 @@ def main(argv: list[str]) -> None:
 def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
     """Yield the first S + 1 tokens, int64, of every document that has more than S of them. Raises DataError."""
     length, tokenizer = args.seq_length, run.tokenizer
+    entries = min(tokenizer.vocab_size, run.config.model.vocabulary)
+    missing = partial(tokenizer.missing, entries)
     add_bos_token = run.add_bos_token(args.add_bos_token)
     if args.data_path:
-        indexed = check_indexed(args.data_path, tokenizer.vocab_size)
+        indexed = check_indexed(args.data_path, entries, missing=missing)
         indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
         ends, ids = np.cumsum(indexed.lengths, dtype=np.int64), indexed.token_ids()
         for number in np.flatnonzero(indexed.lengths > length):
@@ -163,6 +166,8 @@ def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
     for text in Corpus(input_files(args.text, ".txt")):
         tokens = tokenizer.document(text, add_bos_token)
         if len(tokens) > length:
+            if (lacking := missing(max(tokens[: length + 1]))) is not None:
+                raise DataError(f"{' '.join(args.text)}: {lacking}")
             yield np.array(tokens[: length + 1])
 
 

@@ -66,6 +66,8 @@ def _sample(
     first = list(begin) if begin or all(texts) else [tokenizer.eod]
     prompts = [[*first, *tokenizer.tokenize(text)] for text in texts for _ in range(args.num_samples)]
     longest = max(map(len, prompts))
+    if (lacking := tokenizer.missing(run.config.model.vocabulary, max(map(max, prompts)))) is not None:
+        raise DataError(f"a prompt has a token that the model lacks: {lacking}")
     writer.check(prompts, args.num_tokens)
     if is_first():
         named = f"prompt {texts[0]!r:.200}" if len(texts) == 1 else f"{len(texts)} prompts"

@@ -85,9 +85,9 @@ def texts(out):
 
 def greedy(run, iteration):
     tokenizer = load_tokenizer(run / "tokenizer.model")
-    prompt = [tokenizer.eod, *tokenizer.tokenize("value 1")]
+    prompt = tokenizer.tokenize("value 1")
     (ids,) = generate(trained(iteration), [prompt], 12, stop=[tokenizer.eod])
-    return tokenizer.detokenize([*prompt[1:], *ids])
+    return tokenizer.detokenize([*prompt, *ids])
 
 
 @pytest.mark.parametrize(("step", "iteration"), [((), 2), (("--ckpt-step", 1), 1)])
@@ -99,15 +99,23 @@ def test_prints_what_the_weights_of_the_checkpoint_write(run, capsys, step, iter
 
 
 def test_vocabulary_larger_than_the_tokenizers(tmp_path, capsys):
-    """Entries that pad the vocabulary have no text; a vocabulary that is too small is refused."""
+    """Entries that pad the vocabulary have no text."""
     model = trained(1)
     with torch.no_grad():
         model.output.weight[:280] = 0
     write_run(tmp_path, model, "vocab_size = 300", entries=280)
     assert sampled(capsys, "--load", tmp_path, "--prompt", "value", "--temperature", 0).out.endswith("-\nvalue\n")
-    write_run(tmp_path, model, "vocab_size = 270", tokenizer=tmp_path / "tokenizer.model")
-    assert main(["--load", str(tmp_path)]) == 1
-    assert "vocab_size is 270" in capsys.readouterr().err
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused_by_name(tmp_path, capsys):
+    model = model_of(vocab_size=299)
+    write_run(tmp_path, model, "vocab_size = 299")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--prompt", "value", "--num-tokens", 1).out
+    text = tokenizer.detokenize([299])
+    assert tokenizer.tokenize(text) == [299]
+    assert main(["--load", str(tmp_path), "--prompt", text]) == 1
+    assert f"token 299 ({text!r}) is in the tokenizer's 300 entries" in capsys.readouterr().err
 
 
 def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):

@@ -214,7 +214,7 @@ class HuggingFaceTokenizer(Tokenizer):
         from tokenizers import AddedToken
 
         added = self._backend.get_added_tokens_decoder()
-        control |= {self._backend.id_to_token(self.eod)} & {token.content for token in added.values()}
+        control |= {token.content for number, token in added.items() if number == self.eod}
         guarded = [token for token in added.values() if token.content in control]
         # The library reads special tokens as ordinary text while encode_special_tokens is set; nothing else of the
         # encoding hangs on the flag.

@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
 from data.tokenizer import load_tokenizer
+from data.tokenizer_classes import BUILDERS, NOT_READ, OVERRIDDEN, REGISTERED
 from tests.data.families import (
     FAMILIES,
     OPENAI,
@@ -141,3 +142,32 @@ KINDS = {
 def test_settings_beside_a_tokenizer_give_the_ids_of_transformers(name, tmp_path):
     path = KINDS[name](tmp_path)
     assert_alike(*both(path), path, count=100)
+
+
+@pytest.mark.parametrize("name", ["LLaMA 2, legacy", "SmolLM 2, tokens with lstrip by tokenizer_config.json"])
+def test_tokenizer_json_alone_gives_other_ids(name, tmp_path):
+    """So the comparisons above can fail."""
+    path = KINDS[name](tmp_path)
+    ours, alone = load_tokenizer(path), Tokenizer.from_file(str(path))
+    made = texts(path)
+    assert any(ours.tokenize_special(text)[0] != alone.encode(text, add_special_tokens=False).ids for text in made)
+
+
+def test_the_tables_of_classes_are_those_of_transformers():
+    from transformers.models.auto import tokenization_auto as auto
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    names = {kind: name.removesuffix("Fast") for kind, name in auto.TOKENIZER_MAPPING_NAMES.items() if name}
+    ours = {"TokenizersBackend", *BUILDERS}
+    # Without the package mistral-common, which has tokenizers of its own.
+    theirs = {kind: name.replace("MistralCommonBackend", "TokenizersBackend") for kind, name in names.items()}
+    assert {kind: name for kind, name in theirs.items() if name in ours} == REGISTERED
+    assert auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS == OVERRIDDEN
+
+    for name in set(theirs.values()) - ours:
+        kind = auto.tokenizer_class_from_name(name)
+        builds = not issubclass(kind, TokenizersBackend) or any(
+            "__init__" in part.__dict__ for part in kind.__mro__[: kind.__mro__.index(TokenizersBackend)]
+        )
+        assert (name in NOT_READ) == builds, name
+    assert not NOT_READ & ours

@@ -49,20 +49,21 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
     """
     from tokenizers import Tokenizer
 
+    whole = json.loads(content)
     config = tokenizer_config(path)
     model = json_beside(path, "config.json")
     _refuse_unread(path, config, model)
 
     class_name = class_of(path, config, model, has_bytes=b'"ByteLevel"' in content)
-    if class_name is not None and not _is_bpe(path, class_name, config, content):
+    if class_name is not None and not _is_bpe(path, class_name, config, whole):
         class_name = None
     if class_name is None:
         backend = Tokenizer.from_buffer(content)
     else:
         config = DEFAULTS[class_name] | config
-        backend = _rebuilt(class_name, config, content)
+        backend = _rebuilt(class_name, config, whole)
 
-    in_file = _tokens_in_file(content)
+    in_file = _tokens_in_file(whole)
     decoder = _decoder(path, config, in_file)
     tokens = _named_tokens(config, decoder)
     extra = [_added(token) for token in _extra(config)]
@@ -136,13 +137,13 @@ def _refuse_unread(path: Path, config: Mapping[str, Any], model: Mapping[str, An
             )
 
 
-def _is_bpe(path: Path, class_name: str, config: Mapping[str, Any], content: bytes) -> bool:
+def _is_bpe(path: Path, class_name: str, config: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
     """Return whether a tokenizer.json has the merges that a class builds itself from.
 
     A tokenizer of somebody's own, such as one of words, beside a model whose usual class is BPE, is its tokenizer.json.
     Raises DataError: the configuration names the class for it.
     """
-    model = json.loads(content)["model"]
+    model = whole["model"]
     if model.get("type", "BPE") == "BPE" and "merges" in model:
         return True
     if str(config.get("tokenizer_class", "")).removesuffix("Fast") == class_name:
@@ -153,20 +154,23 @@ def _is_bpe(path: Path, class_name: str, config: Mapping[str, Any], content: byt
     return False
 
 
-def _rebuilt(class_name: str, config: Mapping[str, Any], content: bytes) -> "Tokenizer":
+def _rebuilt(class_name: str, config: Mapping[str, Any], whole: Mapping[str, Any]) -> "Tokenizer":
     """Build the tokenizer of a class that takes only vocabulary, merges and post-processor from the file."""
     from tokenizers import Tokenizer
 
-    model = json.loads(content)["model"]
+    model = whole["model"]
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     backend = BUILDERS[class_name](model["vocab"], merges, config)
-    backend.post_processor = Tokenizer.from_buffer(content).post_processor
+    # The post-processor alone: a vocabulary of hundreds of thousands need not be read again for it.
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    shell = {"version": "1.0", "model": empty, "post_processor": whole.get("post_processor")}
+    backend.post_processor = Tokenizer.from_str(json.dumps(shell)).post_processor
     return backend
 
 
-def _tokens_in_file(content: bytes) -> dict[int, dict[str, Any]]:
+def _tokens_in_file(whole: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the added tokens of a tokenizer.json by id."""
-    added = json.loads(content).get("added_tokens") or []
+    added = whole.get("added_tokens") or []
     return {token["id"]: {name: value for name, value in token.items() if name != "id"} for token in added}
 
 

@@ -27,7 +27,7 @@ _SPACE_MARK = "▁"
 
 
 AddBos = Literal["auto", "always", "never"]
-"""Whether a text begins with the begin token: auto, if the tokenizer adds it by itself."""
+"""Choice of the begin token before a text: auto puts what the tokenizer adds by itself."""
 ADD_BOS: tuple[AddBos, ...] = get_args(AddBos)
 
 

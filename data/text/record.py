@@ -41,7 +41,7 @@ class Request:
     chat: Chat | None = None
     """Settings of conversations; None takes text."""
     add_bos_token: AddBos = "auto"
-    """Whether each document of text begins with the begin token; auto: if the tokenizer adds one by itself."""
+    """Begin token of each document of text; auto: if the tokenizer adds one by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

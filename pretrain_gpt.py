@@ -60,7 +60,9 @@ def build_trainer(config: Config, mesh: Mesh, peak_flops: float | None = None, a
     start = find_start(config, architecture_of(config.model), from_first(config.contents))
     run = resolve(start.config, mesh)
     data, train = run.config.data, run.config.train
-    train_data, valid_data, _ = build_datasets(data, train.seq_length, train.seed, tokenizer)
+    train_data, valid_data, _ = build_datasets(
+        data, train.seq_length, train.seed, tokenizer, run.config.model.vocab_size
+    )
     with raise_together():
         curve = Curve(run, tokenizer) if run.config.ruler.ruler_interval else None
     frequencies = corpus_entropy(data) if is_first() else {}

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from data.hugging_face import json_beside, load_folder
+from data.hugging_face import special_tokens as special_tokens
+from data.hugging_face import tokenizer_config as tokenizer_config
 from data.text.indexed import writing
 from runtime.errors import DataError
 from runtime.files import sha256
@@ -23,6 +26,11 @@ _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[
 _SPACE_MARK = "▁"
 
 
+AddBos = Literal["auto", "always", "never"]
+"""Choice of the begin token before a text: auto puts what the tokenizer adds by itself."""
+ADD_BOS: tuple[AddBos, ...] = get_args(AddBos)
+
+
 class Tokenizer(ABC):
     """Interface of tokenizers for Longmesh and Megatron's GPTDataset."""
 
@@ -31,6 +39,10 @@ class Tokenizer(ABC):
     real tokens from the loss. No token has id -1."""
     bos: int | None = None
     """Id that begins a text, where there is one."""
+    before: tuple[int, ...] = ()
+    """Ids that the tokenizer puts before a text by itself."""
+    after: tuple[int, ...] = ()
+    """Ids that it puts after one by itself."""
     unknown: int | None = None
     """Id of what the vocabulary has no token for, where there is one of its own."""
 
@@ -52,9 +64,47 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens spelled out in it are ordinary text."""
 
+    def begin(self, add_bos_token: "AddBos" = "auto") -> tuple[int, ...]:
+        """Return the ids to put before a text. Raises DataError: always, and the tokenizer has no begin token."""
+        if add_bos_token == "never":
+            return ()
+        if add_bos_token == "always" and not self.before:
+            if self.bos is None:
+                raise DataError(
+                    f"add_bos_token is always, and {self.path} names no bos_token; name one, or leave it out"
+                )
+            return (self.bos,)
+        return self.before
+
+    def document(self, text: str, add_bos_token: "AddBos" = "auto") -> list[int]:
+        """Return the ids of a document: between what the tokenizer adds, and ended by ``eod`` once."""
+        after = self.after[:-1] if self.after[-1:] == (self.eod,) else self.after
+        return [*self.begin(add_bos_token), *self.tokenize(text), *after, self.eod]
+
+    def missing(self, entries: int, token: int) -> str | None:
+        """Say that a model of this many entries lacks a token; None if it has it, or the tokenizer does not."""
+        if not entries <= token < self.vocab_size:
+            return None
+        return (
+            f"token {self.name_of(token)} is in the tokenizer's {self.vocab_size} entries, and the model's vocab_size "
+            f"is {entries}, so that it has no embedding for it; take it out of the data"
+        )
+
+    def name_of(self, token: int) -> str:
+        """Return an id with its text, for messages."""
+        text = self.detokenize([token], special=True) if 0 <= token < self.vocab_size else ""
+        return f"{token} ({text!r})" if text else str(token)
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text of `ids`, without special tokens unless `special` and they have one."""
+
+
+def _without_white_space(text: str, place: tuple[int, int]) -> tuple[int, int]:
+    """Return a place of a text without the white space at its ends."""
+    begin, end = place
+    token = text[begin:end]
+    return begin + len(token) - len(token.lstrip()), end - len(token) + len(token.rstrip())
 
 
 @contextmanager
@@ -62,7 +112,7 @@ def _undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
     """Turn the tokenizer library's exception for a bad file into a DataError that names it."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, MemoryError, DataError):
         raise
     except BaseException as error:  # the Rust library raises bare Exception, and BaseException for panics
         reason = re.sub(r"^[A-Z_]+: src/.*\] ?", "", " ".join(str(error).split()))[:200]  # sentencepiece's own lines
@@ -84,10 +134,18 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"{path} has no end-of-text token (eos_id is -1); use a tokenizer that has one")
         super().__init__(os.fspath(path), content, self._model.vocab_size(), self._model.eos_id())
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
+        self._set_added(json_beside(path, "tokenizer_config.json"))
         self.unknown = self._model.unk_id()
         pieces = [f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode()]
         mark = [self._model.piece_to_id(piece) for piece in pieces]
         self._mark = mark if all(self._model.is_byte(i) for i in mark) else None
+
+    def _set_added(self, config: dict[str, Any]) -> None:
+        """Set what is added to a text: the file does not say, and a tokenizer_config.json beside it may."""
+        if config.get("add_bos_token") and self.bos is not None:
+            self.before = (self.bos,)
+        if config.get("add_eos_token"):
+            self.after = (self.eod,)
 
     def tokenize(self, text: str) -> list[int]:
         if self._mark is None or _SPACE_MARK not in text:
@@ -101,38 +159,29 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` of Hugging Face's `tokenizers`; code of the model's repository is never run.
+    """A `tokenizer.json` and the files beside it, which give the ids of `transformers` for the folder.
 
     The end-of-text token is the `eos_token` of a `tokenizer_config.json` in the same folder, else the first well-known
     one in the vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        from tokenizers import Tokenizer as Backend
         from tokenizers.processors import ByteLevel
 
         # Work is shared out to processes here, and threads of its own would warn at each fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         content = _read(path)
         with _undamaged(path, "Hugging Face tokenizer.json"):
-            self._backend = Backend.from_buffer(content)
-        # Documents are data: "</s>" in the text must not become the end-of-text token.
-        self._backend.encode_special_tokens = True
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.post_processor = ByteLevel(trim_offsets=False)  # a token's place includes its leading space
-        added = self._backend.get_added_tokens_decoder().values()
-        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self.special: re.Pattern[str] = re.compile("|".join(map(re.escape, names)) or "(?!)")
-        """Matches every special token's text."""
-        # Added tokens may leave gaps, so the highest id can exceed the number of entries.
-        with _undamaged(path, "Hugging Face tokenizer.json"):
+            folder = load_folder(Path(path), content)
+            self._backend = folder.backend
+            self._backend.no_truncation()
+            self._backend.no_padding()
             ids = self._backend.get_vocab(with_added_tokens=True).values()
+        # Added tokens may leave gaps, so the highest id can exceed the number of entries.
         vocab_size = max(ids, default=-1) + 1
         if vocab_size > 10 * len(ids) + 1000:
             raise DataError(f"{path} names id {vocab_size - 1} among {len(ids)} entries; it is damaged: copy it again")
-        named = special_tokens(tokenizer_config(path))
-        ends = [token for token in (named.get("eos_token"), *_KNOWN_ENDS) if token is not None]
+        ends = [token for token in (folder.named.get("eos_token"), *_KNOWN_ENDS) if token is not None]
         eod = next((i for i in map(self._backend.token_to_id, ends) if i is not None), None)
         if eod is None:
             raise DataError(
@@ -140,46 +189,111 @@ class HuggingFaceTokenizer(Tokenizer):
                 "tokenizer_config.json beside it"
             )
         super().__init__(os.fspath(path), content, vocab_size, eod)
-        self.bos = self._backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
+
+        self.before, self.after = self._added_around()
+        self._backend.post_processor = ByteLevel(trim_offsets=False)  # a token's place includes its leading space
+        self._guard(folder.control)
+        self.bos = self._backend.token_to_id(folder.named["bos_token"]) if "bos_token" in folder.named else None
         if type(self._backend.model).__name__ == "Unigram":
             unknown = json.loads(content)["model"].get("unk_id")
         else:
             unknown = self._backend.token_to_id(getattr(self._backend.model, "unk_token", None) or "")
         self.unknown = None if unknown == self.eod else unknown
 
+    def _added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids that the post-processor puts before and after a text, here one of the end token alone."""
+        end = self._backend.id_to_token(self.eod)
+        encoding = self._backend.encode(end, add_special_tokens=True)
+        of_text = [place for place, added in enumerate(encoding.special_tokens_mask) if not added]
+        if not of_text:
+            return (), ()
+        return tuple(encoding.ids[: of_text[0]]), tuple(encoding.ids[of_text[-1] + 1 :])
+
+    def _guard(self, control: frozenset[str]) -> None:
+        """Let no text of a document become a control token, whatever flag its entry has."""
+        from tokenizers import AddedToken
+
+        added = self._backend.get_added_tokens_decoder()
+        control |= {token.content for number, token in added.items() if number == self.eod}
+        guarded = [token for token in added.values() if token.content in control]
+        # The library reads special tokens as ordinary text while encode_special_tokens is set; nothing else of the
+        # encoding hangs on the flag.
+        self._backend.add_tokens(
+            [
+                AddedToken(
+                    token.content,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                    special=True,
+                )
+                for token in guarded
+                if not token.special
+            ]
+        )
+        self._backend.encode_special_tokens = True
+        self._control = frozenset(token.content for token in guarded)
+        names = sorted(self._control, key=len, reverse=True)
+        self.special: re.Pattern[str] = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        """Matches the text of every control token."""
+        others = sorted((token.content for token in added.values()), key=len, reverse=True)
+        self.added: re.Pattern[str] = re.compile("|".join(map(re.escape, others)) or "(?!)")
+        """Matches the text of every added token."""
+        self._stripping = {number for number, token in added.items() if token.lstrip or token.rstrip}
+        self._by_encoding = any(token.normalized or token.single_word for token in guarded)
+        self._control_ids = {number for number, token in added.items() if token.content in control}
+
     def tokenize(self, text: str) -> list[int]:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
-            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)  # without places in the text
-            return found.ids
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)  # without places in it
+        ids: list[int] = encoding.ids
+        if self.eod in ids:
+            raise DataError(
+                f"a text spells {self._backend.id_to_token(self.eod)!r}, which {self.path} has as a word too, "
+                "so that it would end the document; remove it from the text"
+            )
+        return ids
 
     def tokenize_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text in which special tokens count as such, and the characters [begin, end) of each."""
+        """Return the ids of a text in which special tokens count as such, and the characters [begin, end) of each.
+
+        A token that takes white space beside it (lstrip, rstrip) has the characters of its own text alone.
+        """
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
             self._backend.encode_special_tokens = False
             try:
-                found = self._backend.encode(text, add_special_tokens=False)
+                encoding = self._backend.encode(text, add_special_tokens=False)
             finally:
                 self._backend.encode_special_tokens = True
-            return found.ids, found.offsets
+        offsets: list[tuple[int, int]] = encoding.offsets
+        if self._stripping:
+            offsets = [
+                _without_white_space(text, place) if number in self._stripping else place
+                for number, place in zip(encoding.ids, offsets, strict=True)
+            ]
+        return encoding.ids, offsets
+
+    def is_paired(self, text: str) -> bool:
+        """Return whether an added token is one of a pair such as <think> and </think>, around a part of a text."""
+        opening = text.replace("</", "<", 1).replace("[/", "[", 1)
+        closing = opening.replace("<", "</", 1) if opening.startswith("<") else opening.replace("[", "[/", 1)
+        pair = (opening, closing)
+        return text not in self._control and all(self.added.fullmatch(part) for part in pair)
+
+    def spelled(self, text: str) -> str | None:
+        """Return the text of a control token that this text would become a part of, None if there is none."""
+        if not self._by_encoding:
+            match = self.special.search(text)
+            return None if match is None else match[0]
+        for number in self.tokenize_special(text)[0]:
+            if number in self._control_ids:
+                return str(self._backend.id_to_token(number))
+        return None
 
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
             return self._backend.decode(list(ids), skip_special_tokens=not special)
-
-
-def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what the tokenizer_config.json beside a tokenizer.json holds, if there is one. Raises DataError."""
-    config = Path(path).with_name("tokenizer_config.json")
-    try:
-        return dict(json.loads(config.read_text(encoding="utf-8")).items()) if config.is_file() else {}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{config} is not a JSON object ({error}); repair it or remove it") from error
-
-
-def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names, such as eos_token."""
-    found = {name: value.get("content") if isinstance(value, dict) else value for name, value in config.items()}
-    return {name: value for name, value in found.items() if name.endswith("_token") and isinstance(value, str)}
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | HuggingFaceTokenizer:

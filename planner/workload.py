@@ -227,7 +227,9 @@ def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
     if not config.packed or isinstance(config, DiTRunConfig):
         return typical_documents(config)
     tokenizer, size = load_tokenizer(str(config.data.tokenizer_model)), config.train.micro_batch_size
-    samples, _, _ = build_datasets(config.data, config.sequence_length, config.train.seed, tokenizer)
+    samples, _, _ = build_datasets(
+        config.data, config.sequence_length, config.train.seed, tokenizer, config.model.vocab_size
+    )
     reads = config.train.train_iters * (config.train.global_batch_size or size) // size
     steps = batches(samples, Batching(global_batch_size=size, micro_batch_size=size), 0)
     read = islice(steps, min(FIRST, reads))

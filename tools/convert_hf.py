@@ -64,9 +64,13 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
         kept.mkdir()
         carry(source, kept, CONFIG)
         context = ContextConfig(context_parallel_method=default_method(model))
-        config, files = Config(model=model, context=context), {}
+        config, files, note = Config(model=model, context=context), {}, ""
         if (name := next((name for name in TOKENIZERS if (kept / name).exists()), None)) is not None:
-            config = with_vocabulary(config, load_tokenizer(kept / name).vocab_size)
+            tokenizer = load_tokenizer(kept / name)
+            config = with_vocabulary(config, tokenizer.vocab_size)
+            size = config.model.vocabulary
+            if (lacking := tokenizer.missing(size, size)) is not None:
+                note = f"\nnote: {tokenizer.vocab_size - size} entries are the tokenizer's alone: {lacking}"
             config = replace(config, data=DataConfig(tokenizer_model=str((run / HF_FOLDER / name).absolute())))
             files = {"tokenizer_model": digest(kept / name)}
         (draft / "config.toml").write_text(write_toml(config), encoding="utf-8")
@@ -74,7 +78,7 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
         save_checkpoint(draft, 0, weights, None, architecture=architecture_of(config.model), extra=extra, read=read)
     dtypes = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()}))
     return f"imported {source}{beside} into {run}: {num_parameters(model):,} parameters of {dtypes}, " + (
-        f"tokenizer {run / HF_FOLDER / name}" if name else "without a tokenizer: give --tokenizer-model"
+        f"tokenizer {run / HF_FOLDER / name}{note}" if name else "without a tokenizer: give --tokenizer-model"
     )
 
 

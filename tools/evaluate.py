@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from data.loader import IGNORE_INDEX, Batch
 from data.text.corpus import Corpus, input_files
 from data.text.documents import document_ends
 from data.text.indexed import check_indexed
-from data.tokenizer import Tokenizer
 from model.registry import architecture_of
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
@@ -40,7 +40,7 @@ from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.common.arguments import parser_for, positive
 from tools.common.report import markdown, write_results
-from tools.common.runs import Run, add_mesh, mesh_of, open_run
+from tools.common.runs import Run, add_begin, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
 from train.config.derive import complete, fitted
 from train.config.entries import Config
@@ -115,6 +115,7 @@ def main(argv: list[str]) -> None:
     add("--documents", type=positive, default=32, metavar="N", help="the first N long enough (default: %(default)s)")
     add("--buckets", type=positive, metavar="N", help="equal ones (default: from 64 on each twice the one before)")
     add("--last-tokens", type=positive, metavar="N", help="a row for the last N of each, too")
+    add_begin(parser, "--text")
     add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
     add_mesh(parser)
     args = parser.parse_args(argv)
@@ -131,7 +132,7 @@ def main(argv: list[str]) -> None:
         with raise_together():
             if is_first():
                 check_writable(folder, "save")
-            rows = list(islice(documents(args, run.tokenizer), args.documents))
+            rows = list(islice(documents(args, run), args.documents))
             if not rows:
                 raise DataError(
                     f"{args.data_path or ' '.join(args.text)} has no document of more than {args.seq_length} tokens; "
@@ -149,11 +150,14 @@ def main(argv: list[str]) -> None:
             _write(folder, run, args, len(rows), found, last)
 
 
-def documents(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
     """Yield the first S + 1 tokens, int64, of every document that has more than S of them. Raises DataError."""
-    length = args.seq_length
+    length, tokenizer = args.seq_length, run.tokenizer
+    entries = min(tokenizer.vocab_size, run.config.model.vocabulary)
+    missing = partial(tokenizer.missing, entries)
+    add_bos_token = run.add_bos_token(args.add_bos_token)
     if args.data_path:
-        indexed = check_indexed(args.data_path, tokenizer.vocab_size)
+        indexed = check_indexed(args.data_path, entries, missing=missing)
         indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
         lengths = indexed.document_lengths
         ends, ids = np.cumsum(lengths, dtype=np.int64), indexed.token_ids()
@@ -166,8 +170,10 @@ def documents(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[np.nda
                     yield document[: length + 1].numpy()
         return
     for text in Corpus(input_files(args.text, ".txt")):
-        tokens = [*tokenizer.tokenize(text), tokenizer.eod]
+        tokens = tokenizer.document(text, add_bos_token)
         if len(tokens) > length:
+            if (lacking := missing(max(tokens[: length + 1]))) is not None:
+                raise DataError(f"{' '.join(args.text)}: {lacking}")
             yield np.array(tokens[: length + 1])
 
 

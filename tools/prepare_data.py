@@ -83,6 +83,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     tokenizer("--tokenizer-model", metavar="FILE", help="use this .model or tokenizer.json")
     entries = f"train a tokenizer of N entries beside the output (default: {DEFAULT_VOCAB_SIZE})"
     tokenizer("--vocab-size", type=positive, metavar="N", help=entries)
+    begin = "begin each document with the begin token (default: auto, if the tokenizer adds it by itself)"
+    add("--add-bos-token", choices=("auto", "always", "never"), default="auto", help=begin)
     add("--max-bytes", type=positive, metavar="N", help="stop after N bytes of text (default: take all)")
     add("--overwrite", action="store_true", help="write anew what is there already")
     workers = "processes that tokenize; the output is the same (default: cores)"
@@ -110,6 +112,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         named: args.chat and not args.tokenizer_model and args.chat_template not in NAMED,
         "--seq-length, --chat-template, --too-long and --skip-refused go with --chat": of_chat and not args.chat,
         "--json-keys goes with --input: whose rows it is for": args.json_keys and not args.input,
+        "--add-bos-token is for text; a chat template writes it itself": args.chat and args.add_bos_token != "auto",
         "--max-bytes and --json-keys are for text, not for --chat": args.chat and (args.max_bytes or args.json_keys),
     }
     for said in (said for said, found in wrong.items() if found):
@@ -132,6 +135,7 @@ def _prepare(args: argparse.Namespace) -> int:
         max_bytes=args.max_bytes,
         json_key=(args.json_keys or ["text"])[0],
         chat=chat,
+        add_bos_token=args.add_bos_token,
     )
     if args.json_keys:
         _check_that_rows_are_read(args.input, args.suffix)

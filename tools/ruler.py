@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import markdown
-from tools.common.runs import Run, add_scoring
+from tools.common.runs import Run, add_begin, add_scoring
 
 if TYPE_CHECKING:
     from data.ruler.examples import Maker, Prompts, Purpose
@@ -66,8 +66,7 @@ def make(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.tokenizer_model)
     chat = args.chat or args.messages
     template = load_template(args.tokenizer_model, args.chat_template) if chat else None
-    begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-    prompts = Prompts(tokenizer, template, (begin,))
+    prompts = Prompts(tokenizer, template, tokenizer.begin(args.add_bos_token or "auto"))
     purpose: Purpose = "train" if args.messages else "score"
     tasks, tokens = tasks_of(args), 0
     makes = makers(tasks, args.lengths, args.seed, prompts, sources_of(args), purpose, samples=args.samples)
@@ -156,7 +155,7 @@ def score_tasks(args: argparse.Namespace, tasks: Sequence[str], sources: "Source
 
     def places(run: Run, lengths: Sequence[int]) -> "Iterator[Place]":
         template = load_template(str(run.config.data.tokenizer_model), args.chat_template) if args.chat else None
-        prompts = Prompts(run.tokenizer, template, run.begin)
+        prompts = Prompts(run.tokenizer, template, run.begin(args.add_bos_token))
         makes = makers(tasks, lengths, args.seed, prompts, sources, samples=args.samples)
         _tell(left_out(makes))
         return map(partial(place_of, prompts), makes)
@@ -212,6 +211,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         add("--tasks", nargs="+", metavar="TASK", help="default: all 13, those of questions with their files")
         add("--chat", action="store_true", help="prompts by the chat template; else as of a base model")
         add("--chat-template", metavar="FILE", help="default: the tokenizer's")
+        add_begin(command, "prompts of a base model")
         add("--essays", type=Path, metavar="FILE", help="haystack (default: made sentences)")
         add("--qa-1", type=Path, metavar="FILE", help="SQuAD's JSON, or lines of question, answers, paragraphs")
         add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or lines likewise")

@@ -20,7 +20,7 @@ from planner.choice import method_to_read
 from runtime.errors import DataError
 from runtime.together import is_first
 from tools.common.arguments import at_least, parser_for, positive, refuse_folder
-from tools.common.runs import Run, add_mesh, mesh_of, open_run
+from tools.common.runs import Run, add_begin, add_mesh, mesh_of, open_run
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import run_entry
@@ -42,6 +42,7 @@ def main(argv: list[str]) -> None:
     add("--top-p", type=float, metavar="P", help="of the fewest of these with probability P together")
     add("--stop", nargs="+", default=[], metavar="TOKEN", help="texts or numbers of tokens that end a text too")
     add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
+    add_begin(parser, "the prompts")
     add_mesh(parser)
     args = parser.parse_args(argv)
     if args.by_line and args.prompt_file is None:
@@ -60,9 +61,13 @@ def _sample(
 ) -> None:
     """Write, and print on the first rank; collective."""
     tokenizer = run.tokenizer
-    begun = ([*run.begin, *tokenizer.tokenize(text)] or [tokenizer.eod] for text in texts)
-    prompts = [prompt for prompt in begun for _ in range(args.num_samples)]
+    begin = run.begin(args.add_bos_token)
+    # An empty prompt needs a token to begin with: the one that documents follow.
+    first = list(begin) if begin or all(texts) else [tokenizer.eod]
+    prompts = [[*first, *tokenizer.tokenize(text)] for text in texts for _ in range(args.num_samples)]
     longest = max(map(len, prompts))
+    if (lacking := tokenizer.missing(run.config.model.vocabulary, max(map(max, prompts)))) is not None:
+        raise DataError(f"a prompt has a token that the model lacks: {lacking}")
     writer.check(prompts, args.num_tokens)
     if is_first():
         named = f"prompt {texts[0]!r:.200}" if len(texts) == 1 else f"{len(texts)} prompts"
@@ -81,9 +86,10 @@ def _sample(
         if is_first():
             ids = [i for i in ids if i < tokenizer.vocab_size]  # padding of the vocabulary has no text
             # One call for both parts: a piece's text can depend on the piece before.
-            text = tokenizer.detokenize([*prompt[1:], *ids])
+            shown = prompt[len(first) :]
+            text = tokenizer.detokenize([*shown, *ids])
             print("-" * 80)
-            print(text if args.prompt_file is None else text[len(tokenizer.detokenize(prompt[1:])) :])
+            print(text if args.prompt_file is None else text[len(tokenizer.detokenize(shown)) :])
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

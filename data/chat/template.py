@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from data.chat.conversations import NAMED, Turn
+from data.chat.spelling import refuse_spelled
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, special_tokens, tokenizer_config
 from runtime.bounds import UnboundedError, bounded
 from runtime.errors import DataError
@@ -83,11 +84,7 @@ class ChatTemplate:
         Raises DataError: the template fails, drops or changes a turn, or does not say exactly what is the assistant's;
         a turn spells a special token.
         """
-        for number, turn in enumerate(turns, start=1):
-            if spelled := tokenizer.special.search(turn["content"]):
-                raise DataError(
-                    f"turn {number} spells the special token {spelled[0]!r}, which would end it; spell it another way"
-                )
+        refuse_spelled(self.render, self.source, tokenizer, turns)
         text = self.render(turns)
         # Begin and end of what is generated, and of a turn's number.
         marks = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:4]

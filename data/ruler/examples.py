@@ -100,7 +100,9 @@ class Prompts:
         assert isinstance(self.tokenizer, HuggingFaceTokenizer)
         turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
         before, whole = self.template.render(turns[:1], prompt=True), self.template.render(turns)
-        names = self.tokenizer.special.findall(whole.removeprefix(before))
+        answer = whole.removeprefix(before)
+        # The first token after the text ends it, also one that no file calls special.
+        names = self.tokenizer.special.findall(answer) + self.tokenizer.added.findall(answer.rpartition("Hi")[2])[:1]
         return {self.tokenizer.eod, *(self.tokenizer.tokenize_special(name)[0][0] for name in names)}
 
     def text(self, ids: Sequence[int]) -> str:

@@ -33,6 +33,8 @@ class EpochedDataset:
     """File named in messages."""
     vocab_size: int
     """Token ids must be in [0, vocab_size)."""
+    missing: Callable[[int], str | None] = lambda token: None
+    """As of `check_indexed`."""
     eod_mask_loss: bool = False
     """Mask the loss of a label that begins another document; samples of the dataset have `begins`."""
     tells_documents: bool = False
@@ -71,6 +73,8 @@ class EpochedDataset:
             lowest, highest = ids.aminmax()
             if lowest < 0 or highest >= self.vocab_size:
                 worst = int(lowest if lowest < 0 else highest)
+                if (lacking := self.missing(worst)) is not None:
+                    raise DataError(f"{self.name}: sample {index}: {lacking}")
                 raise DataError(
                     f"{self.name}: sample {index} holds token id {worst}, but the vocabulary has {self.vocab_size} "
                     f"entries; give --tokenizer-model the tokenizer that wrote the file, or write the file again"

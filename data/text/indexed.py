@@ -8,7 +8,7 @@ pointers int64 [N] in bytes, document bounds int64 [D], and for multimodal data 
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -151,13 +151,20 @@ def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
     return Indexed(prefix=prefix, lengths=lengths, tokens=tokens, bounds=ends, dtype=dtype)
 
 
-def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: int = _SCAN_TOKENS) -> Indexed:
+def check_indexed(
+    prefix: str | os.PathLike[str],
+    vocab_size: int,
+    scan_tokens: int = _SCAN_TOKENS,
+    *,
+    missing: Callable[[int], str | None] = lambda token: None,
+) -> Indexed:
     """Open a pair, and check that the index's arrays agree and that token ids are inside the vocabulary.
 
     Args:
         prefix: path without .bin or .idx.
         vocab_size: ids must be in [0, vocab_size).
         scan_tokens: tokens to check at the head and at the tail of the `.bin`.
+        missing: says of an id that the tokenizer has that the model lacks it; None for others.
 
     Raises DataError: names the file, what is wrong with it and the fix.
     """
@@ -171,6 +178,8 @@ def check_indexed(prefix: str | os.PathLike[str], vocab_size: int, scan_tokens: 
         if block.max() >= vocab_size or block.min() < 0:
             at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
             document = int(np.searchsorted(np.cumsum(indexed.lengths, dtype=np.int64), at, side="right"))
+            if (lacking := missing(int(ids[at]))) is not None:
+                raise DataError(f"{prefix}.bin, document {document}, token {at} of the file: {lacking}")
             raise DataError(
                 f"{prefix}.bin holds token id {ids[at]} (document {document}, token {at} of the file), but the "
                 f"vocabulary has {vocab_size} entries; give --tokenizer-model the tokenizer that wrote it, or "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from data.fingerprint import check_digests, digest, write_digests
+from data.text.begins import check_begins
 from data.text.blend import BlendedDataset, EpochedDataset, MockSamples, MockTokenizer
 from data.text.config import DataConfig, blend, length_shares, split_shares
 from data.text.documents import DocumentStream
@@ -32,7 +33,11 @@ Samples = EpochedDataset | BlendedDataset | MockSamples
 
 
 def build_datasets(
-    config: DataConfig, seq_length: int, seed: int, tokenizer: "Tokenizer | MockTokenizer"
+    config: DataConfig,
+    seq_length: int,
+    seed: int,
+    tokenizer: "Tokenizer | MockTokenizer",
+    vocab_size: int | None = None,
 ) -> tuple[Samples, Samples | None, Samples | None]:
     """Build the training, validation and test samples of `config.data_path`; None for a split whose share is 0.
 
@@ -41,6 +46,8 @@ def build_datasets(
     Sample n is a pure function of (files, config, seq_length, seed, n): a dict of `tokens` and `labels`, int64
     [seq_length], labels already shifted, `loss_mask`, float32 [seq_length], and, if documents are told apart,
     `starts`, bool [seq_length].
+
+    ``vocab_size`` is the model's, by default the tokenizer's: data with an id that it lacks is refused by name.
 
     Collective over all ranks if a process group is initialised: rank 0 checks the files and writes the index caches,
     the others map them. A failure on one rank raises on all. Raises DataError: a bad file (`check_indexed`), a split
@@ -56,6 +63,9 @@ def build_datasets(
         drawn = [MockSamples(seq_length, tokenizer.vocab_size, seed + (part << 32)) for part in range(3)]
         return drawn[0], drawn[1], drawn[2]
     prefixes, weights = blend(config.data_path)
+    entries = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+    if (lacking := tokenizer.missing(entries, tokenizer.eod)) is not None:
+        raise DataError(f"tokenizer_model {tokenizer.path} ends documents and fills samples with it: {lacking}")
     first = not dist.is_initialized() or dist.get_rank() == 0
     with raise_together():
         megatron_core()  # takes seconds: import on all ranks at once, not in turns
@@ -64,7 +74,9 @@ def build_datasets(
     for turn in (first, not first):
         with raise_together():
             if turn:
-                given = [(config, prefix, seq_length, seed, tokenizer, first) for prefix in prefixes]
+                if first and not config.sft and (note := check_begins(prefixes, tokenizer)):
+                    print(note, flush=True)
+                given = [(config, prefix, seq_length, seed, tokenizer, entries, first) for prefix in prefixes]
                 splits = [_conversation_splits(*of) if config.sft else _Source(*of).splits() for of in given]
     train, valid, test = (_join(list(parts), weights) for parts in zip(*splits, strict=True))
     if train is None:
@@ -83,13 +95,20 @@ def _join(parts: list[list[EpochedDataset]], weights: list[float] | None) -> Sam
 
 
 def _conversation_splits(
-    config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
+    config: DataConfig,
+    prefix: str,
+    seq_length: int,
+    seed: int,
+    tokenizer: "Tokenizer",
+    entries: int,
+    check: bool,
 ) -> list[list[EpochedDataset]]:
     """Return endless datasets per split of conversations, whose splits are of samples; none where the share is 0.
 
     Raises DataError: a share leaves none.
     """
-    samples = Conversations(prefix, tokenizer.vocab_size, seq_length, check)
+    missing = partial(tokenizer.missing, entries)
+    samples = Conversations(prefix, entries, seq_length, check, missing)
     if check:
         samples.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
     shares, splits = split_shares(config.split), list[list[EpochedDataset]]()
@@ -102,7 +121,7 @@ def _conversation_splits(
             )
         epoch = partial(PackedEpoch, samples, begin, end, seed, tokenizer.eod)
         endless = EpochedDataset(
-            epoch(0), epoch, name=f"{prefix}.bin", vocab_size=tokenizer.vocab_size, check=samples.check
+            epoch(0), epoch, name=f"{prefix}.bin", vocab_size=entries, missing=missing, check=samples.check
         )
         splits.append([endless] if share > 0 else [])
     return splits
@@ -146,7 +165,14 @@ class _Source:
     """The files of one prefix, GPTDataset's configuration and index cache for them, and the splits."""
 
     def __init__(
-        self, config: DataConfig, prefix: str, seq_length: int, seed: int, tokenizer: "Tokenizer", check: bool
+        self,
+        config: DataConfig,
+        prefix: str,
+        seq_length: int,
+        seed: int,
+        tokenizer: "Tokenizer",
+        entries: int,
+        check: bool,
     ) -> None:
         if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
             raise DataError(
@@ -156,7 +182,10 @@ class _Source:
         # Absolute: GPTDataset names caches by the path as given.
         self.prefix = os.path.abspath(prefix)
         self.config, self.seq_length, self.seed, self.tokenizer = config, seq_length, seed, tokenizer
-        self.indexed: Indexed = check_indexed(self.prefix, tokenizer.vocab_size) if check else open_indexed(self.prefix)
+        self.entries, self.missing = entries, partial(tokenizer.missing, entries)
+        self.indexed: Indexed = open_indexed(self.prefix)
+        if check:
+            check_indexed(self.prefix, entries, missing=self.missing)
         if check:
             self.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
         self.lengths = self.indexed.document_lengths
@@ -234,7 +263,8 @@ class _Source:
             first,
             build,
             name=f"{self.prefix}.bin",
-            vocab_size=self.tokenizer.vocab_size,
+            vocab_size=self.entries,
+            missing=self.missing,
             eod_mask_loss=self.config.eod_mask_loss,
             tells_documents=self.config.tells_documents,
             check=self.reader.check,

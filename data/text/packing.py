@@ -8,6 +8,7 @@ Texts that end inside of a document of the `.idx` are not packed apart, but told
 import os
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -184,13 +185,20 @@ class Conversations(PackedSamples):
     Raises DataError: a broken pair, two that do not go together, or a sample longer than S.
     """
 
-    def __init__(self, prefix: str, vocab_size: int, seq_length: int, check: bool) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        vocab_size: int,
+        seq_length: int,
+        check: bool,
+        missing: Callable[[int], str | None] = lambda token: None,
+    ) -> None:
         mask = prefix + LOSS_MASK
         if not os.path.exists(f"{mask}.idx"):
             raise DataError(
                 f"{mask}.idx does not exist; --sft reads conversations that tools/prepare_data.py --chat wrote"
             )
-        self.indexed = check_indexed(prefix, vocab_size) if check else open_indexed(prefix)
+        self.indexed = check_indexed(prefix, vocab_size, missing=missing) if check else open_indexed(prefix)
         masked = check_indexed(mask, 2) if check else open_indexed(mask)
         if check and not (
             np.array_equal(masked.lengths, self.indexed.lengths) and np.array_equal(masked.bounds, self.indexed.bounds)

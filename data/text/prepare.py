@@ -259,7 +259,7 @@ def _tokens(
     request: Request, source: Corpus | Rows, tokenizer: Tokenizer, read: int, workers: int | None
 ) -> Generator[Tokens, None, None]:
     """Yield the tokens of what comes after the first ``read`` documents or rows, in order."""
-    work: Callable[[list[Any]], Tokens] = partial(tokenized, tokenizer)
+    work: Callable[[list[Any]], Tokens] = partial(tokenized, tokenizer, add_bos_token=request.add_bos_token)
     items: Iterator[Any] = islice(iter(source), read, None)
     if request.chat is not None:
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
@@ -303,4 +303,5 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         unigram_entropy=entropy(counts),
         unknown_tokens=0 if (lost := tokenizer.unknown) is None else int(counts[lost : lost + 1].sum()),
         conversations=conversations,
+        begin=None if request.chat else list(tokenizer.begin(request.add_bos_token)),
     )

@@ -11,7 +11,7 @@ from data.chat.convert import Chat
 from data.chat.template import load_template
 from data.text.corpus import HUB, input_files
 from data.text.indexed import LOSS_MASK, open_indexed
-from data.tokenizer import load_tokenizer
+from data.tokenizer import AddBos, load_tokenizer
 from runtime.errors import DataError
 from runtime.files import sha256
 
@@ -40,6 +40,8 @@ class Request:
     """Field of the rows that holds the text."""
     chat: Chat | None = None
     """Settings of conversations; None takes text."""
+    add_bos_token: AddBos = "auto"
+    """Begin token of each document of text; auto: if the tokenizer adds one by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class Prepared:
     conversations: dict[str, int] | None = None
     """Conversations that were read, kept whole, split, truncated and refused; pieces without loss, which were
     left_out; tokens that carry loss, learned; samples, and the places in them."""
+    begin: list[int] | None = None
+    """Ids that begin each document of text; None in records of before documents had any, and of conversations."""
 
     def check(self) -> None:
         """Raise TypeError or ValueError for numbers that no preparation notes."""
@@ -75,6 +79,8 @@ class Prepared:
             raise ValueError("a count is no count")
         if not self.tokens or (of is not None and not (of["samples"] and of["places"])):
             raise ValueError("it has no tokens")
+        if self.begin is not None and not all(type(token) is int for token in self.begin):
+            raise ValueError("begin is no list of tokens")
         if type(self.unigram_entropy) is not float or not 0 <= self.unigram_entropy < 64:
             raise ValueError("unigram_entropy is no number of nats")
 
@@ -119,13 +125,20 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
     found = open_indexed(prefix)
     if (len(found.lengths), found.tokens) != (prepared.documents, prepared.tokens):
         raise DataError(f"{prefix}.idx and {record} disagree on the number of tokens; {remedy}")
+    named = tokenizer_of(request, prefix)
+    tokenizer = load_tokenizer(named)
+    if tokenizer.sha256 != prepared.tokenizer_sha256:
+        raise DataError(f"{named} is not the tokenizer that wrote {prefix}.bin; {remedy}")
+    begin = tuple(prepared.begin or ())
+    if request.chat is None and begin != tokenizer.begin(request.add_bos_token):
+        asked = tokenizer.begin(request.add_bos_token)
+        raise DataError(
+            f"documents of {prefix}.bin begin with the tokens {list(begin)}, and would now with {list(asked)}; {remedy}"
+        )
     now = inputs_of(request)
     if was and now and (other := sorted(name for name in was | now if was.get(name) != now.get(name))):
         how = "is gone" if other[0] not in now else "has changed" if other[0] in was else "is new"
         raise DataError(f"{other[0]} {how} since {prefix}.bin was made; {remedy}")
-    tokenizer = tokenizer_of(request, prefix)
-    if load_tokenizer(tokenizer).sha256 != prepared.tokenizer_sha256:
-        raise DataError(f"{tokenizer} is not the tokenizer that wrote {prefix}.bin; {remedy}")
     return prepared
 
 

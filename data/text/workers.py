@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from data.text.indexed import id_type
-from data.tokenizer import Tokenizer
+from data.tokenizer import AddBos, Tokenizer
 from runtime.errors import DataError, StoppedError
 from runtime.signals import end_with_parent, signals_later
 
@@ -52,9 +52,9 @@ def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.nd
     return ids.astype(id_type(tokenizer.vocab_size)), lengths
 
 
-def tokenized(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokens:
+def tokenized(tokenizer: Tokenizer, texts: Sequence[str], add_bos_token: AddBos = "auto") -> Tokens:
     """Tokenize documents and end each with the end-of-document token; `counts` are those of the texts."""
-    documents = [np.array([*tokenizer.tokenize(text), tokenizer.eod], dtype=np.int64) for text in texts]
+    documents = [np.array(tokenizer.document(text, add_bos_token), dtype=np.int64) for text in texts]
     counts = Counter(read=len(texts), text_bytes=sum(len(text.encode()) for text in texts))
     ids, lengths = joined(tokenizer, documents)
     return Tokens(ids=ids, lengths=lengths, counts=counts)

@@ -125,3 +125,29 @@ def test_broken_files(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "after"),
+    [({}, 0, 0), ({"add_bos_token": True}, 1, 0), ({"add_bos_token": True, "add_eos_token": True}, 1, 1)],
+)
+def test_a_sentencepiece_model_adds_what_the_file_beside_it_says(settings, before, after, tmp_path):
+    import sentencepiece
+
+    lines = iter(["some text of a few words, and some more"] * 50)
+    options = {
+        "vocab_size": 300,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "bos_id": 1,
+        "eos_id": 2,
+        "minloglevel": 2,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_prefix=str(tmp_path / "t"), hard_vocab_limit=False, **options
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path / "t.model")
+    assert (tokenizer.before, tokenizer.after) == ((1,) * before, (2,) * after)
+    assert tokenizer.document("some text") == [*[1] * before, *tokenizer.tokenize("some text"), 2]
+    assert tokenizer.begin("always") == (1,)

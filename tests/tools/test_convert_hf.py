@@ -200,8 +200,16 @@ BROKEN = {
         '/theirs/config.json: model_type = "mystery" is not supported',
     ),
     "file": (lambda folder: (shutil.rmtree(folder), folder.touch()), "/theirs is a file; give the folder of a model"),
-    "tokenizer too large": (lambda folder: write_tokenizer(folder, 70), "vocab_size is 61 and the tokenizer has 70"),
 }
+
+
+def test_a_tokenizer_of_more_entries_than_the_model_is_imported_and_told(tmp_path, capsys):
+    source = published(tmp_path / "theirs", "llama, tied")
+    write_tokenizer(source, 63)
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    told = "note: 2 entries are the tokenizer's alone: token 61 ('w61') is in the tokenizer's 63 entries"
+    assert told in capsys.readouterr().out
+    assert load_config(tmp_path / "run" / "config.toml").model.vocab_size == 61
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -15,6 +15,7 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig
 from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
+from tests.data.families import llama_3
 from tests.data.text.corpora import write_pair
 from tools.evaluate import buckets, documents, main
 
@@ -184,3 +185,28 @@ def test_bad_input_is_named(run, tmp_path, flags, message):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"holds no config\.toml; name the folder"):
         main(arguments(tmp_path, tmp_path))
+
+
+@pytest.mark.parametrize(("flags", "begins"), [((), True), (("--add-bos-token", "never"), False)])
+def test_a_text_begins_with_what_its_tokenizer_adds(tmp_path, flags, begins):
+    """The loss is that of transformers' ids, whose first one is the begin token."""
+    from transformers import AutoTokenizer
+
+    path = llama_3(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    shape = "\n".join(f"{name} = {value}" for name, value in SHAPE.items())
+    (tmp_path / "config.toml").write_text(CONFIG.format(shape=shape, tokenizer=path))
+    model = build_model(ModelConfig(**SHAPE, vocab_size=len(theirs)))
+    model.init_weights(1)
+    with torch.no_grad():
+        model.output.weight.mul_(50)
+    save_checkpoint(tmp_path, 1, model, None, architecture=architecture_of(model.config), extra={})
+    text = "a value of the table is, and so on " * 20
+    (tmp_path / "text.txt").write_text(text)
+    main([str(tmp_path), "--text", str(tmp_path / "text.txt"), "--seq-length", "32", "--save", str(tmp_path), *flags])
+    found = json.loads((tmp_path / "perplexity.json").read_text())
+    ids = torch.tensor([theirs(text)["input_ids"][not begins :][:33]])
+    with torch.no_grad():
+        want = F.cross_entropy(model(ids[:, :-1])[0].double(), ids[0, 1:]).item()
+    (bucket,) = found["buckets"]
+    assert bucket["loss"] == pytest.approx(want, rel=1e-5)

@@ -83,7 +83,7 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
     folder, model = run
     cells = scored(folder, "--tasks", "fwe", "--samples", "1")
     tokenizer = load_tokenizer(folder / "tokenizer" / "tokenizer.json")
-    prompts = Prompts(tokenizer, None, (tokenizer.eod,))
+    prompts = Prompts(tokenizer)
     example = Maker("fwe", 1000, 1, prompts, Sources()).make(0)
     ids = list(example.ids)
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_examples_are_written_as_the_benchmarks_and_to_train_on(tmp_path, tokeni
     rows = [json.loads(line) for line in made.read_text().splitlines()]
     assert [(row["task"], row["index"]) for row in rows] == [(t, n) for n in (0, 1) for t in ("niah_single_1", "vt")]
     for row in rows:
-        tokens = len(tokenizer.tokenize(row["input"] + row["answer_prefix"])) + 1  # that of the beginning
+        tokens = len(tokenizer.tokenize(row["input"] + row["answer_prefix"]))  # the tokenizer adds none
         assert row["length"] == tokens + TASKS[row["task"]].new_tokens <= 4000
         assert all(answer in row["input"] for answer in row["outputs"])
     assert "4 examples, prompts of" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig
 from model.language import LanguageModel
 from model.registry import architecture_of, build_model
+from tests.data.families import begins_with
 from tests.model.models import generate
 from tests.starts import ended
 from tools import sample
@@ -84,9 +85,9 @@ def texts(out):
 
 def greedy(run, iteration):
     tokenizer = load_tokenizer(run / "tokenizer.model")
-    prompt = [tokenizer.eod, *tokenizer.tokenize("value 1")]
+    prompt = tokenizer.tokenize("value 1")
     (ids,) = generate(trained(iteration), [prompt], 12, stop=[tokenizer.eod])
-    return tokenizer.detokenize([*prompt[1:], *ids])
+    return tokenizer.detokenize([*prompt, *ids])
 
 
 @pytest.mark.parametrize(("step", "iteration"), [((), 2), (("--ckpt-step", 1), 1)])
@@ -98,15 +99,23 @@ def test_prints_what_the_weights_of_the_checkpoint_write(run, capsys, step, iter
 
 
 def test_vocabulary_larger_than_the_tokenizers(tmp_path, capsys):
-    """Entries that pad the vocabulary have no text; a vocabulary that is too small is refused."""
+    """Entries that pad the vocabulary have no text."""
     model = trained(1)
     with torch.no_grad():
         model.output.weight[:280] = 0
     write_run(tmp_path, model, "vocab_size = 300", entries=280)
     assert sampled(capsys, "--load", tmp_path, "--prompt", "value", "--temperature", 0).out.endswith("-\nvalue\n")
-    write_run(tmp_path, model, "vocab_size = 270", tokenizer=tmp_path / "tokenizer.model")
-    assert main(["--load", str(tmp_path)]) == 1
-    assert "vocab_size is 270" in capsys.readouterr().err
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused_by_name(tmp_path, capsys):
+    model = model_of(vocab_size=299)
+    write_run(tmp_path, model, "vocab_size = 299")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--prompt", "value", "--num-tokens", 1).out
+    text = tokenizer.detokenize([299])
+    assert tokenizer.tokenize(text) == [299]
+    assert main(["--load", str(tmp_path), "--prompt", text]) == 1
+    assert f"token 299 ({text!r}) is in the tokenizer's 300 entries" in capsys.readouterr().err
 
 
 def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):
@@ -256,17 +265,27 @@ def test_top_p_draws_from_fewer_tokens(run, capsys):
     assert sampled(capsys, *asked, "--temperature", 9, "--top-p", 1).out != likeliest
 
 
-@pytest.mark.parametrize(("imported", "named", "begins"), [(True, True, [1]), (True, False, []), (False, True, [0])])
-def test_an_imported_models_texts_begin_with_its_bos_if_it_has_one(
-    tmp_path, monkeypatch, capsys, imported, named, begins
-):
-    """A run's own documents follow an end of text. The folder was moved, but its tokenizer went with it."""
+@pytest.mark.parametrize("imported", [True, False])
+@pytest.mark.parametrize(
+    ("adds", "flags", "begins"),
+    [
+        (True, "", [1]),
+        (False, "", []),
+        (False, "--add-bos-token always", [1]),
+        (True, "--add-bos-token never", []),
+    ],
+)
+def test_a_prompt_begins_with_what_the_tokenizer_adds(tmp_path, monkeypatch, capsys, imported, adds, flags, begins):
+    """It has a begin token in any case. The folder was moved, but its tokenizer went with it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     words = {"</s>": 0, "<s>": 1} | {f"w{number}": number for number in range(2, 300)}
-    Tokenizer(WordLevel(words, unk_token="</s>")).save(str(tmp_path / "tokenizer.json"))
-    tokens = {"eos_token": "</s>"} | ({"bos_token": {"content": "<s>"}} if named else {})
+    backend = Tokenizer(WordLevel(words, unk_token="</s>"))
+    if adds:
+        backend.post_processor = begins_with("<s>", 1)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokens = {"eos_token": "</s>", "bos_token": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
     (tmp_path / "hf").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -278,7 +297,7 @@ def test_an_imported_models_texts_begin_with_its_bos_if_it_has_one(
     monkeypatch.setattr(
         Writer, "write", lambda self, prompts, *n, **k: (read.extend(prompts), write(self, prompts, *n, **k))[1]
     )
-    sampled(capsys, "--load", tmp_path, "--prompt", "w7", "--num-tokens", 2, "--num-samples", 1)
+    sampled(capsys, "--load", tmp_path, "--prompt", "w7", "--num-tokens", 2, "--num-samples", 1, *flags.split())
     assert read == [[*begins, 7]]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tools.common.arguments import positive
 
 if TYPE_CHECKING:
-    from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+    from data.tokenizer import AddBos, HuggingFaceTokenizer, SentencePieceTokenizer
     from train.config.entries import Config
 
 
@@ -27,16 +27,23 @@ class Run:
     imported: bool
     """True if no run has trained the model, which came from Hugging Face."""
 
-    @property
-    def begin(self) -> tuple[int, ...]:
-        """The tokens before a text.
+    def add_bos_token(self, asked: "AddBos | None" = None) -> "AddBos":
+        """Return whether texts begin with the begin token: as asked for, or as the run's documents do."""
+        from data.text.begins import recorded_begin
+        from data.text.config import blend
 
-        Documents follow an end-of-text token, after which the model takes a prompt as the beginning of a text; other
-        trainers' texts, and conversations, follow the token of a beginning where there is one, or nothing.
-        """
-        if self.imported or self.config.data.sft:
-            return () if self.tokenizer.bos is None else (self.tokenizer.bos,)
-        return (self.tokenizer.eod,)
+        if asked is not None:
+            return asked
+        data = self.config.data
+        prefixes = blend(data.data_path)[0] if data.data_path and not data.sft else []
+        recorded = [begin for prefix in prefixes if (begin := recorded_begin(prefix)) is not None]
+        if not recorded or recorded[0] == self.tokenizer.before:
+            return "auto"
+        return "always" if recorded[0] else "never"
+
+    def begin(self, asked: "AddBos | None" = None) -> tuple[int, ...]:
+        """Return the tokens before a text."""
+        return self.tokenizer.begin(self.add_bos_token(asked))
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +55,12 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}-model-parallel-size", type=positive, default=1, metavar="N", help=help)
     add("--context-parallel-size", type=positive, metavar="N", help="that share each sequence (default: all others)")
     add("--context-parallel-method", metavar="METHOD", help="how they do, or auto (default: the run's)")
+
+
+def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
+    """Add whether texts begin with the tokenizer's begin token."""
+    help = f"begin {texts} with the begin token (default: as the run's documents, or if the tokenizer adds it)"
+    parser.add_argument("--add-bos-token", choices=("auto", "always", "never"), help=help)
 
 
 def add_scoring(parser: argparse.ArgumentParser, places: str) -> None:

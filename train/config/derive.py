@@ -18,7 +18,7 @@ from parallel.pipeline.stages import PipelineConfig
 from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
 from train.config.entries import Config
-from train.config.flags import ConfigError, config_fields, load
+from train.config.flags import config_fields, load
 from train.config.sizes import validate_entries, validate_hybrid, validate_mesh, validate_method
 from train.float8 import Float8Config
 
@@ -34,13 +34,15 @@ def complete(config: Config, entries: int, choose: Method, ways: Callable[[Confi
     """Return ``config`` complete for a tokenizer of ``entries`` entries, and print what was chosen; collective.
 
     ``choose`` is asked for a method that is auto, ``ways`` for what is left open then: both are the planner's. A
-    sequence longer than rope reaches is noted.
+    sequence longer than rope reaches is noted, and so is a tokenizer of more entries than the model.
 
     With balance_over dp_cp, data-parallel ranks are context-parallel ones in it, as they are in the mesh. Raises
     UserError: the vocabulary has fewer entries, or a choice cannot be made.
     """
     with raise_together():
         config = with_vocabulary(with_joined_ranks(config, dist.get_world_size()), entries)
+    if is_first() and (note := beyond_vocabulary(config.model.vocabulary, entries)):
+        print(note, flush=True)
     config = with_rope_length(config)
     if is_first() and (note := beyond_rope(config)):
         print(note, flush=True)
@@ -67,15 +69,23 @@ def with_joined_ranks(config: C, world_size: int) -> C:
 
 
 def with_vocabulary(config: Config, entries: int) -> Config:
-    """Return the configuration, by default with the tokenizer's vocabulary; ConfigError if its own is too small."""
+    """Return the configuration, by default with the tokenizer's vocabulary.
+
+    A tokenizer may have more entries than the model, as Gemma 3 1B's has: data that uses one of these is refused.
+    """
     size = config.model.vocab_size
-    if size is not None and size < entries:
-        raise ConfigError(
-            f"vocab_size is {size} and the tokenizer has {entries} entries; name the tokenizer that goes with it, or "
-            "leave vocab_size out of a new run"
-        )
     validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
     return replace(config, model=replace(config.model, vocab_size=size or entries))
+
+
+def beyond_vocabulary(size: int, entries: int) -> str | None:
+    """Return a note if a tokenizer has more entries than the model."""
+    if entries <= size:
+        return None
+    return (
+        f"note: the tokenizer has {entries} entries and the model's vocab_size is {size}; data with an id of {size} or "
+        "more is refused"
+    )
 
 
 def with_rope_length(config: Config) -> Config:

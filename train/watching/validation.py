@@ -103,7 +103,7 @@ class Curve:
         assert not isinstance(tokenizer, MockTokenizer)  # or validate would have refused it
         asked, length = run.config.ruler, run.config.train.seq_length
         template = load_template(tokenizer.path, None) if run.config.data.sft else None
-        prompts = Prompts(tokenizer, template, () if template else (tokenizer.eod,))
+        prompts = Prompts(tokenizer, template, tokenizer.begin())
         self.interval = asked.ruler_interval or 1
         self._run, self.lengths, self._rows = run, asked.lengths(length), list[Batch]()
         for most in self.lengths:

@@ -81,23 +81,29 @@ def test_where_a_template_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("source", "refused"),
     [
-        *((source, True) for source in ("{{ pad_token }}", "{{ 'x' ~ pad_token }}", "{% set y = pad_token %}{{ y }}")),
+        *((source, True) for source in ("{{ sep_token }}", "{{ 'x' ~ sep_token }}", "{% set y = sep_token %}{{ y }}")),
         ("{{ unk_token }}", False),
-        ("{% if pad_token %}{{ pad_token }}{% endif %}", False),
+        ("{% if sep_token %}{{ sep_token }}{% endif %}", False),
         ("{{ messages[0].nothing }}", False),
     ],
 )
 def test_a_special_token_without_a_text_is_refused_and_one_that_there_is_none_of_left_out(source, refused, tmp_path):
-    """It may be named in special_tokens_map.json alone, and would be left out in silence."""
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    """It would be left out in silence."""
     tokenizer, template = loaded(tmp_path, TEMPLATES["chatml"] + source)
     if not refused:
         assert template.tokenize(tokenizer, TURNS)[1].any()
         return
     with pytest.raises(
-        DataError, match=r"it has pad_token, which tokenizer_config\.json does not name; write it there"
+        DataError, match=r"it has sep_token, which tokenizer_config\.json does not name; write it there"
     ):
         template.tokenize(tokenizer, TURNS)
+
+
+def test_a_special_token_that_special_tokens_map_alone_names_is_read_as_transformers_reads_it(tmp_path):
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"sep_token": "<|user|>"}))
+    tokenizer, template = loaded(tmp_path, "{{ sep_token }}" + TEMPLATES["chatml"])
+    ids, _ = template.tokenize(tokenizer, TURNS)
+    assert ids[0] == tokenizer.tokenize_special("<|user|>")[0][0]
 
 
 LAST_USER = (

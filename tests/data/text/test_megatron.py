@@ -269,3 +269,32 @@ def test_bad_file_raises_on_every_rank(tmp_path, only_rank):
         stream.truncate(100)
     messages = run_ranks(rank_error, 2, prefix, good, only_rank)
     assert all("bad.bin has 100 bytes" in message for message in messages)
+
+
+def test_ids_that_the_tokenizer_has_and_the_model_lacks_are_refused_by_name(tmp_path):
+    documents = counting_documents(40)
+    highest = max(max(document) for document in documents)
+    prefix = write_documents(tmp_path / "d", documents)
+    config, tokenizer = DataConfig(data_path=(prefix,), split="90,10,0"), NumberTokenizer()
+    build_datasets(config, SEQ, SEED, tokenizer, highest + 1)
+    message = rf"document 39, token \d+ of the file: token {highest} \('{highest}'\) is in the tokenizer's {VOCAB_SIZE}"
+    with pytest.raises(DataError, match=message):
+        build_datasets(config, SEQ, SEED, tokenizer, highest)
+
+
+def test_an_id_in_the_middle_of_a_large_file_is_refused_with_its_sample(tmp_path, monkeypatch):
+    documents = counting_documents(40)
+    documents[20][3] = VOCAB_SIZE - 1
+    prefix = write_documents(tmp_path / "d", documents)
+    monkeypatch.setattr(indexed.check_indexed, "__defaults__", (8,))
+    train = build_datasets(
+        DataConfig(data_path=(prefix,), split="1,0,0"), SEQ, SEED, NumberTokenizer(), VOCAB_SIZE - 1
+    )[0]
+    with pytest.raises(DataError, match=rf"sample \d+: token {VOCAB_SIZE - 1} \('{VOCAB_SIZE - 1}'\) is in"):
+        [train[number] for number in range(len(train))]
+
+
+def test_an_end_token_that_the_model_lacks_is_refused_before_any_data_is_read(tmp_path):
+    tokenizer = NumberTokenizer(eod=VOCAB_SIZE - 1)
+    with pytest.raises(DataError, match=r"tokenizer_model numbers ends documents and fills samples with it: token"):
+        build_datasets(DataConfig(data_path=(str(tmp_path / "none"),)), SEQ, SEED, tokenizer, VOCAB_SIZE - 1)

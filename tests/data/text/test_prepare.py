@@ -91,6 +91,7 @@ def test_prepare_round_trip(tmp_path, folder):
         documents=30,
         tokens=len(ids),
         dtype="uint16",
+        begin=[],
         text_bytes=sum(path.stat().st_size for path in folder.iterdir()),
         skipped_files=0,
         unigram_entropy=pytest.approx(entropy(token_counts(prefix)), rel=1e-12),

@@ -67,9 +67,9 @@ def counted(monkeypatch):
     found = []
     tokenized = module.tokenized
 
-    def counting(tokenizer, texts):
+    def counting(tokenizer, texts, **options):
         found.append(len(texts))
-        return tokenized(tokenizer, texts)
+        return tokenized(tokenizer, texts, **options)
 
     monkeypatch.setattr(module, "tokenized", counting)
     return found
@@ -107,10 +107,10 @@ def test_another_input_begins_anew(tmp_path, counted):
 def test_what_an_interruption_keeps(error, kept, tmp_path, counted, monkeypatch):
     source, tokenized = write_lines(tmp_path / "in.jsonl"), module.tokenized
 
-    def failing(tokenizer, texts):
+    def failing(tokenizer, texts, **options):
         if len(counted) == 2:
             raise error("now")
-        return tokenized(tokenizer, texts)
+        return tokenized(tokenizer, texts, **options)
 
     monkeypatch.setattr(module, "tokenized", failing)
     with pytest.raises(DataError if error is OSError else error):

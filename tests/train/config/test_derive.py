@@ -10,18 +10,18 @@ from model.config import ModelConfig
 from runtime.errors import UserError
 from tests.planner.test_search import config
 from train.config import diffusion
-from train.config.derive import with_joined_ranks, with_vocabulary
+from train.config.derive import beyond_vocabulary, with_joined_ranks, with_vocabulary
 from train.config.entries import Config, DiTRunConfig
-from train.config.flags import ConfigError
 from train.config.language import parse_args, validate
 
 
-def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_named():
+def test_the_vocabulary_is_the_tokenizers_unless_another_one_is_named():
     unset = replace(config(1), model=ModelConfig())
     assert with_vocabulary(unset, 300).model.vocab_size == 300
     assert with_vocabulary(config(1), 300) == config(1)
-    with pytest.raises(ConfigError, match="vocab_size is 512 and the tokenizer has 513 entries"):
-        with_vocabulary(config(1), 513)
+    assert with_vocabulary(config(1), 513) == config(1)
+    assert beyond_vocabulary(512, 512) is None
+    assert "513 entries and the model's vocab_size is 512; data with an id of 512" in beyond_vocabulary(512, 513)
 
 
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]

@@ -1,0 +1,231 @@
+"""Classes of tokenizers of transformers 5.23, as data and as builders.
+
+A tokenizer of transformers' general class is its tokenizer.json. The others here take the vocabulary and the merges
+from it and build all else themselves, so that a normalizer or pre-tokenizer of the file does not count.
+tests/data/test_tokenizer_families.py compares tables and ids with the installed transformers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_END = "<|endoftext|>"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS_WITH_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+
+Merges = Sequence[tuple[str, str]]
+Builder = Callable[[Mapping[str, int], Merges, Mapping[str, Any]], "Tokenizer"]
+
+_REBUILT = {
+    "LlamaTokenizer": """
+        idefics idefics2
+    """,
+    "GemmaTokenizer": """
+        diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma
+        shieldgemma2 t5gemma zaya
+    """,
+    "GPT2Tokenizer": """
+        blip-2 codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 instructblip instructblipvideo
+        jais2 opt phi starcoder2
+    """,
+    "GPTNeoXTokenizer": """
+        falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm
+    """,
+    "Qwen2Tokenizer": """
+        audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano hunyuan_vl internvl lighton_ocr
+        moss_transcribe_diarize ovis2 qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_moe
+        qwen2_vl qwen3 qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe vibevoice
+    """,
+    "Qwen3_5Tokenizer": """
+        qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp
+    """,
+}
+"""Classes that build the tokenizer themselves, and the types of models that take them by default."""
+_GENERAL = """
+    EvollaModel arctic aria beam bigbird_pegasus camembertv2-base canary chatlm cohere_asr ernie4_5
+    ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm_image glmasr
+    got_ocr2 gpt_bigcode gradium_phonon_tts granite granitemoe granitemoehybrid granitemoeshared
+    h2ovl_chat hyperclovax hyperclovax_vlm internlm2 internlm3 iquestcoder jamba kimi_k25
+    kimi_linear kosmos-2 llava llava_next mimo_v2_flash minicpm3 minicpm_ocr minicpmv minicpmv4_6
+    minicpmv4_7 minimax_m2 ministral ministral3 mistral mistral3 mistral_large4 mixtral modernbert
+    modernbert-decoder molmo molmo2 nemo_speechlm nemotron nvfp4 nystromformer olmo2 olmo3
+    olmo_hybrid opencua openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v phimoe pix2struct
+    pixtral pocket_tts smolvlm stablelm step3_vl umt5 vipllava voxtral voxtral_realtime
+    xlm-roberta-xl
+"""
+"""Types of models whose tokenizer is its tokenizer.json, whatever class a configuration names."""
+_OVERRIDDEN = """
+    arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat hyperclovax
+    hyperclovax_vision_v2 hyperclovax_vlm internlm2 internlm3 iquestcoder jamba llava llava_next
+    minicpm3 minicpmv minimax_m2 modernbert modernbert-decoder molmo molmo2 nemotron nvfp4 opencua
+    openvla paddleocr_vl phi3 phi3_v phimoe qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp
+    siglip2 smolvlm step3_vl vipllava
+"""
+"""Types of models whose class counts more than the one that tokenizer_config.json names."""
+_NOT_READ = """
+    Albert Bart Barthez Bartpho Bert BertGeneration BertJapanese Bertweet BigBird BioGpt Blenderbot
+    BlenderbotSmall ByT5 CLIP CTRL Camembert Canine Clvp CodeGen CodeLlama Cohere ConvBert Cpm
+    CpmAnt DPRContextEncoder DPRQuestionEncoder DPRReader Deberta DebertaV2 Dia DistilBert Esm Esmc
+    FNet FSMT FastSpeech2Conformer Flaubert Funnel GPTNeoXJapanese GPTSw3 Herbert LED Lasr
+    LayoutLMv2 LayoutLMv3 LayoutXLM Luke Lxmert M2M100 MBart MBart50 MLuke MPNet Marian MarkupLM
+    Mgpstr MobileBert Mvp MyT5 Nllb Nougat OpenAIGPT PLBart Pegasus Perceiver
+    Phobert Pop2Piano ProphetNet Rag Reformer RemBert RoCBert RoFormer Roberta SeamlessM4T Siglip
+    Siglip2 Speech2Text SpeechT5 Splinter T5 Tapas Tipsv2 Udop VideoPrism Vits Wav2Vec2CTC
+    Wav2Vec2PhonemeCTC Whisper XGLM XLM XLMRoberta XLNet
+"""
+"""Classes that build the tokenizer in other ways, without the ending "Tokenizer"."""
+
+
+REGISTERED = {kind: name for name, kinds in _REBUILT.items() for kind in kinds.split()}
+REGISTERED |= dict.fromkeys(_GENERAL.split(), "TokenizersBackend")
+OVERRIDDEN = frozenset(_OVERRIDDEN.split())
+NOT_READ = frozenset(f"{name}Tokenizer" for name in _NOT_READ.split())
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "GemmaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+    "GPT2Tokenizer": {"unk_token": _END, "bos_token": _END, "eos_token": _END},
+    "GPTNeoXTokenizer": {
+        "unk_token": _END,
+        "bos_token": _END,
+        "eos_token": _END,
+        "pad_token": "<|padding|>",
+    },
+    "Qwen2Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
+    "Qwen3_5Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
+}
+"""Settings that a class has where tokenizer_config.json does not name them."""
+
+
+def class_of(path: Path, config: Mapping[str, Any], model: Mapping[str, Any], *, has_bytes: bool) -> str | None:
+    """Return the class of a tokenizer that builds itself, or None if it is its tokenizer.json.
+
+    The rules are those of transformers' AutoTokenizer, for folders without code of their own.
+
+    Args:
+        path: the tokenizer.json, for messages.
+        config: its tokenizer_config.json.
+        model: the model's config.json.
+        has_bytes: the tokenizer.json is one of bytes, which a LlamaTokenizer is not.
+
+    Raises DataError: tokenizer_class is a class that is not followed here.
+    """
+    declared = config.get("tokenizer_class") or model.get("tokenizer_class")
+    model_type = model.get("model_type")
+    registered = REGISTERED.get(model_type) if isinstance(model_type, str) else None
+    name = declared if isinstance(declared, str) else registered
+    bare = (name or "").removesuffix("Fast")
+
+    if bare == "LlamaTokenizer" and has_bytes and model_type not in OVERRIDDEN:
+        return None
+    if registered == "TokenizersBackend":
+        return None
+    if registered is not None and model_type in OVERRIDDEN:
+        return registered
+    if bare in NOT_READ:
+        raise DataError(
+            f"{path.with_name('tokenizer_config.json')} has tokenizer_class {name}, with which transformers builds a "
+            f"tokenizer that is not followed here; set it to PreTrainedTokenizerFast if {path.name} alone is meant"
+        )
+    return bare if bare in BUILDERS else None
+
+
+def _llama(vocab: Mapping[str, int], merges: Merges, config: Mapping[str, Any]) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    prefix = config.get("add_prefix_space")
+    scheme = "never" if prefix is not None and not prefix else "always" if config.get("legacy") else "first"
+    backend = Tokenizer(models.BPE(vocab=dict(vocab), merges=list(merges), fuse_unk=True, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    strip = [] if scheme == "never" else [decoders.Strip(content=" ", left=1)]
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def _gemma(vocab: Mapping[str, int], merges: Merges, config: Mapping[str, Any]) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    unknown = config["unk_token"]
+    model = models.BPE(
+        vocab=dict(vocab),
+        merges=list(merges),
+        fuse_unk=True,
+        unk_token=unknown["content"] if isinstance(unknown, dict) else str(unknown),
+        byte_fallback=True,
+    )
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(pattern=" ", behavior="merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _bytes(vocab: Mapping[str, int], merges: Merges) -> "Tokenizer":
+    """Return a byte-level tokenizer without a pre-tokenizer."""
+    from tokenizers import Tokenizer, decoders, models
+
+    model = models.BPE(
+        vocab=dict(vocab), merges=list(merges), continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False
+    )
+    backend = Tokenizer(model)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _gpt2(vocab: Mapping[str, int], merges: Merges, config: Mapping[str, Any]) -> "Tokenizer":
+    from tokenizers import pre_tokenizers
+
+    backend = _bytes(vocab, merges)
+    prefix = bool(config.get("add_prefix_space"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    return backend
+
+
+def _gpt_neox(vocab: Mapping[str, int], merges: Merges, config: Mapping[str, Any]) -> "Tokenizer":
+    from tokenizers import normalizers
+
+    backend = _gpt2(vocab, merges, config)
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _qwen(pattern: str) -> Builder:
+    """Return the builder of tokenizers that split text by this pattern."""
+
+    def build(vocab: Mapping[str, int], merges: Merges, config: Mapping[str, Any]) -> "Tokenizer":
+        from tokenizers import Regex, normalizers, pre_tokenizers
+
+        backend = _bytes(vocab, merges)
+        backend.normalizer = normalizers.NFC()
+        prefix = bool(config.get("add_prefix_space"))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
+            ]
+        )
+        return backend
+
+    return build
+
+
+BUILDERS: dict[str, Builder] = {
+    "LlamaTokenizer": _llama,
+    "GemmaTokenizer": _gemma,
+    "GPT2Tokenizer": _gpt2,
+    "GPTNeoXTokenizer": _gpt_neox,
+    "Qwen2Tokenizer": _qwen(_CONTRACTIONS + _WORDS),
+    "Qwen3_5Tokenizer": _qwen(_CONTRACTIONS + _WORDS_WITH_MARKS),
+}

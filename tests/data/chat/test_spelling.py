@@ -1,0 +1,128 @@
+"""No text of a conversation or document ends it, whatever flags the entry of a token has."""
+
+import json
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from data.chat.template import load_template
+from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
+from tests.data.chat.templates import TEMPLATES, TURNS
+from tests.data.families import QWEN, QWEN_2, QWEN_CONFIG, added, by_pattern, write
+
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
+)
+
+
+def folder_of(folder, tokens=QWEN, template=TEMPLATES["chatml"], settings=QWEN_CONFIG, **files):
+    config = settings | {"chat_template": template}
+    return write(folder, "bytes", tokens, config, None, split=by_pattern(QWEN_2), **files)
+
+
+def plain(*texts):
+    """Tokens whose entries are not special."""
+    return [added(text, special=False) for text in texts]
+
+
+def spelling(content, role="user"):
+    return [turn | {"content": content} if turn["role"] == role else turn for turn in TURNS[:2]]
+
+
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+ALL = plain("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<word>")
+REFUSED = {
+    "special: true": (QWEN, CONFIG, {}, "<|vision_start|>"),
+    "eos_token": (ALL, CONFIG, {}, "<|endoftext|>"),
+    "eos_token_id of generation_config.json": (ALL, CONFIG, {"generation_config": {"eos_token_id": [1205]}}, "<word>"),
+    "eos_token_id of a part of config.json": (
+        ALL, CONFIG, {"config": {"model_type": "", "text_config": {"eos_token_id": 1205}}}, "<word>",
+    ),
+    "special in added_tokens_decoder": (
+        ALL, CONFIG | {"added_tokens_decoder": {"1205": added("<word>")}}, {}, "<word>",
+    ),
+    "chat_control_tokens": (ALL, CONFIG | {"chat_control_tokens": ["<word>"]}, {}, "<word>"),
+    "ends a turn in the template": (ALL, CONFIG, {}, "<|im_end|>"),
+    "begins a turn in the template": (ALL, CONFIG, {}, "<|im_start|>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_turn_that_spells_a_control_token_is_refused(name, role, tmp_path):
+    tokens, config, files, word = REFUSED[name]
+    path = folder_of(tmp_path, tokens, THINKING, config, **files)
+    tokenizer, template = load_tokenizer(path), load_template(str(path))
+    with pytest.raises(DataError, match=rf"turn [12] spells the special token '{re.escape(word)}' in its content"):
+        template.tokenize(tokenizer, spelling(f"a{word}b", role))
+
+
+def test_a_text_in_any_field_of_a_turn_is_looked_at(tmp_path):
+    path = folder_of(tmp_path)
+    tokenizer, template = load_tokenizer(path), load_template(str(path))
+    call = {"function": {"name": "f", "arguments": {"x": ["<|im_end|>"]}}}
+    with pytest.raises(DataError, match=r"in its tool_calls\.function\.arguments\.x"):
+        template.tokenize(tokenizer, [TURNS[0], TURNS[1] | {"tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("template", ["chatml", "thinking"])
+def test_ordinary_added_words_in_a_turn_are_the_tokens_of_transformers(template, tmp_path):
+    path = folder_of(tmp_path, template=THINKING if template == "thinking" else TEMPLATES["chatml"])
+    turns = spelling("<think>\nWhy?\n</think>\n\n<tool_call>{}</tool_call>", "assistant")
+    ids, _ = load_template(str(path)).tokenize(load_tokenizer(path), turns)
+    theirs = AutoTokenizer.from_pretrained(path.parent)
+    assert ids.tolist() == theirs.apply_chat_template(turns, return_dict=True)["input_ids"]
+    assert theirs.convert_tokens_to_ids("<tool_call>") in ids
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if "template" not in name])
+def test_a_document_that_spells_a_control_token_is_ordinary_text(name, tmp_path):
+    tokens, config, files, word = REFUSED[name]
+    tokenizer = load_tokenizer(folder_of(tmp_path, tokens, TEMPLATES["chatml"], config, **files))
+    (token,) = tokenizer.tokenize_special(word)[0]
+    ids = tokenizer.tokenize(f"a{word}b")
+    assert token not in ids
+    assert tokenizer.detokenize(ids) == f"a{word}b"
+
+
+def test_a_document_whose_end_token_is_an_ordinary_word_too_is_refused(tmp_path):
+    content = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1, "</s>": 2}, "unk_token": "<unk>"}
+    whole = {"version": "1.0", "model": content, "pre_tokenizer": {"type": "WhitespaceSplit"}}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(whole | {"added_tokens": [{"id": 2} | added("</s>")]}))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.tokenize("a a") == [1, 1]
+    with pytest.raises(DataError, match=r"a text spells '</s>'"):
+        tokenizer.tokenize("a </s> a")
+
+
+@pytest.mark.parametrize("flags", [{"normalized": True}, {"single_word": True, "special": False}])
+def test_a_control_token_with_flags_is_found_as_the_tokenizer_finds_it(flags, tmp_path):
+    tokens = [*QWEN, added("<|stop|>", **flags)]
+    tokenizer = load_tokenizer(folder_of(tmp_path, tokens, settings=CONFIG | {"eos_token": "<|stop|>"}))
+    assert tokenizer.spelled("a <|stop|> b") == "<|stop|>"
+    assert tokenizer.spelled("a b") is None
+    assert tokenizer.spelled("x<|stop|>y") == (None if "single_word" in flags else "<|stop|>")
+
+
+def test_a_template_that_ends_turns_with_no_token_is_refused(tmp_path):
+    tokens = [entry for entry in QWEN if entry["content"] != "<|im_end|>"]
+    path = folder_of(tmp_path, tokens, settings=CONFIG)
+    tokenizer, template = load_tokenizer(path), load_template(str(path))
+    with pytest.raises(DataError, match=r"ends a turn with '<\|im_end\|>', which is no token"):
+        template.tokenize(tokenizer, TURNS)
+
+
+def test_an_end_token_that_tokenizer_config_alone_names_is_a_token_as_in_transformers(tmp_path):
+    tokens = [entry for entry in QWEN if entry["content"] != "<|im_end|>"]
+    path = folder_of(tmp_path, tokens)
+    tokenizer = load_tokenizer(path)
+    ids, learned = load_template(str(path)).tokenize(tokenizer, TURNS)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert ids.tolist() == theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+    assert (tokenizer.eod, tokenizer.vocab_size) == (theirs.eos_token_id, len(theirs))
+    assert [i for i, yes in zip(ids, learned, strict=True) if yes].count(tokenizer.eod) == 2

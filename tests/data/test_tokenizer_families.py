@@ -1,0 +1,173 @@
+"""Tokenizers of published families give the ids of transformers, special tokens in the text among them."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import AutoTokenizer
+
+from data.tokenizer import load_tokenizer
+from data.tokenizer_classes import BUILDERS, NOT_READ, OVERRIDDEN, REGISTERED
+from tests.data.families import (
+    FAMILIES,
+    OPENAI,
+    added,
+    decoder_of,
+    gemma_3,
+    gpt_2,
+    llama_2,
+    llama_3,
+    olmo,
+    phi_3,
+    phi_4,
+    qwen_2,
+    qwen_3,
+    qwen_3_5,
+    smollm_2,
+    texts,
+    write,
+)
+
+
+def both(path):
+    return load_tokenizer(path), AutoTokenizer.from_pretrained(path.parent)
+
+
+def assert_alike(ours, theirs, path, count=200):
+    """Ids of texts: special tokens read as such, with what is added around, and as ordinary text."""
+    for text in texts(path, count):
+        ids = ours.tokenize_special(text)[0]
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"], repr(text)
+        assert [*ours.before, *ids, *ours.after] == theirs(text)["input_ids"], repr(text)
+        plain = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert ours.tokenize(text) == plain, repr(text)
+    assert ours.vocab_size == len(theirs)
+    assert theirs.eos_token_id in (ours.eod, None)  # ours is a well-known one if no file names it
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_familys_ids_are_those_of_transformers(name, tmp_path):
+    path = FAMILIES[name](tmp_path)
+    ours, theirs = both(path)
+    assert_alike(ours, theirs, path)
+
+
+def changed(path, **settings):
+    """Write settings into the tokenizer_config.json of a folder; None takes one out."""
+    file = path.with_name("tokenizer_config.json")
+    config = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    return path
+
+
+def with_files(path, **files):
+    for name, value in files.items():
+        path.with_name(f"{name}.json").write_text(json.dumps(value))
+    return path
+
+
+def without(path, *tokens):
+    """Take added tokens out of a tokenizer.json."""
+    content = json.loads(path.read_text())
+    content["added_tokens"] = [entry for entry in content["added_tokens"] if entry["content"] not in tokens]
+    path.write_text(json.dumps(content))
+    return path
+
+
+def only_the_file(path):
+    for name in ("tokenizer_config.json", "config.json"):
+        path.with_name(name).unlink()
+    return path
+
+
+def by_decoder(path, **flags):
+    return changed(path, added_tokens_decoder=decoder_of(path, **flags))
+
+
+KINDS = {
+    "LLaMA 2, legacy": lambda folder: llama_2(folder, legacy=True),
+    "LLaMA 2, legacy false": lambda folder: llama_2(folder, legacy=False),
+    "LLaMA 2, add_prefix_space false": lambda folder: llama_2(folder, add_prefix_space=False),
+    "LLaMA 2, add_prefix_space false and legacy": lambda folder: llama_2(folder, add_prefix_space=False, legacy=True),
+    "LLaMA 2, add_bos_token false": lambda folder: llama_2(folder, add_bos_token=False),
+    "LLaMA 2, of class LlamaTokenizerFast": lambda folder: llama_2(folder, tokenizer_class="LlamaTokenizerFast"),
+    "LLaMA 2, of class PreTrainedTokenizerFast": lambda folder: llama_2(
+        folder, tokenizer_class="PreTrainedTokenizerFast"
+    ),
+    "LLaMA 2, a pad token added": lambda folder: llama_2(folder, pad_token="[PAD]"),
+    "LLaMA 2, names in special_tokens_map.json alone": lambda folder: with_files(
+        changed(llama_2(folder), bos_token=None, eos_token=None, unk_token=None),
+        special_tokens_map={
+            "bos_token": added("<s>"), "eos_token": added("</s>", rstrip=True), "unk_token": "<unk>",
+            "additional_special_tokens": ["<call>", added("<reply>", rstrip=True)][:1],
+        },
+    ),
+    "LLaMA 3, of class LlamaTokenizer": lambda folder: changed(llama_3(folder), tokenizer_class="LlamaTokenizer"),
+    "GPT-2, add_prefix_space": lambda folder: gpt_2(folder, add_prefix_space=True),
+    "GPT-2, without a class": lambda folder: gpt_2(folder, tokenizer_class=None),
+    "GPT-2, tokenizer.json alone": lambda folder: only_the_file(gpt_2(folder)),
+    "GPT-2, tokens in added_tokens.json": lambda folder: with_files(
+        changed(gpt_2(folder), pad_token="<pad>"), added_tokens={"<pad>": 1201, "<word>": 1202}
+    ),
+    "Qwen 2, of class PreTrainedTokenizerFast": lambda folder: changed(
+        qwen_2(folder), tokenizer_class="PreTrainedTokenizerFast"
+    ),
+    "Qwen 3, end token in no tokenizer.json": lambda folder: changed(
+        without(qwen_3(folder), "<|im_end|>", "</think>"), added_tokens_decoder=None
+    ),
+    "Qwen 3, tokens in added_tokens_decoder alone": lambda folder: without(qwen_3(folder), "<|im_end|>", "<think>"),
+    "Qwen 3, extra_special_tokens": lambda folder: changed(qwen_3(folder), extra_special_tokens=["<more>", "<think>"]),
+    "Qwen 3.5, of class Qwen2Tokenizer for another model": lambda folder: with_files(
+        qwen_3_5(folder), config={"model_type": "llama"}
+    ),
+    "Gemma 3, of class GemmaTokenizerFast": lambda folder: changed(
+        gemma_3(folder), tokenizer_class="GemmaTokenizerFast"
+    ),
+    "OLMo 2": lambda folder: olmo(folder, "olmo2"),
+    "OLMo Hybrid": lambda folder: olmo(folder, "olmo_hybrid"),
+    "SmolLM 2, tokens with lstrip by tokenizer_config.json": lambda folder: by_decoder(smollm_2(folder), lstrip=True),
+    "SmolLM 2, tokens with rstrip by tokenizer_config.json": lambda folder: by_decoder(smollm_2(folder), rstrip=True),
+    "Phi-3, tokens without rstrip by tokenizer_config.json": lambda folder: by_decoder(phi_3(folder), rstrip=False),
+    "Phi-4, tokens that are single words": lambda folder: by_decoder(phi_4(folder), single_word=True),
+    "Phi-4, normalized tokens": lambda folder: by_decoder(phi_4(folder), normalized=True),
+    "GPT-NeoX, a token first": lambda folder: write(
+        folder, "bytes", [added("<|endoftext|>"), added("<|padding|>")],
+        OPENAI | {"tokenizer_class": "GPTNeoXTokenizer"}, "gpt_neox",
+        split=pre_tokenizers.ByteLevel(add_prefix_space=False), begin="<|endoftext|>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_settings_beside_a_tokenizer_give_the_ids_of_transformers(name, tmp_path):
+    path = KINDS[name](tmp_path)
+    assert_alike(*both(path), path, count=100)
+
+
+@pytest.mark.parametrize("name", ["LLaMA 2, legacy", "SmolLM 2, tokens with lstrip by tokenizer_config.json"])
+def test_tokenizer_json_alone_gives_other_ids(name, tmp_path):
+    """So the comparisons above can fail."""
+    path = KINDS[name](tmp_path)
+    ours, alone = load_tokenizer(path), Tokenizer.from_file(str(path))
+    made = texts(path)
+    assert any(ours.tokenize_special(text)[0] != alone.encode(text, add_special_tokens=False).ids for text in made)
+
+
+def test_the_tables_of_classes_are_those_of_transformers():
+    from transformers.models.auto import tokenization_auto as auto
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    names = {kind: name.removesuffix("Fast") for kind, name in auto.TOKENIZER_MAPPING_NAMES.items() if name}
+    ours = {"TokenizersBackend", *BUILDERS}
+    # Without the package mistral-common, which has tokenizers of its own.
+    theirs = {kind: name.replace("MistralCommonBackend", "TokenizersBackend") for kind, name in names.items()}
+    assert {kind: name for kind, name in theirs.items() if name in ours} == REGISTERED
+    assert auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS == OVERRIDDEN
+
+    for name in set(theirs.values()) - ours:
+        kind = auto.tokenizer_class_from_name(name)
+        builds = not issubclass(kind, TokenizersBackend) or any(
+            "__init__" in part.__dict__ for part in kind.__mro__[: kind.__mro__.index(TokenizersBackend)]
+        )
+        assert (name in NOT_READ) == builds, name
+    assert not NOT_READ & ours

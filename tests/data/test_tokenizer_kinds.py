@@ -1,0 +1,223 @@
+"""Kinds of tokenizers that people have: each is right, told or refused, as the page says."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from data.chat.template import load_template
+from data.text.begins import check_begins
+from data.text.prepare import Request, prepare
+from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
+from tests.data import kinds
+from tests.data.chat.templates import TEMPLATES, TURNS
+from tests.data.families import FAMILIES, added, gpt_2, llama_2, llama_3, phi_3, qwen_2, qwen_3, smollm_2
+from tests.data.test_tokenizer_families import KINDS, assert_alike, both, by_decoder, changed, with_files, without
+from train.config.derive import beyond_vocabulary
+
+
+def alike(make):
+    """Right: ids are those of transformers."""
+
+    def run(folder):
+        path = make(folder)
+        assert_alike(*both(path), path, count=40)
+        return "right"
+
+    return run
+
+
+def refused(make, field, use=load_tokenizer):
+    """Refused: the message names the field."""
+
+    def run(folder):
+        with pytest.raises(DataError, match=field):
+            use(make(folder))
+        return "refused"
+
+    return run
+
+
+def chat_of(content, role="user", template=TEMPLATES["chatml"]):
+    """Tokenize a conversation whose turn has this content."""
+
+    def use(path):
+        changed(path, chat_template=template)
+        turns = [turn | {"content": content} if turn["role"] == role else turn for turn in TURNS[:2]]
+        return load_template(str(path)).tokenize(load_tokenizer(path), turns)
+
+    return use
+
+
+def told_of_more_entries(folder):
+    tokenizer = load_tokenizer(llama_2(folder, pad_token="[PAD]"))
+    assert beyond_vocabulary(tokenizer.vocab_size - 1, tokenizer.vocab_size).startswith("note: the tokenizer has")
+    assert "'[PAD]'" in tokenizer.missing(tokenizer.vocab_size - 1, tokenizer.vocab_size - 1)
+    return "told"
+
+
+def text_prepared(path, **settings):
+    source = path.with_name("texts.jsonl")
+    source.write_text('{"text": "one"}\n{"text": "two"}\n')
+    request = Request(inputs=(str(source),), tokenizer_model=str(path), vocab_size=None, **settings)
+    return str(path.with_name("d")), prepare(request, path.with_name("d"), progress=False)[0]
+
+
+def told_of_older_data(folder):
+    path = llama_3(folder)
+    prefix, _ = text_prepared(path, add_bos_token="never")
+    record = json.loads((folder / "d.json").read_text())
+    del record["prepared"]["begin"]
+    (folder / "d.json").write_text(json.dumps(record))
+    assert check_begins([prefix], load_tokenizer(path)).startswith("note: documents of")
+    return "told"
+
+
+def a_document_with(word, make):
+    """Right: the word in a document is ordinary text."""
+
+    def run(folder):
+        tokenizer = load_tokenizer(make(folder))
+        (token,) = tokenizer.tokenize_special(word)[0]
+        ids = tokenizer.document(f"a{word}b")
+        assert ids.count(token) == (token == tokenizer.eod)
+        assert tokenizer.detokenize(ids[len(tokenizer.before) : -1]) == f"a{word}b"
+        return "right"
+
+    return run
+
+
+def begun(make, begins, **settings):
+    """Right: documents begin with the begin token or not."""
+
+    def run(folder):
+        path = make(folder)
+        _, prepared = text_prepared(path, **settings)
+        assert prepared.begin == ([load_tokenizer(path).bos] if begins else [])
+        return "right"
+
+    return run
+
+
+def ends_once(folder):
+    path = gpt_2(folder)
+    backend = Tokenizer.from_file(str(path))
+    end = backend.token_to_id("<|endoftext|>")
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    backend.save(str(path))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.document("a") == [*tokenizer.tokenize("a"), end]
+    return "right"
+
+
+def learned_end(folder):
+    path = phi_3(folder)
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    ids, learned = chat_of("Hi", template=template)(path)
+    end = load_tokenizer(path).tokenize_special("<|end|>")[0][0]
+    assert ids[learned][-1] == end
+    return "right"
+
+
+def thinking(folder):
+    path = qwen_3(folder)
+    ids, _ = chat_of("<think>a</think>b", "assistant")(path)
+    assert load_tokenizer(path).tokenize_special("<think>")[0][0] in ids
+    return "right"
+
+
+def words(folder):
+    """A tokenizer.json of words, whose end token is one of them."""
+    model = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1, "</s>": 2}, "unk_token": "<unk>"}
+    path = folder / "tokenizer.json"
+    whole = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}
+    path.write_text(json.dumps(whole | {"added_tokens": [{"id": 2} | added("</s>")]}))
+    return path
+
+
+def plain_ends(folder):
+    """End tokens whose entries are not special."""
+    path = without(qwen_3(folder))
+    content = json.loads(path.read_text())
+    for entry in content["added_tokens"]:
+        entry["special"] = False
+    path.write_text(json.dumps(content))
+    return by_decoder(changed(path, additional_special_tokens=None), special=False)
+
+
+def lacking(make, *tokens):
+    return lambda folder: changed(without(make(folder), *tokens), added_tokens_decoder=None, eos_token="<|endoftext|>")
+
+
+TABLE = [
+    ("LLaMA 2's sentences: normalizer of tokenizer.json beside class LlamaTokenizer", alike(llama_2)),
+    ("`legacy` true or false", alike(KINDS["LLaMA 2, legacy"])),
+    ("`add_prefix_space` true or false", alike(KINDS["LLaMA 2, add_prefix_space false"])),
+    ("`add_bos_token` beside a tokenizer.json, which has the last word", alike(KINDS["LLaMA 2, add_bos_token false"])),
+    ("a class that builds itself, such as Qwen2Tokenizer", alike(qwen_2)),
+    ("a class that the model's type overrides", alike(KINDS["Qwen 2, of class PreTrainedTokenizerFast"])),
+    ("`added_tokens_decoder` with other flags than tokenizer.json",
+     alike(KINDS["SmolLM 2, tokens with lstrip by tokenizer_config.json"])),
+    ("tokens with `rstrip` or `lstrip`, in text", alike(FAMILIES["Phi-4"])),
+    ("tokens with `rstrip` around turns: masks", learned_end),
+    ("tokens with `single_word` or `normalized`", alike(KINDS["Phi-4, tokens that are single words"])),
+    ("special tokens named in special_tokens_map.json alone",
+     alike(KINDS["LLaMA 2, names in special_tokens_map.json alone"])),
+    ("tokens in added_tokens.json", alike(KINDS["GPT-2, tokens in added_tokens.json"])),
+    ("an end token that only tokenizer_config.json names", alike(KINDS["Qwen 3, end token in no tokenizer.json"])),
+    ("a pad token added to the vocabulary", alike(KINDS["LLaMA 2, a pad token added"])),
+    ("more entries than the model has", told_of_more_entries),
+    ("a tokenizer that puts a begin token first", begun(llama_3, True)),
+    ("a tokenizer that has a begin token and does not put it", begun(smollm_2, False)),
+    ("the same with `--add-bos-token always`", begun(smollm_2, True, add_bos_token="always")),
+    ("`--add-bos-token never`", begun(llama_3, False, add_bos_token="never")),
+    ("`--add-bos-token always` without a begin token",
+     refused(qwen_3, "add_bos_token is always", lambda path: text_prepared(path, add_bos_token="always"))),
+    ("documents prepared before they had begin tokens", told_of_older_data),
+    ("a tokenizer that puts an end token last: one end a document", ends_once),
+    ("a special token in a document", a_document_with("<|im_start|>", qwen_3)),
+    ("an end token whose entry has `special` false, in a document", a_document_with("<|im_end|>", plain_ends)),
+    ("the same in a turn", refused(plain_ends, "'<.im_end.>' in its content", chat_of("a<|im_end|>b"))),
+    ("a token that begins a turn, `special` false, in a turn",
+     refused(plain_ends, "'<.im_start.>' in its content", chat_of("a<|im_start|>b", "assistant"))),
+    ("an end of generation_config.json in a turn",
+     refused(lambda folder: with_files(qwen_3(folder), generation_config={"eos_token_id": [1205]}),
+             "'</tool_call>' in its content", chat_of("a</tool_call>b"))),
+    ("ordinary added words such as `<think>` in a turn", thinking),
+    ("a template whose turns end with no token of the tokenizer",
+     refused(lacking(qwen_3, "<|im_end|>"), "ends a turn with '<.im_end.>'", chat_of("Hi"))),
+    ("a document whose end token is an ordinary word too",
+     refused(words, "a text spells '</s>'", lambda path: load_tokenizer(path).tokenize("a </s>"))),
+    ("`auto_map`: a tokenizer in code of its own",
+     refused(lambda folder: gpt_2(folder, auto_map={"AutoTokenizer": [None, "code.Own"]}), "auto_map")),
+    ("`split_special_tokens`",
+     refused(lambda folder: gpt_2(folder, split_special_tokens=True), "split_special_tokens")),
+    ("`fix_mistral_regex`", refused(lambda folder: gpt_2(folder, fix_mistral_regex=True), "fix_mistral_regex")),
+    ("a class that is built in another way, such as T5Tokenizer",
+     refused(lambda folder: gpt_2(folder, tokenizer_class="T5Tokenizer"), "tokenizer_class T5Tokenizer")),
+    ("a tokenizer of words whose tokenizer_class is BPE",
+     refused(lambda folder: with_files(words(folder), tokenizer_config={"tokenizer_class": "LlamaTokenizer"}),
+             "tokenizer_class LlamaTokenizer")),
+    ("an `added_tokens_decoder` that is none",
+     refused(lambda folder: gpt_2(folder, added_tokens_decoder={"x": 1}), "added_tokens_decoder")),
+    ("a tokenizer without an end token",
+     refused(lambda folder: changed(without(gpt_2(folder, tokenizer_class="TokenizersBackend"), "<|endoftext|>"),
+                                    bos_token=None, eos_token=None, unk_token=None), "no end-of-text token")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, _ in TABLE])
+def test_a_kind_gives_what_the_page_says(name, tmp_path):
+    result = dict(TABLE)[name](tmp_path)
+    assert (name, result) in kinds.rows_of_page("Tokenizers")
+
+
+def test_the_page_lists_these_kinds():
+    results = dict(kinds.rows_of_page("Tokenizers"))
+    kinds.check_page("Tokenizers", [(name, results.get(name, "right")) for name, _ in TABLE])

@@ -121,8 +121,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.post_processor = ByteLevel(trim_offsets=False)  # a token's place includes its leading space
-        added = self._backend.get_added_tokens_decoder().values()
-        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        added = self._backend.get_added_tokens_decoder()
+        self.added = frozenset(added)
+        """Ids of the tokens that no text is merged into."""
+        names = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
         self.special: re.Pattern[str] = re.compile("|".join(map(re.escape, names)) or "(?!)")
         """Matches every special token's text."""
         # Added tokens may leave gaps, so the highest id can exceed the number of entries.

@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from data.chat.conversations import NAMED, train_chat_tokenizer
-from data.chat.convert import convert, with_turns_alone, write_packed
+from data.chat.convert import convert, with_conversation, write_packed
 from data.chat.template import load_template
 from data.text.corpus import Corpus, Rows, input_files, size_of, stdlib_files, stdlib_folder
 from data.text.indexed import LOSS_MASK, cannot_write, entropy, id_type, token_counts, write_index, writing
@@ -264,7 +264,7 @@ def _tokens(
     if request.chat is not None:
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
         template = load_template(tokenizer.path, request.chat.chat_template)
-        work, items = partial(convert, request.chat, template, tokenizer), map(with_turns_alone, items)
+        work, items = partial(convert, request.chat, template, tokenizer), map(partial(with_conversation, template.reads), items)
     busy = min(len(usable_cores()), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
     return in_order(work, batched(items), workers or busy)
 

@@ -155,7 +155,7 @@ BAD = {
     "no answer": (lines(said("Hi")), "no turn is the assistant's"),
     "image": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "turn 1 has a part that is not text"),
     "tools": ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}', "turn 1 has tool_calls"),
-    "weight": ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "turn 1 has weight 0"),
+    "weight": ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "every turn of the assistant is"),
     "surrogate": ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "turn 1 holds a lone surrogate"),
     "nested": (
         '{"messages": [{"role": ' + "[" * 900 + "]" * 900 + "}]}",

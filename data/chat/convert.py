@@ -18,7 +18,6 @@ from data.text.workers import Tokens, joined
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
-
 UNREAD, END, TURNS = "unread: ", "end: ", "turns"
 """Begin the names of counts: of a key that nothing reads, of a token that ends turns; and of learned turns."""
 

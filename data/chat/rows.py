@@ -28,10 +28,22 @@ _SYSTEM = ("system", "system_prompt", "system_message")
 _ROW = ("messages", "conversations", "tools", "functions", "chat_template_kwargs", *_SYSTEM)
 _TURN = ("role", "from", "content", "value", "tool_calls", "function_call", *THOUGHTS)
 _NOT_VARIABLES = frozenset(
-    """
-    messages conversation add_generation_prompt continue_final_message chat_template tokenize padding truncation
-    max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens
-    """.split()
+    [
+        "messages",
+        "conversation",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+    ]
 )
 """Arguments of transformers' apply_chat_template that are no variables of a template."""
 _NO_TEXT = re.compile("[\ud800-\udfff]")
@@ -86,9 +98,7 @@ def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: 
     if not isinstance(row, dict):
         row = {"messages": row}
     turns = _listed_turns(row)
-    unread = dict.fromkeys(
-        f"the row's {key}" for key, value in row.items() if _is_left(row, key, value, reads, turns)
-    )
+    unread = dict.fromkeys(f"the row's {key}" for key, value in row.items() if _is_left(row, key, value, reads, turns))
     read = []
     for number, turn in enumerate(turns, start=1):
         read.append(_turn(f"turn {number}", turn, reads))

@@ -10,12 +10,10 @@ A template is a program of other people: it is compiled and called within bounds
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +23,7 @@ from data.chat.conversations import NAMED
 from data.chat.keys import Reads
 from data.chat.prefixes import spans_by_prefixes
 from data.chat.rows import Conversation, Turn, said
+from data.chat.spans import Spans, between, spans_of_turns, tokens_of, turn_ends
 from data.chat.stand_ins import StandIns, check_written
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, special_tokens, tokenizer_config
 from runtime.bounds import UnboundedError, bounded
@@ -33,8 +32,6 @@ from runtime.errors import DataError
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-Spans = list[tuple[int, int]]
-"""Characters [begin, end) of a text."""
 MOST_CHARACTERS, MOST_SOURCE = 1 << 26, 1 << 21
 """Characters of a conversation in a template, and of a template."""
 _MARKS: ContextVar[tuple[str, str]] = ContextVar("marks", default=("", ""))
@@ -137,9 +134,9 @@ class ChatTemplate:
         across = None
         for turns in self._candidates(conversation, text, marks, owners):
             spans = [span for turn in turns for span in turn]
-            learned, cut = _tokens_of(offsets, spans, len(text))
+            learned, cut = tokens_of(offsets, spans, len(text))
             if not cut.any():
-                ends = _ends(tokenizer, ids, offsets, [turn[-1] for turn in turns], text)
+                ends = turn_ends(tokenizer, ids, offsets, [turn[-1] for turn in turns], text)
                 return Encoded(np.array(ids, dtype=np.int64), learned, ends, (*conversation.unread, *told))
             across = across or places[int(np.argmax(cut))]
         assert across is not None  # or the candidates would have raised
@@ -172,7 +169,7 @@ class ChatTemplate:
         """
         stand_ins = StandIns(conversation, marks[2], marks[3])
         marked = self.render(stand_ins.turns, marks=(marks[0], marks[1]), variables=stand_ins.variables)
-        written, spans = _between(marked, marks)
+        written, spans = between(marked, marks)
         places = stand_ins.places(written)
         told = check_written(self.name, stand_ins, places, written, text)
         if not spans:
@@ -181,13 +178,16 @@ class ChatTemplate:
         owners: list[int | None] = [None] * len(spans)
         for number, spoken in enumerate(stand_ins.spoken):
             ours = spoken.turn is not None and conversation.turns[spoken.turn]["role"] == "assistant"
+            inside = []
             for place in places.get(number, ()):
                 span = int(np.searchsorted(begins, place, side="right")) - 1
-                inside = span >= 0 and place < spans[span][1]
-                if inside != ours:
-                    return None, told
-                if inside:
+                inside.append(span >= 0 and place < spans[span][1])
+                if inside[-1] and ours:
                     owners[span] = spoken.turn
+            # The name of a called function may stand before its result too.
+            holds = any if ours and spoken.kind == "tool_calls" else all
+            if inside and not (holds(inside) if ours else not any(inside)):
+                return None, told
         return owners, told
 
     def _candidates(
@@ -199,9 +199,9 @@ class ChatTemplate:
         """
         by_marks = None
         if owners is not None and "endgeneration" in self._source(conversation.variables.get("tools")):
-            marked, spans = _between(self._text(conversation.turns, conversation, marks=marks), marks)
+            marked, spans = between(self._text(conversation.turns, conversation, marks=marks), marks)
             if marked == text and spans:  # marks change nothing else
-                by_marks = _of_turns(spans, owners, conversation)
+                by_marks = spans_of_turns(spans, owners, conversation)
         if by_marks is not None:
             yield by_marks
         render = partial(self._prefix, conversation)
@@ -258,8 +258,14 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
             f"{tokenizer} has no chat template, neither in a {beside.name} nor in a tokenizer_config.json beside it; "
             f"give --chat-template FILE, or {' or '.join(NAMED)}"
         )
+    return recorded_template(tokenizer, name, source, tool_use)
+
+
+def recorded_template(tokenizer: str, name: str, source: str, tool_use: str | None = None) -> ChatTemplate:
+    """Return a template of this source, with the special tokens of a tokenizer. Raises DataError if it is none."""
     for text in filter(None, (source, tool_use)):
         _compiled(name, text)
+    config = tokenizer_config(tokenizer)
     none = {name: "" for name, value in config.items() if name.endswith("_token") and value is None}
     tokens = tuple((none | special_tokens(config)).items())
     return ChatTemplate(name=name, source=source, tokens=tokens, tool_use=tool_use)
@@ -289,7 +295,7 @@ def _reads(name: str, source: str) -> Reads:
 
 @cache
 def _environment() -> "Environment":
-    """Return what transformers compiles templates with (its chat_template_utils.py): a sandbox, loop controls, marks."""
+    """Return what transformers compiles templates with: a sandbox, loop controls, marks (chat_template_utils.py)."""
     from jinja2 import TemplateError, Undefined, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
@@ -345,53 +351,3 @@ def _compiled(name: str, source: str) -> "Template":
     except Exception as error:  # jinja2 computes constants, and Python compiles what it makes
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"the chat template {name} is none of jinja2 ({reason}); repair it") from error
-
-
-def _between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
-    """Return a text without its first two marks, and what is between them; None if they do not alternate."""
-    begin, end = marks[:2]
-    pieces = re.split(f"([{begin}{end}])", text)
-    at = list(accumulate(map(len, pieces[::2])))  # the characters before each mark
-    alternate = pieces[1::2] == [begin, end] * (len(pieces) // 4)
-    return "".join(pieces[::2]), list(zip(at[::2], at[1::2], strict=False)) if alternate else None
-
-
-def _tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens of ``offsets`` [T, 2] lie in the spans, and which lie there in part, bool [T] each."""
-    steps = np.zeros(length + 2, dtype=np.int64)
-    for begin, end in spans:
-        steps[begin] += 1
-        steps[end] -= 1
-    inside = np.concatenate(([0], np.cumsum(np.cumsum(steps) > 0)))  # [length + 3]: characters of spans before each
-    begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # empty ones as their first character
-    covered = inside[ends] - inside[begins]
-    return covered > 0, (covered > 0) & (covered < ends - begins)
-
-
-def _of_turns(spans: Spans, owners: Sequence[int | None], conversation: Conversation) -> list[Spans] | None:
-    """Return the marked spans of each learned turn; None if it cannot be told of which turn one is."""
-    learned = conversation.learned
-    every = all(learned[number] for number, turn in enumerate(conversation.turns) if turn["role"] == "assistant")
-    if len(spans) != len(owners) or (None in owners and not every):
-        return [[span] for span in spans] if every else None
-    turns: dict[int | None, Spans] = {}
-    owner = None
-    for span, turn in zip(spans, owners, strict=True):
-        owner = owner if turn is None else turn  # one that ends a turn, as around its last token, follows it
-        if owner is None or learned[owner]:
-            turns.setdefault(owner, []).append(span)
-    return list(turns.values())
-
-
-def _ends(
-    tokenizer: HuggingFaceTokenizer, ids: Sequence[int], offsets: np.ndarray, spans: Spans, text: str
-) -> list[int]:
-    """Return the added token that each span ends with, white space left out, if it ends with one."""
-    ends = []
-    for begin, end in spans:
-        token = int(np.searchsorted(offsets[:, 0], end)) - 1
-        while token >= 0 and offsets[token, 0] >= begin and not text[slice(*offsets[token])].strip():
-            token -= 1
-        if token >= 0 and offsets[token, 0] >= begin and ids[token] in tokenizer.added:
-            ends.append(ids[token])
-    return ends

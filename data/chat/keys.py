@@ -1,6 +1,6 @@
 """Keys that rows and turns of conversations have: which mean nothing, mark what is learned, or hold what is not text.
 
-A key that a template names is passed on to it. Of the others those that are known to say nothing of the conversation
+A key that a template names is passed on to it, and of those that it then reads nothing is said. Of the others those that are known to say nothing of the conversation
 are passed over, those that would be lost with harm are refused, and the rest is counted, so that a user is told.
 """
 
@@ -21,165 +21,22 @@ MARKS = (
 MASKED = "masked"
 """Key that says the opposite, as torchtune has it."""
 
-HARMLESS = frozenset(
-    [
-        "id",
-        "idx",
-        "index",
-        "uid",
-        "uuid",
-        "guid",
-        "hash",
-        "key",
-        "name_id",
-        "source",
-        "src",
-        "origin",
-        "dataset",
-        "data_source",
-        "dataset_name",
-        "subset",
-        "split",
-        "config",
-        "file",
-        "filename",
-        "path",
-        "url",
-        "link",
-        "license",
-        "licence",
-        "copyright",
-        "lang",
-        "language",
-        "languages",
-        "locale",
-        "country",
-        "state",
-        "region",
-        "category",
-        "categories",
-        "subcategory",
-        "tag",
-        "tags",
-        "topic",
-        "topics",
-        "subject",
-        "subjects",
-        "domain",
-        "domains",
-        "task",
-        "tasks",
-        "task_type",
-        "type",
-        "kind",
-        "field",
-        "format",
-        "difficulty",
-        "level",
-        "quality",
-        "score",
-        "scores",
-        "rating",
-        "ratings",
-        "rank",
-        "votes",
-        "upvotes",
-        "downvotes",
-        "likes",
-        "reward",
-        "rewards",
-        "confidence",
-        "metric",
-        "metrics",
-        "model",
-        "model_name",
-        "models",
-        "generator",
-        "engine",
-        "provider",
-        "author",
-        "authors",
-        "annotator",
-        "annotators",
-        "user_name",
-        "username",
-        "created",
-        "created_at",
-        "create_time",
-        "updated",
-        "updated_at",
-        "update_time",
-        "timestamp",
-        "time",
-        "date",
-        "year",
-        "version",
-        "metadata",
-        "meta",
-        "meta_data",
-        "extra_info",
-        "info",
-        "stats",
-        "statistics",
-        "turn",
-        "num_turns",
-        "n_turns",
-        "turn_count",
-        "token_count",
-        "num_tokens",
-        "n_tokens",
-        "tokens_count",
-        "length",
-        "len",
-        "word_count",
-        "char_count",
-        "num_chars",
-        "usage",
-        "finish_reason",
-        "stop_reason",
-        "logprobs",
-        "latency",
-        "duration",
-        "toxic",
-        "toxicity",
-        "redacted",
-        "openai_moderation",
-        "detoxify_moderation",
-        "moderation",
-        "header",
-        "headers",
-        "hashed_ip",
-        "is_safe",
-        "safe",
-        "safety",
-        "verified",
-        "is_verified",
-        "correct",
-        "is_correct",
-        "passed",
-        "deleted",
-        "synthetic",
-        "review_state",
-        "review_count",
-        "emojis",
-        "embedding",
-        "embeddings",
-        "cluster",
-        "cluster_id",
-        "seed",
-        "temperature",
-        "top_p",
-        "max_tokens",
-        "cache_control",
-        "comment",
-        "comments",
-        "note",
-        "notes",
-        "title",
-        "description_id",
-        "__index_level_0__",
-    ]
-)
+_HARMLESS_WORDS = """
+    id idx index uid uuid guid hash key name_id source src origin dataset data_source dataset_name subset split
+    config file filename path url link license licence copyright lang language languages locale country state
+    region category categories subcategory tag tags topic topics subject subjects domain domains task tasks
+    task_type type kind field format difficulty level quality score scores rating ratings rank votes upvotes
+    downvotes likes reward rewards confidence metric metrics model model_name models generator engine provider
+    author authors annotator annotators user_name username created created_at create_time updated updated_at
+    update_time timestamp time date year version metadata meta meta_data extra_info info stats statistics turn
+    num_turns n_turns turn_count token_count num_tokens n_tokens tokens_count length len word_count char_count
+    num_chars usage finish_reason stop_reason logprobs latency duration toxic toxicity redacted
+    openai_moderation detoxify_moderation moderation header headers hashed_ip is_safe safe safety verified
+    is_verified correct is_correct passed synthetic review_state review_count emojis embedding
+    embeddings cluster cluster_id seed temperature top_p max_tokens cache_control comment comments note notes
+    title description_id __index_level_0__
+"""
+HARMLESS = frozenset(_HARMLESS_WORDS.split())
 """Keys of rows and turns that say nothing of what is spoken."""
 _HARMLESS_ENDS = re.compile(r".+_(?:id|ids|uuid|hash|score|scores|rating|time|timestamp|at|count|url|version|lang)")
 _LINKS = ("tool_call_id",)
@@ -188,23 +45,11 @@ _PICTURES = re.compile(
     r"(?:_.*|urls?|paths?|files?)?",
     re.I,
 )
-_PREFERENCES = frozenset(
-    [
-        "chosen",
-        "rejected",
-        "rejected_response",
-        "rejected_responses",
-        "rejected_messages",
-        "chosen_messages",
-        "chosen_response",
-        "rejected_conversations",
-        "kto_tag",
-        "preferred",
-        "dispreferred",
-        "preferred_output",
-        "non_preferred_output",
-    ]
-)
+_PREFERENCE_WORDS = """
+    chosen rejected rejected_response rejected_responses rejected_messages chosen_messages chosen_response
+    rejected_conversations kto_tag preferred dispreferred preferred_output non_preferred_output
+"""
+_PREFERENCES = frozenset(_PREFERENCE_WORDS.split())
 _MARK_LIKE = re.compile(r"(?:.*_)?(?:loss|mask|masks|weight|weights|train|training|trainable|trained|learn)(?:_.*)?")
 _THOUGHT_LIKE = re.compile(
     r"(?:.*_)?(?:think|thinking|thought|thoughts|reason|reasons|reasoning|cot|chain_of_thought|rationale|analysis|"
@@ -220,10 +65,14 @@ class Reads:
     variables: frozenset[str] = frozenset()
     """Variables that it takes from outside, such as documents."""
     names: frozenset[str] = frozenset()
-    """Attributes, and texts, one of which may be the key of a turn."""
+    """Attributes, and texts: all that may be keys of a turn. Which it reads is seen as it is called."""
+    texts: frozenset[str] = frozenset()
+    """Texts, one of which may be a role."""
 
     def __or__(self, other: "Reads") -> "Reads":
-        return Reads(variables=self.variables | other.variables, names=self.names | other.names)
+        return Reads(
+            variables=self.variables | other.variables, names=self.names | other.names, texts=self.texts | other.texts
+        )
 
     @property
     def parts(self) -> bool:
@@ -248,8 +97,7 @@ def is_unread(where: str, key: str, value: Any) -> bool:
     """
     if says_nothing(value):
         return False
-    if value and _PICTURES.fullmatch(key):  # a number of 0 pictures is no harm
-        raise DataError(f"{where} has {key}, and pictures, sound and video are not read; leave the conversation out")
+    refuse_pictures(where, key, value)
     if key in _PREFERENCES or (key == "label" and isinstance(value, bool)):
         raise DataError(
             f"{where} has {key}, which is of preferences, and training here is on one answer; write the wanted one as "
@@ -273,6 +121,12 @@ def is_unread(where: str, key: str, value: Any) -> bool:
             "template that writes it, or leave it or the conversation out"
         )
     return key in _LINKS or not _HARMLESS_ENDS.fullmatch(key)
+
+
+def refuse_pictures(where: str, key: str, value: Any) -> None:
+    """Raise DataError for a key of pictures, sound or video that holds some."""
+    if value and _PICTURES.fullmatch(key):  # a number of 0 pictures is no harm
+        raise DataError(f"{where} has {key}, and pictures, sound and video are not read; leave the conversation out")
 
 
 def mark_of(where: str, contents: Mapping[str, Any]) -> bool | None:

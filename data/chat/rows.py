@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.chat.calls import calls_of, spoken_calls, tools_of
-from data.chat.keys import MARKS, MASKED, THOUGHTS, Reads, is_unread, mark_of, says_nothing
+from data.chat.keys import MARKS, MASKED, THOUGHTS, Reads, is_unread, mark_of, refuse_pictures, says_nothing
 from runtime.errors import DataError
 
 Turn = dict[str, Any]
@@ -27,24 +27,11 @@ _CALLS = ("function_call", "tool_call")
 _SYSTEM = ("system", "system_prompt", "system_message")
 _ROW = ("messages", "conversations", "tools", "functions", "chat_template_kwargs", *_SYSTEM)
 _TURN = ("role", "from", "content", "value", "tool_calls", "function_call", *THOUGHTS)
-_NOT_VARIABLES = frozenset(
-    [
-        "messages",
-        "conversation",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "sanitize_control_tokens",
-    ]
-)
+_ARGUMENTS = """
+    messages conversation add_generation_prompt continue_final_message chat_template tokenize padding truncation
+    max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens
+"""
+_NOT_VARIABLES = frozenset(_ARGUMENTS.split())
 """Arguments of transformers' apply_chat_template that are no variables of a template."""
 _NO_TEXT = re.compile("[\ud800-\udfff]")
 _DEEPEST = 64
@@ -83,7 +70,7 @@ def turns_of(row: Any) -> list[Turn]:
 
 
 def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: B008, it is frozen
-    """Return the conversation of a row: ShareGPT's `conversations` of from and value, or `messages` of role and content.
+    """Return the conversation of a row: ShareGPT's `conversations` of from and value, or OpenAI's `messages`.
 
     A row is an object, a list of turns, or the DataError of a broken line.
 
@@ -98,7 +85,8 @@ def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: 
     if not isinstance(row, dict):
         row = {"messages": row}
     turns = _listed_turns(row)
-    unread = dict.fromkeys(f"the row's {key}" for key, value in row.items() if _is_left(row, key, value, reads, turns))
+    left = [key for key, value in row.items() if _is_left(row, key, value, reads, turns)]
+    unread = dict.fromkeys(f"the row's {key}" for key in left)
     read = []
     for number, turn in enumerate(turns, start=1):
         read.append(_turn(f"turn {number}", turn, reads))
@@ -149,6 +137,7 @@ def _without_turns(row: Mapping[str, Any]) -> str:
 
 def _is_left(row: Mapping[str, Any], key: str, value: Any, reads: Reads, turns: Sequence[Any]) -> bool:
     """Return whether a key of a row is one to tell of. Raises DataError if it must not be left."""
+    refuse_pictures("it", key, value)
     if key in _ROW and (key not in ("tools", "functions") or "tools" in reads.variables):
         return False
     if key in (*MARKS, MASKED) or (key in reads.variables and key not in _NOT_VARIABLES):
@@ -223,6 +212,7 @@ def _turn(where: str, turn: Any, reads: Reads) -> _Read:
     for key, value in turn.items():
         if key in (*_TURN, *MARKS, MASKED) or value is None:
             continue
+        refuse_pictures(where, key, value)
         if key in reads.names:
             read[key] = value
         elif is_unread(where, key, value):
@@ -240,10 +230,10 @@ def _either(where: str, turn: Mapping[str, Any], name: str, other: str) -> Any:
 
 def _role(where: str, role: Any, reads: Reads) -> str:
     """Return the role by the name that the template knows. Raises DataError."""
-    if not isinstance(role, str) or (role not in ROLES and role not in reads.names):
+    if not isinstance(role, str) or (role not in ROLES and role not in reads.texts):
         raise DataError(f"{where} has the role {role!r:.40}; it must be one of {', '.join(ROLES)}")
     name = ROLES.get(role, role)
-    if name == "tool" and role in reads.names and "tool" not in reads.names:
+    if name == "tool" and role in reads.texts and "tool" not in reads.texts:
         return role  # as of templates that know an observation, or ipython
     return name
 

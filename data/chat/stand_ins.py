@@ -10,9 +10,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.chat.keys import THOUGHTS
+from data.chat.keys import THOUGHTS, is_unread
 from data.chat.rows import Conversation, Turn
 from runtime.errors import DataError
+
+
+class Watched(dict[str, Any]):
+    """A turn that notes which of its keys are read."""
+
+    def __init__(self, turn: Turn) -> None:
+        """Take the keys of a turn."""
+        super().__init__(turn)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or the default."""
+        self.read.add(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        """Return all keys with their values."""
+        self.read.update(self)
+        return super().items()
+
+    def values(self) -> Any:
+        """Return all values."""
+        self.read.update(self)
+        return super().values()
 
 
 @dataclass(frozen=True)
@@ -36,7 +64,7 @@ class StandIns:
         """Put numbers between ``begin`` and ``end`` in the place of the texts."""
         self._begin, self._end = begin, end
         self.spoken: list[Spoken] = []
-        self.turns: list[Turn] = [self._turn(number, turn) for number, turn in enumerate(conversation.turns)]
+        self.turns = [Watched(self._turn(number, turn)) for number, turn in enumerate(conversation.turns)]
         self.variables: dict[str, Any] = dict(conversation.variables)
         if tools := self.variables.get("tools"):
             self.variables["tools"] = [self._tool(tool) for tool in tools]
@@ -47,6 +75,16 @@ class StandIns:
         for match in re.finditer(f"{self._begin}(\\d+){self._end}", text):
             places.setdefault(int(match[1]), []).append(match.start())
         return places
+
+    def unread(self) -> list[str]:
+        """Return the keys of turns that a template was given and has not read, each once. DataError as `is_unread`."""
+        keys: dict[str, None] = {}
+        for number, turn in enumerate(self.turns, start=1):
+            for key, value in dict.items(turn):
+                given = key in ("role", "content", "tool_calls", *THOUGHTS) or key in turn.read
+                if not given and is_unread(f"turn {number}", key, value):
+                    keys[f"a turn's {key}"] = None
+        return list(keys)
 
     def _number(self, spoken: Spoken) -> str:
         self.spoken.append(spoken)
@@ -138,7 +176,7 @@ def check_written(
     for number, spoken in enumerate(stand_ins.spoken):
         where = "its tools"
         if spoken.turn is not None:
-            where = f"turn {spoken.turn + 1} ({turns[spoken.turn]['role']})"
+            where = f"turn {spoken.turn + 1} ({dict.get(turns[spoken.turn], 'role')})"
         what = where if spoken.kind in ("content", "tools") else f"the {spoken.kind} of {where}"
         if number not in places:
             if spoken.kind == "thought" and spoken.turn is not None and spoken.turn < asked:
@@ -149,4 +187,4 @@ def check_written(
             raise DataError(f"the chat template {name} changes {what}; use one that keeps it")
         if spoken.in_json and written[max(0, places[number][0] - 2) : places[number][0]] == '\\"':
             told["arguments of tool_calls that are the JSON of an object, which the template quotes as a text"] = None
-    return list(told)
+    return [*told, *stand_ins.unread()]

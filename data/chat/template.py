@@ -288,7 +288,8 @@ def _reads(name: str, source: str) -> Reads:
         tree = _environment().parse(source)
         texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
-        return Reads(variables=frozenset(meta.find_undeclared_variables(tree)), names=frozenset(texts | attributes))
+        variables = frozenset(meta.find_undeclared_variables(tree))
+        return Reads(variables=variables, names=frozenset(texts | attributes), texts=frozenset(texts))
 
     return bounded(f"the chat template {name}", names)
 

@@ -1,7 +1,8 @@
 """Keys that rows and turns of conversations have: which mean nothing, mark what is learned, or hold what is not text.
 
-A key that a template names is passed on to it, and of those that it then reads nothing is said. Of the others those that are known to say nothing of the conversation
-are passed over, those that would be lost with harm are refused, and the rest is counted, so that a user is told.
+A key that a template names is passed on to it, and one that it reads needs no word. Of the others those that are known
+to say nothing of the conversation are passed over, those that would be lost with harm are refused, and the rest is
+counted, so that a user is told.
 """
 
 import re

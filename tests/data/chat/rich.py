@@ -1,4 +1,4 @@
-"""A template that reads all that a conversation may have beside its text, and tokenizers for other people's templates."""
+"""A template that reads all that a conversation may have, and tokenizers for other people's templates."""
 
 import json
 import re
@@ -7,8 +7,9 @@ from pathlib import Path
 from tests.data.test_tokenizer import write_hugging_face
 
 RICH = """\
-{%- if tools %}{{ '<|im_start|>tools\\n' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}{{ '<|im_end|>\\n' }}{%- endif %}
-{%- if documents %}{%- for document in documents %}{{ document.title + ': ' + document.text + '\\n' }}{%- endfor %}{%- endif %}
+{%- if tools %}{{ '<|im_start|>tools\\n' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}
+{{- '<|im_end|>\\n' }}{%- endif %}
+{%- for document in documents or [] %}{{ document.title + ': ' + document.text + '\\n' }}{%- endfor %}
 {%- if enable_thinking is defined %}{{ 'thinking ' ~ enable_thinking ~ '\\n' }}{%- endif %}
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role }}{%- if m['name'] %}{{ ' ' + m['name'] }}{%- endif %}
@@ -22,7 +23,7 @@ RICH = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
 """ChatML with tools, documents, a variable, names, thoughts and calls."""
-SPECIAL = re.compile(r"<[|｜][^<>{}'\" ]*[|｜]>|<start_of_turn>|<end_of_turn>|\[/?[A-Z_]+\]")
+SPECIAL = re.compile(r"<[|\uff5c][^<>{}'\" ]*[|\uff5c]>|<start_of_turn>|<end_of_turn>|\[/?[A-Z_]+\]")
 
 
 def write_folder(folder, source, tool_use=None):

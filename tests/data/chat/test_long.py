@@ -64,8 +64,8 @@ def test_twice_the_turns_take_about_twice_the_text(make, tmp_path, monkeypatch):
     sizes = [written(template, tokenizer, make(turns), monkeypatch) for turns in (400, 800)]
     lengths = [len(template.render(make(turns).turns)) for turns in (400, 800)]
     assert sizes[1] / sizes[0] < 1.15 * lengths[1] / lengths[0]
-    monkeypatch.setattr(prefixes, "ALL_COMPARED", 10**9)  # every prefix: four times as much
-    assert written(template, tokenizer, make(400), monkeypatch) > 5 * sizes[0]
+    monkeypatch.setattr(prefixes, "ALL_COMPARED", 10**9)  # every prefix
+    assert written(template, tokenizer, make(400), monkeypatch) > 3 * sizes[0]
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -70,9 +70,9 @@ def main(argv: list[str]) -> None:
     run = open_run(args.load, args.ckpt_step)
     tokenizer = run.tokenizer
     stop = list(dict.fromkeys([*run.ends, *(_token(tokenizer, text) for text in args.stop)]))
-    chat = _chat_prompts(run, args) if args.chat else None
+    ask = _chat_prompts(run, args) if args.chat else None
     texts = [] if talks_on else _prompts(args)
-    prompts = [] if talks_on else [_begun(run, text) if chat is None else chat(text) for text in texts]
+    prompts = [] if talks_on else [_begun(run, text) if ask is None else ask(text) for text in texts]
     with opened(args.load, args.ckpt_step, choose=method_to_read, **mesh_of(args)) as writer:
         if talks_on:
             _talk(writer, run, args, stop, draw)

@@ -17,7 +17,7 @@ from model.lora import is_adapter
 from model.registry import architecture_of
 from parallel.data import copy_whole
 from runtime.errors import printable
-from runtime.together import is_first, raise_together
+from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
 from train.config.flags import spelled
 from train.optim import Ema, OptimizerConfig, Schedule, schedule_of
@@ -51,7 +51,7 @@ class Start(Generic[C_co]):
     averaged: float | None = None
     """The decay of the averages in the checkpoint; None if it has none."""
     recorded: Mapping[str, Any] = field(default_factory=dict)
-    """What the records beside the training files say, ``config.recorded()``."""
+    """Records beside the training files, ``config.recorded()``."""
 
     def load(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ema: Ema | None = None) -> None:
         """Load what ``path`` has, and print the run's state and changed settings; collective.
@@ -103,7 +103,7 @@ def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]
     if path is None or config.checkpoint.finetune:
         notes += [] if path is None else [f"weights from {path}; all else begins afresh"]
         notes += shortened(config.optimizer, config.train.train_iters)
-        return Start(config, architecture, contents, Progress(), path, notes, recorded=config.recorded())
+        return Start(config, architecture, contents, Progress(), path, notes, recorded=from_first(config.recorded))
     manifest = read_manifest(path)
     _check_adapters(path, manifest.architecture, architecture, begin=False)
     progress = progress_of(path, manifest.extra)
@@ -121,7 +121,7 @@ def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]
     notes += [] if scheduled is None else [scheduled]
     notes += [f"note: {line}" for line in changed.values()]
     averaged, config = manifest.extra.get(AVERAGED), replace(config, optimizer=optimizer)
-    return Start(config, architecture, contents, progress, path, notes, averaged, config.recorded())
+    return Start(config, architecture, contents, progress, path, notes, averaged, from_first(config.recorded))
 
 
 def _without_checkpoint(config: CommonConfig, architecture: dict[str, Any]) -> str:

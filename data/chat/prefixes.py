@@ -17,7 +17,7 @@ from runtime.errors import DataError
 Render = Callable[[Sequence[Turn], bool], str]
 """Turns, and whether the generation prompt follows -> their text."""
 Bounds = tuple[int, int]
-"""Where the text before a turn ends, and where the one through it does."""
+"""Ends of the text before a turn, and of the text through it."""
 ALL_COMPARED = 32
 """Turns up to which each prefix is compared."""
 _SHARES = 8

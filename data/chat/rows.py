@@ -86,12 +86,13 @@ def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: 
         row = {"messages": row}
     turns = _listed_turns(row)
     left = [key for key, value in row.items() if _is_left(row, key, value, reads, turns)]
-    unread = dict.fromkeys(f"the row's {key}" for key in left)
+    variables, unnamed = _variables(row, reads)
+    unread = dict.fromkeys(f"the row's {key}" for key in (*left, *unnamed))
     read = []
     for number, turn in enumerate(turns, start=1):
         read.append(_turn(f"turn {number}", turn, reads))
         unread |= dict.fromkeys(f"a turn's {key}" for key in read[-1].unread)
-    turns, variables = [one.turn for one in read], _variables(row, reads)
+    turns = [one.turn for one in read]
     _check_values(turns, variables)
     learned = _learned(mark_of("it", row), read)
     return Conversation(turns=turns, learned=learned, variables=variables, unread=list(unread))
@@ -150,8 +151,11 @@ def _is_left(row: Mapping[str, Any], key: str, value: Any, reads: Reads, turns: 
     return is_unread("it", key, value)
 
 
-def _variables(row: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
-    """Return what a template is given beside the turns, as transformers and TRL give it. Raises DataError."""
+def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], list[str]]:
+    """Return what a template is given beside the turns, as transformers and TRL give it, and what it does not name.
+
+    Raises DataError: a variable of another type, one that is given twice, or one that would be lost with harm.
+    """
     given = row.get("chat_template_kwargs")
     if isinstance(given, str) and given.strip():
         try:
@@ -161,6 +165,7 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
     if not says_nothing(given) and not isinstance(given, dict):
         raise DataError(f"it has chat_template_kwargs {given!r:.40}; they must be an object of variables")
     variables: dict[str, Any] = {}
+    unnamed: list[str] = []
     for name, value in row.items():
         if name in reads.variables and name not in (*_ROW, *_NOT_VARIABLES) and value is not None:
             variables[name] = value
@@ -171,13 +176,16 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
             raise DataError(f"it has chat_template_kwargs with {name}, which is no variable of a template; remove it")
         if name in variables and variables[name] != value:
             raise DataError(f"it has {name} and another one in chat_template_kwargs; leave one out")
+        if name not in reads.variables and not says_nothing(value):
+            is_unread("its chat_template_kwargs", name, value)  # which refuses tools and documents
+            unnamed.append(f"chat_template_kwargs {name}")
         variables[name] = tools_of({"tools": value}) if name == "tools" else value
     documents = variables.get("documents")
     if documents is not None and not (
         isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
     ):
         raise DataError(f"it has documents {documents!r:.40}; they must be a list of objects")
-    return variables
+    return variables, unnamed
 
 
 @dataclass(frozen=True, kw_only=True)

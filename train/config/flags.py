@@ -302,7 +302,9 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    config = build(root, with_implied(root, {**(_kept(root, path, values) if path is not None else {}), **values}))
+    beneath = {} if path is None else with_implied(root, _kept(root, path, values))
+    # A file that a run or an import wrote names every field, so that a flag implies others against it.
+    config = build(root, beneath | with_implied(root, values))
     for entry in (entry for entry in taken if entry.fits):  # which hold for some values of a field only
         field = config_fields(root).get(entry.field)
         value = value_of(config, field.name) if field else None

@@ -173,6 +173,11 @@ TOLD = {
         {"messages": CHAT, "enable_thinking": True},
         "enable_thinking",
     ),
+    "chat_template_kwargs that the template does not name": (
+        CHATML,
+        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs enable_thinking",
+    ),
     "arguments as JSON that the template quotes once more": (
         RICH.replace("is string %}{{ call.function.arguments }}", "is string %}{{ call.function.arguments | tojson }}"),
         RIGHT["tool_calls with the JSON of arguments"][1][0],

@@ -145,8 +145,8 @@ def _is_left(row: Mapping[str, Any], key: str, value: Any, reads: Reads, turns: 
         return False
     if key == "tools" and isinstance(value, str) and value.strip() == "[]":
         return False
-    asked = (turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, dict))
-    if key == "prompt" and isinstance(value, str) and value in asked:
+    contents = (turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, dict))
+    if key == "prompt" and isinstance(value, str) and value in contents:
         return False  # the first question once more
     return is_unread("it", key, value)
 

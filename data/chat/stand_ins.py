@@ -171,7 +171,7 @@ def check_written(
         DataError: it drops or changes what a turn says.
     """
     turns, told = stand_ins.turns, dict[str, None]()
-    asked = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
+    question = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     whole = Written(text)
     for number, spoken in enumerate(stand_ins.spoken):
         where = "its tools"
@@ -179,7 +179,7 @@ def check_written(
             where = f"turn {spoken.turn + 1} ({dict.get(turns[spoken.turn], 'role')})"
         what = where if spoken.kind in ("content", "tools") else f"the {spoken.kind} of {where}"
         if number not in places:
-            if spoken.kind == "thought" and spoken.turn is not None and spoken.turn < asked:
+            if spoken.kind == "thought" and spoken.turn is not None and spoken.turn < question:
                 told["a turn's thought, which the template writes after the last question alone"] = None
                 continue
             raise DataError(f"the chat template {name} drops {what}; use one that keeps it")

@@ -40,7 +40,8 @@ class CheckpointConfig:
     non_persistent_local_ckpt_dir: str | None = None
     """Folder of each node, such as /dev/shm/longmesh, for the checkpoints of --non-persistent-save-interval."""
     load: str | None = None
-    """Folder to resume from: its newest whole checkpoint. With --finetune also hf:FOLDER, a Hugging Face model."""
+    """Folder to resume from: its newest whole checkpoint. With --finetune also hf:FOLDER, a Hugging Face model whose
+    shape the configuration has (--config)."""
     ckpt_step: int | None = None
     """Load exactly this iteration from --load, and fail if it is broken."""
     finetune: bool = False

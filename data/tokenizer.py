@@ -242,6 +242,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """Matches the text of every added token."""
         self._stripping = {number for number, token in added.items() if token.lstrip or token.rstrip}
         self._by_encoding = any(token.normalized or token.single_word for token in guarded)
+        self.added_ids = frozenset(added)
+        """Ids of the tokens that no text is merged into."""
         self._control_ids = {number for number, token in added.items() if token.content in control}
 
     def tokenize(self, text: str) -> list[int]:

@@ -21,6 +21,7 @@ from tests.packed import (
 )
 from tests.pretraining import carried_on, curve, on_rank
 from tests.test_packed import CP, rows_joined
+from train.config.flags import write_toml
 from train.config.language import parse_args, validate
 from train.watching.metrics import RunLog
 
@@ -97,7 +98,7 @@ def test_a_killed_run_goes_on_to_the_bit(flags, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--sft", r"sft is set, .*--reset-attention-mask and --reset-position-ids"),
+        ("--sft --no-reset-position-ids", r"sft is set, .*--reset-attention-mask and --reset-position-ids"),
         ("--sft --reset-position-ids --eod-mask-loss", "eod_mask_loss is set with sft"),
         ("--pack-documents --sft --reset-position-ids", "pack_documents is set with sft"),
         ("--blend-by-length 9:0.5 --sft --reset-position-ids", "blend_by_length is set with sft"),
@@ -108,3 +109,20 @@ def test_a_killed_run_goes_on_to_the_bit(flags, tmp_path):
 def test_what_packing_does_not_go_with(more, message):
     with pytest.raises(UserError, match=message):
         validate(parse_args(["--data-path", "x", "--reset-attention-mask", "--tokenizer-model", "x", *more.split()]), 1)
+
+
+def test_sft_sets_what_it_needs_against_a_file_but_not_against_a_flag(tmp_path):
+    """A run's or an import's file names every field."""
+    names = ("reset_attention_mask", "reset_position_ids")
+    plain = ["--data-path", "x", "--tokenizer-model", "x"]
+    file = tmp_path / "config.toml"
+    file.write_text(write_toml(parse_args(plain)))
+    for flags in ([*plain, "--sft"], ["--config", str(file), "--sft"]):
+        config = parse_args(flags)
+        assert [getattr(config.data, name) for name in names] == [True, True]
+        validate(config, 1)
+    file.write_text('[data]\ndata_path = ["x"]\ntokenizer_model = "x"\nsft = true\nreset_position_ids = false\n')
+    for flags in (["--config", str(file)], [*plain, "--sft", "--no-reset-attention-mask"]):
+        with pytest.raises(UserError, match="sft is set"):
+            validate(parse_args(flags), 1)
+    assert not parse_args(plain).data.reset_position_ids

@@ -20,10 +20,12 @@ from checkpoint.manifest import Manifest, checkpoint_folder, read_manifest
 from checkpoint.search import checkpoint_of, find_checkpoint
 from data.fingerprint import digest
 from data.text.config import DataConfig
+from data.text.record import CHAT
 from data.tokenizer import load_tokenizer
 from model.hf import config_to_hf
 from model.hf.adapter import read_adapter, write_adapter
 from model.hf.api import Read, open_hf, read_config, their_weights
+from model.hf.chat import EOS, carry_tokenizer, write_chat
 from model.hf.dit import load_dit, save_dit
 from model.hf.folder import CONFIG, TOKENIZERS, carry, new_folder, read_json, write_model
 from model.lora import merge
@@ -130,14 +132,43 @@ def export_model(
     theirs, read = their_weights(ours, read_cast, model)
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in theirs.values()})
     settings = config_to_hf(model, contents) | {"torch_dtype": dtypes[0]}
+    chat = extra.get(CHAT)
     with new_folder(target) as draft:
-        files = write_model(draft, theirs, settings, read, most_bytes)
         if came_with is not None:
             carry(came_with, draft)
         tokenizer = any((draft / name).exists() for name in TOKENIZERS)
+        if chat is not None:
+            longer += _write_chat(draft, chat, config, extra, settings)
+        files = write_model(draft, theirs, settings, read, most_bytes)
     kind, many = with_article(settings["model_type"]), f"{len(files)} file{'s' * (len(files) > 1)}"
     taken = f", with the {'tokenizer and ' * tokenizer}settings of {came_with}" if came_with is not None else ""
     return f"exported {folder} to {target}: {kind} of {', '.join(dtypes)} in {many}{taken}{longer}"
+
+
+def _write_chat(
+    draft: Path, chat: dict[str, Any], config: Config, extra: dict[str, Any], settings: dict[str, Any]
+) -> str:
+    """Write what a model of conversations needs beside its weights, and return a line's part that says so.
+
+    The tokenizer is the one of training, where the model came with another one or with none.
+    """
+    tokenizer, told = Path(str(config.data.tokenizer_model)), ""
+    if tokenizer.suffix == ".json" and tokenizer.is_file():
+        trained = extra.get("contents", {}).get("tokenizer_model")
+        there = draft / tokenizer.name
+        if trained == digest(tokenizer) and not (there.is_file() and digest(there) == trained):
+            carry_tokenizer(tokenizer.parent, draft)
+            told = f"; the tokenizer of {tokenizer.parent}"
+    ends = write_chat(draft, chat, settings)
+    if len(ends) > 0:
+        settings[EOS] = ends[0] if len(ends) == 1 else ends
+    if chat["chat_template"] is None:
+        told += "; without a chat template, since its conversations were prepared with several"
+    else:
+        told += "; the chat template of its conversations"
+    if not chat["ends"]:
+        return f"{told}, whose turns end with no token of their own, so that generation may not stop"
+    return f"{told}, whose turns end with {', '.join(map(str, chat['ends']))}"
 
 
 def _length_trained_on(run: Path, config: Config) -> int:

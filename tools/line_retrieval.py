@@ -119,14 +119,13 @@ def places(makers: "Sequence[Maker]", depths: Sequence[float], table: int | None
 
 def score_lines(args: argparse.Namespace) -> None:
     """Score a run and write what was found; collective. Raises UserError."""
-    from data.chat.template import load_template
     from data.tokenizer import HuggingFaceTokenizer
     from runtime.together import is_first
     from tools.common.answers import heat_map, score_run, write_scores
     from tools.common.lines import Maker, Task
 
     def asked(run: Run, lengths: Sequence[int]) -> "Iterator[Place]":
-        template = load_template(str(run.config.data.tokenizer_model), args.chat_template)
+        template = run.template(args.chat_template)
         assert isinstance(run.tokenizer, HuggingFaceTokenizer)  # or load_template would have refused it
         same: Any = {"purpose": "score", "seed": args.seed, "form": args.form, "vocabulary": args.vocabulary}
         makers = [Maker(Task(tokens=length, **same), template, run.tokenizer) for length in lengths]

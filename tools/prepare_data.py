@@ -98,8 +98,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     chat("--too-long", choices=policies, default="error", help="for more than N tokens (default: error)")
     refused = "list what cannot be used in PREFIX.refused.txt, and go on"
     chat("--skip-refused", action="store_true", help=refused)
+    strict = "refuse a conversation with a key that nothing reads, which is otherwise counted and said at the end"
+    chat("--strict", action="store_true", help=strict)
     args = parser.parse_args(argv)
-    of_chat = args.seq_length or args.chat_template or args.skip_refused or args.too_long != "error"
+    of_chat = args.seq_length or args.chat_template or args.skip_refused or args.strict or args.too_long != "error"
     one = "--json-keys names {} fields, and a prefix holds one corpus; prepare each on its own"
     named = f"--chat needs --tokenizer-model FILE, or to train one --chat-template NAME, one of {', '.join(NAMED)}"
     lacking = [name for name, given in {"--input": args.input, "--seq-length": args.seq_length}.items() if not given]
@@ -110,7 +112,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--whole and --plot go with --inspect N": (args.whole or args.plot) and not args.inspect,
         f"--chat needs {' and '.join(lacking)}": args.chat and lacking,
         named: args.chat and not args.tokenizer_model and args.chat_template not in NAMED,
-        "--seq-length, --chat-template, --too-long and --skip-refused go with --chat": of_chat and not args.chat,
+        "--seq-length, --chat-template, --too-long, --skip-refused and --strict go with --chat": (
+            of_chat and not args.chat
+        ),
         "--json-keys goes with --input: whose rows it is for": args.json_keys and not args.input,
         "--add-bos-token is for text; a chat template writes it itself": args.chat and args.add_bos_token != "auto",
         "--max-bytes and --json-keys are for text, not for --chat": args.chat and (args.max_bytes or args.json_keys),
@@ -125,7 +129,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from data.text.prepare import Request, prepare
     from data.text.record import tokenizer_of
 
-    names = ("seq_length", "chat_template", "too_long", "skip_refused")
+    names = ("seq_length", "chat_template", "too_long", "skip_refused", "strict")
     chat = Chat(**{name: getattr(args, name) for name in names}) if args.chat else None
     request = Request(
         inputs=tuple(args.input or ()),
@@ -155,6 +159,10 @@ def _prepare(args: argparse.Namespace) -> int:
         print(f"skipped {prepared.skipped_files} files that are not UTF-8")
     if prepared.conversations and prepared.conversations["refused"]:
         print(f"refused {prepared.conversations['refused']:,} conversations, listed in {prefix}.refused.txt")
+    for key, count in (prepared.unread or {}).items():
+        print(f"note: nothing reads {key}, in {count:,} conversations; --strict refuses them")
+    if args.chat and not prepared.turn_ends:
+        print("note: no token of its own ends the assistant's turns, so that generation may not stop after them")
     sft = f" --sft --reset-attention-mask --reset-position-ids --seq-length {args.seq_length}" if args.chat else ""
     tokenizer = tokenizer_of(request, prefix)
     print(f"train on it with --data-path {prefix} --tokenizer-model {tokenizer}{sft}")

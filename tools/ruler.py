@@ -148,13 +148,12 @@ def place_of(prompts: "Prompts", maker: "Maker") -> "Place":
 
 def score_tasks(args: argparse.Namespace, tasks: Sequence[str], sources: "Sources") -> None:
     """Score a run and write what was found; collective. Raises UserError."""
-    from data.chat.template import load_template
     from data.ruler.examples import Prompts, left_out, makers
     from runtime.together import is_first
     from tools.common.answers import heat_map, score_run, write_scores
 
     def places(run: Run, lengths: Sequence[int]) -> "Iterator[Place]":
-        template = load_template(str(run.config.data.tokenizer_model), args.chat_template) if args.chat else None
+        template = run.template(args.chat_template) if args.chat else None
         prompts = Prompts(run.tokenizer, template, run.begin(args.add_bos_token))
         makes = makers(tasks, lengths, args.seed, prompts, sources, samples=args.samples)
         _tell(left_out(makes))
@@ -210,7 +209,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         add = command.add_argument
         add("--tasks", nargs="+", metavar="TASK", help="default: all 13, those of questions with their files")
         add("--chat", action="store_true", help="prompts by the chat template; else as of a base model")
-        add("--chat-template", metavar="FILE", help="default: the tokenizer's")
+        add("--chat-template", metavar="FILE", help="default: that of the run's conversations, or the tokenizer's")
         add_begin(command, "prompts of a base model")
         add("--essays", type=Path, metavar="FILE", help="haystack (default: made sentences)")
         add("--qa-1", type=Path, metavar="FILE", help="SQuAD's JSON, or lines of question, answers, paragraphs")

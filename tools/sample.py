@@ -3,17 +3,21 @@
     python -m tools.sample --load runs/llama_tiny --prompt "def "
     torchrun --standalone --nproc-per-node 4 -m tools.sample --load runs/llama_512k \\
         --prompt-file book.txt --num-samples 1 --temperature 0
+    python -m tools.sample --load runs/chats --chat                    # asks for a line, answers, and so on
+    python -m tools.sample --load runs/chats --chat --prompt "2 + 2?"
 
 Processes share the prompts (context parallelism), unless flags let them share the matrices or the layers.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpoint.manifest import CheckpointError
+from data.chat.conversations import NAMED
+from data.chat.rows import Turn
 from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from model.generate import DivergedError, Draw
 from planner.choice import method_to_read
@@ -21,6 +25,7 @@ from runtime.errors import DataError
 from runtime.together import is_first
 from tools.common.arguments import at_least, parser_for, positive, refuse_folder
 from tools.common.runs import Run, add_begin, add_mesh, mesh_of, open_run
+from tools.common.talk import asked, talk
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import run_entry
@@ -31,11 +36,12 @@ def main(argv: list[str]) -> None:
     parser = parser_for("python -m tools.sample", __doc__)
     add, given = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
-    given("--prompt", default="", metavar="TEXT", help="what the text begins with; by default nothing")
+    begins = "what the text begins with, by default nothing; with --chat the question"
+    given("--prompt", metavar="TEXT", help=begins)
     given("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
     add("--by-line", action="store_true", help="take each line of the file for a prompt")
-    add("--num-samples", type=positive, default=2, metavar="N", help="texts of each prompt (2)")
-    add("--num-tokens", type=positive, default=160, metavar="N", help="tokens of each (160)")
+    add("--num-samples", type=positive, metavar="N", help="texts of each prompt (2, with --chat 1)")
+    add("--num-tokens", type=positive, metavar="N", help="most tokens of each (160, with --chat 1024)")
     temperature = "divides logits; 0: likeliest token (0.8)"
     add("--temperature", type=at_least(0.0), default=0.8, metavar="T", help=temperature)
     add("--top-k", type=positive, metavar="K", default=50, help="of the K likeliest tokens (50)")
@@ -43,28 +49,97 @@ def main(argv: list[str]) -> None:
     add("--stop", nargs="+", default=[], metavar="TOKEN", help="texts or numbers of tokens that end a text too")
     add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
     add_begin(parser, "the prompts")
+    chat = parser.add_argument_group("conversations").add_argument
+    talks = "ask by the chat template and print the answer; without a prompt, ask for one after the other"
+    chat("--chat", action="store_true", help=talks)
+    template = f"default: that of the run's conversations, else the tokenizer's; a file, or {', '.join(NAMED)}"
+    chat("--chat-template", metavar="FILE|NAME", help=template)
+    chat("--system", metavar="TEXT", help="what the system says before the first question")
     add_mesh(parser)
     args = parser.parse_args(argv)
+    if (args.chat_template or args.system) and not args.chat:
+        parser.error("--chat-template and --system go with --chat")
+    talks_on = args.chat and args.prompt is None and args.prompt_file is None
+    if talks_on and args.num_samples not in (None, 1):
+        parser.error("--num-samples goes with --prompt or --prompt-file; a conversation goes on with one answer")
+    args.num_samples = args.num_samples or (1 if args.chat else 2)
+    args.num_tokens = args.num_tokens or (1024 if args.chat else 160)
     if args.by_line and args.prompt_file is None:
         parser.error("--by-line takes the lines of --prompt-file; give one")
     draw = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     Draw(**draw)
     run = open_run(args.load, args.ckpt_step)
     tokenizer = run.tokenizer
-    texts, stop = _prompts(args), [tokenizer.eod, *(_token(tokenizer, text) for text in args.stop)]
+    stop = list(dict.fromkeys([*run.ends, *(_token(tokenizer, text) for text in args.stop)]))
+    ask = _chat_prompts(run, args) if args.chat else None
+    texts = [] if talks_on else _prompts(args)
+    prompts = [] if talks_on else [run.tokenizer.tokenize(text) if ask is None else ask(text) for text in texts]
     with opened(args.load, args.ckpt_step, choose=method_to_read, **mesh_of(args)) as writer:
-        _sample(writer, run, args, texts, stop, draw)
+        if talks_on:
+            _talk(writer, run, args, stop, draw)
+        else:
+            _sample(writer, run, args, texts, prompts, stop, draw)
+
+
+def _chat_prompts(run: Run, args: argparse.Namespace) -> Callable[[str], list[int]]:
+    """Return the way from a question to a prompt's tokens. Raises DataError: there is no template."""
+    template, tokenizer = run.template(args.chat_template), run.tokenizer
+    assert isinstance(tokenizer, HuggingFaceTokenizer)  # or there would be no template
+    return lambda text: asked(template, tokenizer, [*_system(args), {"role": "user", "content": text}])
+
+
+def _system(args: argparse.Namespace) -> list[Turn]:
+    return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def _talk(writer: Writer, run: Run, args: argparse.Namespace, stop: Sequence[int], draw: dict[str, Any]) -> None:
+    """Answer what is asked on the terminal; collective."""
+    template, tokenizer = run.template(args.chat_template), run.tokenizer
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+
+    def answer(prompt: list[int]) -> str:
+        (ids,) = _written(writer, [prompt], args, stop, draw)
+        return _continuation(tokenizer, prompt, ids).strip()
+
+    talk(template, tokenizer, _system(args), answer)
+
+
+def _written(
+    writer: Writer, prompts: Sequence[list[int]], args: argparse.Namespace, stop: Sequence[int], draw: dict[str, Any]
+) -> list[list[int]]:
+    """Return the new tokens of each prompt; collective. Raises CheckpointError for a model that overflows."""
+    try:
+        return writer.write(prompts, args.num_tokens, stop=stop, seed=args.seed, **draw)
+    except DivergedError as error:
+        raise CheckpointError(
+            f"{writer.folder} cannot be drawn from: {error}; its training diverged, so take an earlier one with "
+            "--ckpt-step, or train with a lower lr"
+        ) from error
+
+
+def _continuation(
+    tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer, prompt: Sequence[int], ids: Sequence[int]
+) -> str:
+    """Return the text of new tokens, which can depend on the piece before."""
+    known = [i for i in ids if i < tokenizer.vocab_size]  # padding of the vocabulary has no text
+    return tokenizer.detokenize([*prompt, *known])[len(tokenizer.detokenize(prompt)) :]
 
 
 def _sample(
-    writer: Writer, run: Run, args: argparse.Namespace, texts: Sequence[str], stop: Sequence[int], draw: dict[str, Any]
+    writer: Writer,
+    run: Run,
+    args: argparse.Namespace,
+    texts: Sequence[str],
+    begun: Sequence[list[int]],
+    stop: Sequence[int],
+    draw: dict[str, Any],
 ) -> None:
     """Write, and print on the first rank; collective."""
     tokenizer = run.tokenizer
-    begin = run.begin(args.add_bos_token)
-    # An empty prompt needs a token to begin with: the one that documents follow.
-    first = list(begin) if begin or all(texts) else [tokenizer.eod]
-    prompts = [[*first, *tokenizer.tokenize(text)] for text in texts for _ in range(args.num_samples)]
+    # The template writes its begin token itself. An empty prompt needs one: the end token that documents follow.
+    begin = () if args.chat else run.begin(args.add_bos_token)
+    first = list(begin) if begin or all(begun) else [tokenizer.eod]
+    prompts = [[*first, *prompt] for prompt in begun for _ in range(args.num_samples)]
     longest = max(map(len, prompts))
     if (lacking := tokenizer.missing(run.config.model.vocabulary, max(map(max, prompts)))) is not None:
         raise DataError(f"a prompt has a token that the model lacks: {lacking}")
@@ -72,30 +147,25 @@ def _sample(
     if is_first():
         named = f"prompt {texts[0]!r:.200}" if len(texts) == 1 else f"{len(texts)} prompts"
         print(f"{args.load}, iteration {writer.iteration}, {named}, {args.num_samples} x {args.num_tokens} tokens")
-        if run.trained_length is not None and longest + args.num_tokens > run.trained_length:
+        if run.trained_length is not None and longest + args.num_tokens > run.trained_length and not args.chat:
             note = f"prompt and tokens are more than the {run.trained_length} the model was trained on at a time"
             print(f"note: {note}", file=sys.stderr)
-    try:
-        written = writer.write(prompts, args.num_tokens, stop=stop, seed=args.seed, **draw)
-    except DivergedError as error:
-        raise CheckpointError(
-            f"{writer.folder} cannot be drawn from: {error}; its training diverged, so take an earlier one with "
-            "--ckpt-step, or train with a lower lr"
-        ) from error
+    written = _written(writer, prompts, args, stop, draw)
     for prompt, ids in zip(prompts, written, strict=True):
         if is_first():
-            ids = [i for i in ids if i < tokenizer.vocab_size]  # padding of the vocabulary has no text
-            # One call for both parts: a piece's text can depend on the piece before.
-            shown = prompt[len(first) :]
-            text = tokenizer.detokenize([*shown, *ids])
             print("-" * 80)
-            print(text if args.prompt_file is None else text[len(tokenizer.detokenize(shown)) :])
+            shown = prompt[len(first) :]
+            if args.chat or args.prompt_file is not None:
+                print(_continuation(tokenizer, shown, ids))
+            else:  # one call for both parts: a piece's text can depend on the piece before
+                in_vocabulary = [i for i in ids if i < tokenizer.vocab_size]
+                print(tokenizer.detokenize([*shown, *in_vocabulary]))
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the texts to continue."""
     if args.prompt_file is None:
-        return [args.prompt]
+        return [args.prompt or ""]
     refuse_folder("--prompt-file", args.prompt_file)
     try:
         text = args.prompt_file.read_text(encoding="utf-8")

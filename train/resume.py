@@ -1,7 +1,7 @@
 """A run's state in its checkpoints, and what a resumed run loads, keeps and changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +17,7 @@ from model.lora import is_adapter
 from model.registry import architecture_of
 from parallel.data import copy_whole
 from runtime.errors import printable
-from runtime.together import is_first, raise_together
+from runtime.together import from_first, is_first, raise_together
 from train.config.common import CommonConfig
 from train.config.flags import spelled
 from train.optim import Ema, OptimizerConfig, Schedule, schedule_of
@@ -50,6 +50,8 @@ class Start(Generic[C_co]):
     notes: Sequence[str] = ()
     averaged: float | None = None
     """The decay of the averages in the checkpoint; None if it has none."""
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    """Records beside the training files, ``config.recorded()``."""
 
     def load(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ema: Ema | None = None) -> None:
         """Load what ``path`` has, and print the run's state and changed settings; collective.
@@ -62,7 +64,13 @@ class Start(Generic[C_co]):
             with raise_together():
                 theirs, _, read = open_hf(self.path, passed.append)
                 fitting, changed = _refitted(self.path, there := architecture_of(theirs), self.architecture)
-                compare_architecture(self.path, there, fitting)
+                try:
+                    compare_architecture(self.path, there, fitting)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        f"{error}. hf:FOLDER is for models that have a configuration (--config, those under configs/); "
+                        f"python -m tools.convert_hf import {self.path} RUN writes one for any other"
+                    ) from error
                 for name, parameter in (named for part in parts for named in part.named_parameters()):
                     if not is_adapter(name):
                         copy_whole(parameter, read(name))  # every rank reads each weight whole, one by one
@@ -95,7 +103,7 @@ def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]
     if path is None or config.checkpoint.finetune:
         notes += [] if path is None else [f"weights from {path}; all else begins afresh"]
         notes += shortened(config.optimizer, config.train.train_iters)
-        return Start(config, architecture, contents, Progress(), path, notes)
+        return Start(config, architecture, contents, Progress(), path, notes, recorded=from_first(config.recorded))
     manifest = read_manifest(path)
     _check_adapters(path, manifest.architecture, architecture, begin=False)
     progress = progress_of(path, manifest.extra)
@@ -113,7 +121,7 @@ def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]
     notes += [] if scheduled is None else [scheduled]
     notes += [f"note: {line}" for line in changed.values()]
     averaged, config = manifest.extra.get(AVERAGED), replace(config, optimizer=optimizer)
-    return Start(config, architecture, contents, progress, path, notes, averaged)
+    return Start(config, architecture, contents, progress, path, notes, averaged, from_first(config.recorded))
 
 
 def _without_checkpoint(config: CommonConfig, architecture: dict[str, Any]) -> str:

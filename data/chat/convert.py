@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from data.chat.conversations import turns_of
+from data.chat.keys import Reads
+from data.chat.rows import Conversation, conversation_of
 from data.chat.template import ChatTemplate, UnboundedError
 from data.text.corpus import Row
 from data.text.indexed import write_index
@@ -16,6 +17,9 @@ from data.text.packing import best_fit_decreasing, by_bin
 from data.text.workers import Tokens, joined
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
+
+UNREAD, END, TURNS = "unread: ", "end: ", "turns"
+"""Begin the names of counts: of a key that nothing reads, of a token that ends turns; and of learned turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,23 +34,34 @@ class Chat:
     """Treatment of a conversation of more than S tokens."""
     skip_refused: bool = False
     """List what cannot be used and go on, instead of stopping."""
+    strict: bool = False
+    """Refuse a conversation with a key that nothing reads, instead of counting it."""
 
     def __post_init__(self) -> None:
         if self.seq_length < 2:
             raise DataError(f"seq_length is {self.seq_length}; a sequence that teaches anything has 2 tokens or more")
 
 
-def with_turns_alone(row: Row) -> Row:
-    """Return a row's turns, or their error, in its place: nested values may be too deep for another process."""
+def with_conversation(reads: Reads, row: Row) -> Row:
+    """Return a row's conversation, or its error, in its place: nested values may be too deep for another process.
+
+    Args:
+        reads: the names that the template uses.
+    """
     where, content = row
     try:
-        return where, turns_of(content)
+        return where, conversation_of(content, reads)
     except DataError as error:
         return where, error
+    except RecursionError:
+        return where, DataError("is nested too deeply; repair it")
 
 
 def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer, batch: Sequence[Row]) -> Tokens:
     """Tokenize conversations, cut what is too long, and count what became of each.
+
+    The rows are those of `with_conversation`. Counts have the keys that nothing reads, after UNREAD, and the ids of the
+    tokens that end turns, after END.
 
     Raises DataError: a conversation that cannot be used, with file and line, unless these are skipped.
     """
@@ -55,22 +70,35 @@ def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer,
     counts = Counter(read=len(batch))
     for where, row in batch:
         try:
-            ids, learned = template.tokenize(tokenizer, turns_of(row))
-            found = _pieces(ids, learned, chat)
+            conversation = _usable(row)
+            encoded = template.encode(tokenizer, conversation)
+            if chat.strict and encoded.told:
+                raise DataError(f"has what nothing reads: {', '.join(encoded.told)}; remove it, or leave out --strict")
+            parts = _pieces(encoded.ids, encoded.learned, chat)
         except DataError as error:
             if not chat.skip_refused or isinstance(error, UnboundedError):
                 raise DataError(f"{where}: {error}") from error
             refused.append(f"{where}: {error}")
             continue
-        done = "kept" if len(ids) <= chat.seq_length else "split" if chat.too_long == "split" else "truncated"
-        with_loss = [(part, mask) for part, mask in found if mask.any()]
-        counts.update({done: 1, "left_out": len(found) - len(with_loss)})
+        counts.update(f"{UNREAD}{key}" for key in encoded.told)
+        counts.update(f"{END}{token}" for token in encoded.ends)
+        counts[TURNS] += sum(conversation.learned)
+        fits = len(encoded.ids) <= chat.seq_length
+        done = "kept" if fits else "split" if chat.too_long == "split" else "truncated"
+        with_loss = [(part, mask) for part, mask in parts if mask.any()]
+        counts.update({done: 1, "left_out": len(parts) - len(with_loss)})
         counts["learned"] += sum(int(mask.sum()) for _, mask in with_loss)
         pieces += with_loss
     counts["refused"] = len(refused)
     masks = np.concatenate([np.zeros(0, bool), *(mask for _, mask in pieces)])
     joined_ids, lengths = joined(tokenizer, [part for part, _ in pieces])
     return Tokens(ids=joined_ids, lengths=lengths, learned=masks.astype(np.uint8), counts=counts, refused=refused)
+
+
+def _usable(row: Conversation | DataError) -> Conversation:
+    if isinstance(row, DataError):
+        raise row
+    return row
 
 
 def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -6,10 +6,11 @@ they become tokens as in transformers.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from data.chat.rows import Conversation
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
@@ -21,22 +22,24 @@ _LIKE_A_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>|<(?:eos|end)[\w-]*>")
 """Text that a template can only mean as a token."""
 
 
-def refuse_spelled(render: Render, source: str, tokenizer: HuggingFaceTokenizer, turns: Sequence[Any]) -> None:
-    """Raise DataError if a turn spells a control token of the tokenizer or of the template.
+def refuse_spelled(render: Render, source: str, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> None:
+    """Raise DataError if a text of a conversation spells a control token of the tokenizer or of the template.
 
     Args:
         render: the template's.
         source: its text, by which the tokens that it writes are remembered.
     """
     structure = _structure(_Once(render), source, tokenizer)
-    for number, turn in enumerate(turns, start=1):
-        for where, text in _texts(turn):
+    parts: list[tuple[str, Any]] = [(f"turn {number}", turn) for number, turn in enumerate(conversation.turns, start=1)]
+    parts.append(("the conversation", conversation.variables))
+    for name, part in parts:
+        for where, text in _texts(part):
             spelled = tokenizer.spelled(text)
             if spelled is None and structure is not None and (match := structure.search(text)) is not None:
                 spelled = match[0]
             if spelled is not None:
                 raise DataError(
-                    f"turn {number} spells the special token {spelled!r} in its {where}, which would end it; spell it "
+                    f"{name} spells the special token {spelled!r} in its {where}, which would end a turn; spell it "
                     "another way"
                 )
 
@@ -94,6 +97,7 @@ def _texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
         yield where, value
     elif isinstance(value, Mapping):
         for name, part in value.items():
+            yield where or "keys", str(name)
             yield from _texts(part, f"{where}.{name}" if where else str(name))
     elif isinstance(value, list | tuple):
         for part in value:

@@ -10,32 +10,47 @@ A template is a program of other people: it is compiled and called within bounds
 """
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from data.chat.conversations import NAMED, Turn
+from data.chat.conversations import NAMED
+from data.chat.keys import Reads
+from data.chat.prefixes import spans_by_prefixes
+from data.chat.rows import Conversation, Turn, said
+from data.chat.spans import Spans, between, spans_of_turns, tokens_of, turn_ends
 from data.chat.spelling import refuse_spelled
+from data.chat.stand_ins import StandIns, check_written
 from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, special_tokens, tokenizer_config
 from runtime.bounds import UnboundedError, bounded
 from runtime.errors import DataError
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, Template
 
-Spans = list[tuple[int, int]]
-"""Characters [begin, end) of a text."""
 MOST_CHARACTERS, MOST_SOURCE = 1 << 26, 1 << 21
 """Characters of a conversation in a template, and of a template."""
 _MARKS: ContextVar[tuple[str, str]] = ContextVar("marks", default=("", ""))
 """Text around the assistant's words in the current rendering."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A conversation's T tokens."""
+
+    ids: np.ndarray
+    """int64 [T]."""
+    learned: np.ndarray
+    """Which of them are learned, bool [T]."""
+    ends: Sequence[int] = ()
+    """The added tokens that end the learned turns, one of each turn that has one."""
+    told: Sequence[str] = ()
+    """Parts of it that nothing reads, or that the template leaves out by its own rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +62,36 @@ class ChatTemplate:
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
     """Names and texts of special tokens, such as bos_token."""
+    tool_use: str | None = None
+    """The template of conversations that have tools, if that is another one."""
 
-    def render(self, turns: Sequence[Turn], prompt: bool = False, marks: tuple[str, str] = ("", "")) -> str:
+    @property
+    def reads(self) -> Reads:
+        """The names that it uses."""
+        reads = _reads(self.name, self.source)
+        return reads if self.tool_use is None else reads | _reads(self.name, self.tool_use)
+
+    def render(
+        self,
+        turns: Sequence[Turn],
+        prompt: bool = False,
+        marks: tuple[str, str] = ("", ""),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text of a conversation.
 
         Args:
             prompt: end with what precedes the assistant's answer.
             marks: written around what the template marks as the assistant's.
+            variables: those that it is given beside the turns, such as tools.
 
         Raises:
             DataError: the template is wrong, or fails on these turns.
             UnboundedError: it does not end, or its text is too long.
         """
-        template, name = _compiled(self.name, self.source), f"the chat template {self.name}"
-        work = partial(
-            template.render, messages=turns, tools=None, documents=None, add_generation_prompt=prompt,
-            **dict(self.tokens),
-        )  # fmt: skip
+        given = {"tools": None, "documents": None, **dict(self.tokens), **(variables or {})}
+        template, name = _compiled(self.name, self._source(given["tools"])), f"the chat template {self.name}"
+        work = partial(template.render, given, messages=turns, add_generation_prompt=prompt)
         before = _MARKS.set(marks)
         try:
             text = bounded(name, work)
@@ -78,74 +106,116 @@ class ChatTemplate:
             raise UnboundedError(f"{name} makes {len(text):,} characters, and {MOST_CHARACTERS:,} are the most")
         return text
 
-    def tokenize(self, tokenizer: HuggingFaceTokenizer, turns: Sequence[Turn]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a conversation, int64 [T], and which are learned, bool [T].
+    def tokenize(
+        self, tokenizer: HuggingFaceTokenizer, turns: Conversation | Sequence[Turn]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a conversation, int64 [T], and which are learned, bool [T]. DataError as of `encode`."""
+        encoded = self.encode(tokenizer, turns if isinstance(turns, Conversation) else said(turns))
+        return encoded.ids, encoded.learned
+
+    def encode(self, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> Encoded:
+        """Return the tokens of a conversation, and which of them are learned.
 
         Raises DataError: the template fails, drops or changes a turn, or does not say exactly what is the assistant's;
-        a turn spells a special token.
+        a text spells a special token.
         """
-        refuse_spelled(self.render, self.source, tokenizer, turns)
-        text = self.render(turns)
+        refuse_spelled(self.render, self.source, tokenizer, conversation)
+        text = self._text(conversation.turns, conversation)
         # Begin and end of what is generated, and of a turn's number.
         marks = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:4]
         if len(marks) < 4:
             raise DataError("spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
-        marked = None
-        if self._check(turns, text, marks) and "endgeneration" in self.source:
-            found, spans = _between(self.render(turns, marks=(marks[0], marks[1])), marks)
-            marked = spans if found == text else None  # marks change nothing else
+        owners, told = self._owners(conversation, text, marks)
         ids, places = tokenizer.tokenize_special(text)
         offsets = np.array(places, dtype=np.int64).reshape(-1, 2)
         across = None
-        for likely in self._spans(turns, text, marked):
-            learned, cut = _tokens_of(offsets, likely, len(text))
+        for turns in self._candidates(conversation, text, marks, owners):
+            spans = [span for turn in turns for span in turn]
+            learned, cut = tokens_of(offsets, spans, len(text))
             if not cut.any():
-                return np.array(ids, dtype=np.int64), learned
+                ends = turn_ends(tokenizer, ids, offsets, [turn[-1] for turn in turns], text)
+                return Encoded(np.array(ids, dtype=np.int64), learned, ends, (*conversation.unread, *told))
             across = across or places[int(np.argmax(cut))]
-        if across is not None:
-            raise DataError(
-                f"the token of {text[slice(*across)]!r} lies across the edge of an assistant's turn, so that it would "
-                "be learned in part; set turns apart in the template, as by a special token"
-            )
+        assert across is not None  # or the candidates would have raised
         raise DataError(
-            f"the chat template {self.name} does not say exactly which tokens are the assistant's: neither by "
-            "generation marks around its turns alone, nor by turns that only add text; put {% generation %} and "
-            "{% endgeneration %} around them"
+            f"the token of {text[slice(*across)]!r} lies across the edge of an assistant's turn, so that it would "
+            "be learned in part; set turns apart in the template, as by a special token"
         )
 
-    def _check(self, turns: Sequence[Turn], text: str, marks: Sequence[str]) -> bool:
-        """Raise DataError if a turn is dropped or changed; return whether the marks are around the assistant's alone.
+    def _source(self, tools: Any) -> str:
+        return self.source if tools is None or self.tool_use is None else self.tool_use
 
-        Numbers between marks stand in for the turns' contents, so that a short one is not found by chance.
+    def _text(
+        self,
+        turns: Sequence[Turn],
+        conversation: Conversation,
+        prompt: bool = False,
+        marks: Sequence[str] = ("", ""),
+    ) -> str:
+        """Return the text of turns with what the template is given beside those of a conversation."""
+        return self.render(turns, prompt, (marks[0], marks[1]), conversation.variables)
+
+    def _owners(
+        self, conversation: Conversation, text: str, marks: Sequence[str]
+    ) -> tuple[list[int | None] | None, list[str]]:
+        """Return the turn of each text between generation marks, and what a user is to be told of.
+
+        None for a text that says nothing of any turn; None for all if the marks are not around the assistant's alone.
+
+        Raises DataError: a turn is dropped or changed.
         """
-        begin, end, name, named = marks
-        numbered = [turn | {"content": f"{name}{n}{named}"} for n, turn in enumerate(turns)]
-        found, spans = _between(self.render(numbered, marks=(begin, end)), marks)
-        hold = bool(spans)
-        for number, turn in enumerate(turns):
-            places = [place.start() for place in re.finditer(f"{name}{number}{named}", found)]
-            if not places or turn["content"].strip() not in text:
-                done = "changes" if places else "drops"
-                raise DataError(
-                    f"the chat template {self.name} {done} turn {number + 1} ({turn['role']}); use one that keeps it"
-                )
-            for place in places:
-                inside = any(begins <= place < ends for begins, ends in spans or ())
-                hold = hold and inside == (turn["role"] == "assistant")
-        return hold
+        stand_ins = StandIns(conversation, marks[2], marks[3])
+        marked = self.render(stand_ins.turns, marks=(marks[0], marks[1]), variables=stand_ins.variables)
+        written, spans = between(marked, marks)
+        places = stand_ins.places(written)
+        told = check_written(self.name, stand_ins, places, written, text)
+        if not spans:
+            return None, told
+        begins = np.array([begin for begin, _ in spans])
+        owners: list[int | None] = [None] * len(spans)
+        for number, spoken in enumerate(stand_ins.spoken):
+            ours = spoken.turn is not None and conversation.turns[spoken.turn]["role"] == "assistant"
+            inside = []
+            for place in places.get(number, ()):
+                span = int(np.searchsorted(begins, place, side="right")) - 1
+                inside.append(span >= 0 and place < spans[span][1])
+                if inside[-1] and ours:
+                    owners[span] = spoken.turn
+            # The name of a called function may stand before its result too.
+            holds = any if ours and spoken.kind == "tool_calls" else all
+            if inside and not (holds(inside) if ours else not any(inside)):
+                return None, told
+        return owners, told
 
-    def _spans(self, turns: Sequence[Turn], text: str, marks: Spans | None) -> Iterator[Spans]:
-        """Yield what is the assistant's: by the marks, and then by prefixes of the text, where these hold."""
-        if marks is not None:
-            yield marks
-        spans: Spans = []
-        for number, turn in enumerate(turns):
-            if turn["role"] == "assistant":
-                before, through = self.render(turns[:number], True), self.render(turns[: number + 1])
-                if not text.startswith(through) or not through.startswith(before):
-                    return
-                spans.append((len(before), len(through.rstrip())))
-        yield spans
+    def _candidates(
+        self, conversation: Conversation, text: str, marks: Sequence[str], owners: Sequence[int | None] | None
+    ) -> Iterator[list[Spans]]:
+        """Yield the spans of each learned turn: by the marks, and then by prefixes of the text, where these hold.
+
+        Raises DataError: neither hold.
+        """
+        by_marks = None
+        if owners is not None and "endgeneration" in self._source(conversation.variables.get("tools")):
+            marked, spans = between(self._text(conversation.turns, conversation, marks=marks), marks)
+            if marked == text and spans:  # marks change nothing else
+                by_marks = spans_of_turns(spans, owners, conversation)
+        if by_marks is not None:
+            yield by_marks
+        render = partial(self._prefix, conversation)
+        by_prefixes = spans_by_prefixes(render, conversation, text)
+        if isinstance(by_prefixes, dict):
+            yield [[span] for span in by_prefixes.values()]
+        elif by_marks is None:
+            raise DataError(
+                f"the chat template {self.name} does not say exactly which tokens are the assistant's: neither by "
+                "generation marks around its turns alone, nor by turns that only add text (it writes the text through "
+                f"turn {by_prefixes + 1} in another way once others follow); put {{% generation %}} and "
+                "{% endgeneration %} around them, take a template that is made for training, as TRL's, or mark turns "
+                'that are not to be learned with "train": false'
+            )
+
+    def _prefix(self, conversation: Conversation, turns: Sequence[Turn], prompt: bool) -> str:
+        return self._text(turns, conversation, prompt)
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
@@ -157,42 +227,73 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
         raise DataError(
             f"tokenizer {tokenizer} is no tokenizer.json, whose special tokens a chat template needs; give one"
         )
-    config, own = tokenizer_config(tokenizer), Path(tokenizer).with_name("chat_template.jinja")
-    name = str(own if file is None else Path(file))
+    config, beside = tokenizer_config(tokenizer), Path(tokenizer).with_name("chat_template.jinja")
+    name = str(beside if file is None else Path(file))
     source: str | None
+    tool_use: str | None = None
     if file in NAMED:
         loaded = load_tokenizer(tokenizer)
         assert isinstance(loaded, HuggingFaceTokenizer)
-        if lost := [token for token in NAMED[file].special if not loaded.special.fullmatch(token)]:
+        if lost := [token for token in NAMED[file].special if not loaded.added.fullmatch(token)]:
             raise DataError(
                 f"{tokenizer} lacks {', '.join(lost)}, special tokens of the chat template {file}; give another, or "
                 "leave out --tokenizer-model to train a tokenizer that has them"
             )
         source = NAMED[file].source
-    elif file is None and not own.is_file():
-        name, found = str(own.with_name("tokenizer_config.json")), config.get("chat_template")
-        several = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    elif file is None and not beside.is_file():
+        name, entry = str(beside.with_name("tokenizer_config.json")), config.get("chat_template")
+        several = entry if isinstance(entry, list) else [{"name": "default", "template": entry}]
         named = {str(one.get("name")): one.get("template") for one in several if isinstance(one, dict)}
         source = text if isinstance(text := named.get("default"), str) else None
+        tool_use = text if isinstance(text := named.get("tool_use"), str) else None
     else:
-        try:
-            with open(name, encoding="utf-8") as stream:
-                source = stream.read(MOST_SOURCE + 1)
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read the chat template {name} ({error}); check --chat-template") from error
+        source = _read_source(name)
+        more = beside.with_name("additional_chat_templates") / "tool_use.jinja"
+        tool_use = _read_source(str(more)) if file is None and more.is_file() else None
     if source is None:
         raise DataError(
-            f"{tokenizer} has no chat template, neither in a {own.name} nor in a tokenizer_config.json beside it; give "
-            f"--chat-template FILE, or {' or '.join(NAMED)}"
+            f"{tokenizer} has no chat template, neither in a {beside.name} nor in a tokenizer_config.json beside it; "
+            f"give --chat-template FILE, or {' or '.join(NAMED)}"
         )
-    _compiled(name, source)
+    return recorded_template(tokenizer, name, source, tool_use)
+
+
+def recorded_template(tokenizer: str, name: str, source: str, tool_use: str | None = None) -> ChatTemplate:
+    """Return a template of this source, with the special tokens of a tokenizer. Raises DataError if it is none."""
+    for text in filter(None, (source, tool_use)):
+        _compiled(name, text)
+    config = tokenizer_config(tokenizer)
     none = {name: "" for name, value in config.items() if name.endswith("_token") and value is None}
-    return ChatTemplate(name=name, source=source, tokens=tuple((none | special_tokens(config)).items()))
+    tokens = tuple((none | special_tokens(config)).items())
+    return ChatTemplate(name=name, source=source, tokens=tokens, tool_use=tool_use)
+
+
+def _read_source(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return stream.read(MOST_SOURCE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the chat template {path} ({error}); check --chat-template") from error
 
 
 @cache
-def _compiled(name: str, source: str) -> "Template":
-    """Compile a template as transformers does (its chat_template_utils.py): a sandbox, loop controls, marks."""
+def _reads(name: str, source: str) -> Reads:
+    """Return the names that a template uses, which has been compiled."""
+    from jinja2 import meta, nodes
+
+    def names() -> Reads:
+        tree = _environment().parse(source)
+        texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+        variables = frozenset(meta.find_undeclared_variables(tree))
+        return Reads(variables=variables, names=frozenset(texts | attributes), texts=frozenset(texts))
+
+    return bounded(f"the chat template {name}", names)
+
+
+@cache
+def _environment() -> "Environment":
+    """Return what transformers compiles templates with: a sandbox, loop controls, marks (chat_template_utils.py)."""
     from jinja2 import TemplateError, Undefined, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
@@ -220,40 +321,31 @@ def _compiled(name: str, source: str) -> "Template":
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)  # jinja2's own escapes HTML
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:  # jinja2's own escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], undefined=Unnamed
     )
     environment.filters["tojson"], environment.globals["raise_exception"] = tojson, raise_exception
+    return environment
+
+
+@cache
+def _compiled(name: str, source: str) -> "Template":
+    """Compile a template. Raises DataError: it is none, or too long."""
     if len(source) > MOST_SOURCE:
         raise DataError(f"the chat template {name} has more than {MOST_SOURCE:,} characters; name another")
     try:
-        return bounded(f"the chat template {name}", lambda: environment.from_string(source))
+        return bounded(f"the chat template {name}", lambda: _environment().from_string(source))
     except UnboundedError:
         raise
     except Exception as error:  # jinja2 computes constants, and Python compiles what it makes
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"the chat template {name} is none of jinja2 ({reason}); repair it") from error
-
-
-def _between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
-    """Return a text without its first two marks, and what is between them; None if they do not alternate."""
-    begin, end = marks[:2]
-    pieces = re.split(f"([{begin}{end}])", text)
-    at = list(accumulate(map(len, pieces[::2])))  # the characters before each mark
-    alternate = pieces[1::2] == [begin, end] * (len(pieces) // 4)
-    return "".join(pieces[::2]), list(zip(at[::2], at[1::2], strict=False)) if alternate else None
-
-
-def _tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens of ``offsets`` [T, 2] lie in the spans, and which lie there in part, bool [T] each."""
-    steps = np.zeros(length + 2, dtype=np.int64)
-    for begin, end in spans:
-        steps[begin] += 1
-        steps[end] -= 1
-    inside = np.concatenate(([0], np.cumsum(np.cumsum(steps) > 0)))  # [length + 3]: characters of spans before each
-    begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # empty ones as their first character
-    covered = inside[ends] - inside[begins]
-    return covered > 0, (covered > 0) & (covered < ends - begins)

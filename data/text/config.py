@@ -40,7 +40,8 @@ class DataConfig:
     """Let tokens attend inside their document alone, not to all before them in the sample. The samples of a micro-batch
     are then one sequence for context parallelism."""
     sft: bool = False
-    """Train on packed conversations of tools/prepare_data.py --chat, with loss on what the assistant says alone."""
+    """Train on packed conversations of tools/prepare_data.py --chat, with loss on what the assistant says alone. It
+    sets reset_attention_mask and reset_position_ids, without which it is refused."""
     num_workers: int = 0
     """Processes that read batches ahead; 0 reads in the training process."""
 
@@ -57,6 +58,8 @@ class DataConfig:
         "data_path": ("mock_data",),
     }
     """The fields of --config's file that a flag takes the place of."""
+    IMPLIES: ClassVar[dict[str, tuple[str, ...]]] = {"sft": ("reset_attention_mask", "reset_position_ids")}
+    """The fields that a true one sets, where they are not given."""
 
     def __post_init__(self) -> None:
         split_shares(self.split)

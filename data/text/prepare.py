@@ -17,11 +17,12 @@ from typing import IO, Any
 import numpy as np
 
 from data.chat.conversations import NAMED, train_chat_tokenizer
-from data.chat.convert import convert, with_turns_alone, write_packed
+from data.chat.convert import END, TURNS, UNREAD, convert, with_conversation, write_packed
 from data.chat.template import load_template
 from data.text.corpus import Corpus, Rows, input_files, size_of, stdlib_files, stdlib_folder
 from data.text.indexed import LOSS_MASK, cannot_write, entropy, id_type, token_counts, write_index, writing
 from data.text.record import (
+    CHAT,
     CHAT_ENDS,
     CONVERSATIONS,
     TOKENIZER,
@@ -199,6 +200,10 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
         prepared = _finish(request, tokenizer, spool, draft, skipped=len(source.skipped))
         record: dict[str, Any] = {"made_with": made_with_of(request), "prepared": asdict(prepared), "inputs": inputs}
         record["python"] = sys.version
+        if request.chat is not None:
+            template = load_template(tokenizer.path, request.chat.chat_template)
+            record[CHAT] = {"chat_template": template.source, "tool_use": template.tool_use}
+            record[CHAT]["ends"] = prepared.turn_ends
         draft[".json"].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
             # The new .bin must never stand beside the old record, nor text beside a loss mask.
@@ -264,7 +269,10 @@ def _tokens(
     if request.chat is not None:
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
         template = load_template(tokenizer.path, request.chat.chat_template)
-        work, items = partial(convert, request.chat, template, tokenizer), map(with_turns_alone, items)
+        work, items = (
+            partial(convert, request.chat, template, tokenizer),
+            map(partial(with_conversation, template.reads), items),
+        )
     busy = min(len(usable_cores()), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
     return in_order(work, batched(items), workers or busy)
 
@@ -304,4 +312,26 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         unknown_tokens=0 if (lost := tokenizer.unknown) is None else int(counts[lost : lost + 1].sum()),
         conversations=conversations,
         begin=None if request.chat else list(tokenizer.begin(request.add_bos_token)),
+        unread=_counted(spool.counts, UNREAD) or None,
+        turn_ends=None if request.chat is None else _turn_ends(tokenizer, spool.counts),
     )
+
+
+def _counted(counts: Counter[str], begin: str) -> dict[str, int]:
+    """Return the counts whose names begin so, the largest first."""
+    named = {name.removeprefix(begin): count for name, count in counts.items() if name.startswith(begin)}
+    return dict(sorted(named.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _turn_ends(tokenizer: Tokenizer, counts: Counter[str]) -> list[int]:
+    """Return the tokens at which generation is to stop.
+
+    Special tokens, of any turn, and an added one that ends at least half of the turns: that of few may be their text's.
+    """
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    ends = []
+    for name, count in _counted(counts, END).items():
+        text = tokenizer.detokenize([int(name)], special=True)
+        if tokenizer.special.fullmatch(text) or int(name) == tokenizer.eod or 2 * count >= counts[TURNS]:
+            ends.append(int(name))
+    return ends

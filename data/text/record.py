@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from runtime.files import sha256
 CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
 """Counts of what became of conversations."""
 CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
+CHAT = "chat"
+"""Key of the template and the ends of turns, in the record of prepared conversations and in a run's checkpoints."""
 TOKENIZER = "_tokenizer"
 """Ends the prefix of the folder of a tokenizer that is trained for a chat template."""
 
@@ -69,12 +72,17 @@ class Prepared:
     left_out; tokens that carry loss, learned; samples, and the places in them."""
     begin: list[int] | None = None
     """Ids that begin each document of text; None in records of before documents had any, and of conversations."""
+    unread: dict[str, int] | None = None
+    """In how many conversations nothing reads a key, or something that a template leaves out by its own rule."""
+    turn_ends: list[int] | None = None
+    """Ids of the tokens that end the assistant's turns, the most frequent first."""
 
     def check(self) -> None:
         """Raise TypeError or ValueError for numbers that no preparation notes."""
         counts = [self.documents, self.tokens, self.text_bytes, self.skipped_files, self.unknown_tokens]
         if (of := self.conversations) is not None:
             counts += [of[name] for name in (*CONVERSATIONS, "samples", "places")]
+        counts += [*(self.unread or {}).values(), *(self.turn_ends or [])]
         if any(type(count) is not int or not 0 <= count < 1 << 63 for count in counts):
             raise ValueError("a count is no count")
         if not self.tokens or (of is not None and not (of["samples"] and of["places"])):
@@ -150,9 +158,50 @@ def made_with_of(request: Request) -> dict[str, Any]:
         made_with["tokenizer_model"] = os.path.abspath(request.tokenizer_model)
     if request.chat is not None:
         model, name = request.tokenizer_model, request.chat.chat_template
-        template = NAMED[str(name)] if model is None else load_template(model, name)
-        made_with["chat"]["chat_template"] = sha256(template.source)
+        tool_use = None
+        if model is None:
+            source = NAMED[str(name)].source
+        else:
+            template = load_template(model, name)
+            source, tool_use = template.source, template.tool_use
+        made_with["chat"]["chat_template"] = sha256(source if tool_use is None else json.dumps([source, tool_use]))
+        if not request.chat.strict:
+            del made_with["chat"]["strict"]  # as of records before there was such a setting
     return made_with
+
+
+def chat_record(prefixes: Sequence[str]) -> dict[str, Any] | None:
+    """Return the template and the ends of turns of prepared conversations, which a run has in its checkpoints.
+
+    The template is None where prefixes have different ones. None if no record beside them has any.
+    """
+    records = [record for prefix in prefixes if (record := _chat_of(Path(f"{prefix}.json"))) is not None]
+    if not records:
+        return None
+    ends = dict.fromkeys(end for record in records for end in record["ends"])
+    templates = [[record[name] for name in ("chat_template", "tool_use")] for record in records]
+    alike = all(template == templates[0] for template in templates)
+    source, tool_use = templates[0] if alike else (None, None)
+    return {"chat_template": source, "tool_use": tool_use, "ends": list(ends)}
+
+
+def _chat_of(path: Path) -> dict[str, Any] | None:
+    """Return what a record says of the chat template; None if it says nothing. Raises DataError for a broken one."""
+    if not path.is_file():
+        return None
+    try:
+        chat = json.loads(path.read_text(encoding="utf-8")).get(CHAT)
+        if chat is None:
+            return None
+        record = {"chat_template": chat["chat_template"], "tool_use": chat.get("tool_use"), "ends": chat["ends"]}
+        texts = isinstance(record["chat_template"], str) and isinstance(record["tool_use"], (str, type(None)))
+        if not texts or not all(type(end) is int and end >= 0 for end in record["ends"]):
+            raise ValueError("chat holds no template and ends of turns")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{path} is not a record of tools.prepare_data ({error}); prepare the conversations again"
+        ) from error
+    return record
 
 
 def inputs_of(request: Request) -> dict[str, list[int]]:

@@ -17,6 +17,7 @@ from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
 from tests.data.families import llama_3
 from tests.data.text.corpora import write_pair
+from tools.common.runs import open_run
 from tools.evaluate import buckets, documents, main
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
@@ -116,8 +117,9 @@ def test_documents_of_a_pair_are_those_of_its_index_however_they_end(run, tmp_pa
     ids = [*range(20, 50)]
     pairs = [[ids[:12], ids[12:]], [[eod, *ids]], [[*ids[:9], eod, *ids[9:]]], [ids[:20]]]
     prefix = write_pair(tmp_path / "d", pairs)
-    arguments = argparse.Namespace(data_path=prefix, seq_length=20)
-    rows = [row.tolist() for row in documents(arguments, tokenizer)]
+    arguments = argparse.Namespace(data_path=prefix, seq_length=20, add_bos_token=None)
+    opened = open_run(run, None)
+    rows = [row.tolist() for row in documents(arguments, opened)]
     assert rows == [ids[:21], [eod, *ids[:20]], ids[9:]]
 
 

@@ -64,6 +64,7 @@ CONTRADICTING = """
     --check x --plot y.png
     --chat --input x --output-prefix y --seq-length 8 | --input x --output-prefix y --too-long split
     --chat --input x --output-prefix y --seq-length 8 --chat-template mine.jinja
+    --input x --output-prefix y --strict
 """
 
 
@@ -89,6 +90,23 @@ def test_conversations_are_prepared_checked_and_shown(tmp_path, capsys):
     assert f"{held}, 0.00% padding to the longest; " in out
     assert "<|assistant|>\n⟦Hello!</s>⟧\n<|user|>\n2 + 2?</s>\n<|assistant|>\n⟦4</s>⟧\n" in out
     assert out.count("=== sample") == 1
+
+
+def test_what_nothing_reads_is_said_once_a_key(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text((json.dumps({"messages": TURNS, "persona": "a poet", "id": 1}) + "\n") * 3)
+    flags = [
+        "--chat",
+        "--input",
+        str(source),
+        "--tokenizer-model",
+        write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]),
+    ]
+    assert main([*flags, "--seq-length", "128", "--output-prefix", f"{tmp_path}/c"]) == 0
+    assert capsys.readouterr().out.count("nothing reads the row's persona, in 3 conversations") == 1
+    assert main([*flags, "--seq-length", "128", "--output-prefix", f"{tmp_path}/d", "--strict"]) == 1
+    assert "line 1: has what nothing reads: the row's persona" in capsys.readouterr().err
+    assert not list(tmp_path.glob("d*"))
 
 
 def test_a_tokenizer_is_trained_for_a_template_by_name(tmp_path, capsys):

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tools.common.arguments import positive
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from data.chat.template import ChatTemplate
     from data.tokenizer import AddBos, HuggingFaceTokenizer, SentencePieceTokenizer
     from train.config.entries import Config
 
@@ -26,6 +29,8 @@ class Run:
     """Tokens of a sequence that it was trained on; of an import those that it is meant for, if it says so."""
     imported: bool
     """True if no run has trained the model, which came from Hugging Face."""
+    chat: "Mapping[str, Any] | None" = None
+    """Template and ends of turns of the conversations that it was trained on."""
 
     def add_bos_token(self, asked: "AddBos | None" = None) -> "AddBos":
         """Return whether texts begin with the begin token: as asked for, or as the run's documents do."""
@@ -44,6 +49,27 @@ class Run:
     def begin(self, asked: "AddBos | None" = None) -> tuple[int, ...]:
         """Return the tokens before a text."""
         return self.tokenizer.begin(self.add_bos_token(asked))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text: of documents, of turns, and those that an import's files name."""
+        from model.hf.chat import generation_ends
+        from train.run import HF_FOLDER
+
+        turns = self.chat["ends"] if self.chat is not None else ()
+        return tuple(dict.fromkeys([self.tokenizer.eod, *turns, *generation_ends(self.folder / HF_FOLDER)]))
+
+    def template(self, file: str | None = None) -> "ChatTemplate":
+        """Return the template of a file or a name, else that of the run's conversations, else the tokenizer's.
+
+        Raises DataError: there is none, or it is no template.
+        """
+        from data.chat.template import load_template, recorded_template
+
+        path = str(self.tokenizer.path)
+        if file is not None or self.chat is None or self.chat["chat_template"] is None:
+            return load_template(path, file)
+        return recorded_template(path, f"of {self.folder}", self.chat["chat_template"], self.chat["tool_use"])
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +108,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     from checkpoint.manifest import read_manifest
     from checkpoint.search import checkpoint_of
     from data.fingerprint import digest
+    from data.text.record import CHAT
     from data.tokenizer import load_tokenizer
     from runtime.errors import DataError
     from train.config.derive import IMPORTED, config_as_trained, with_vocabulary
@@ -121,7 +148,8 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     model, imported = config.model, IMPORTED in manifest.extra
     meant = max(model.max_position_embeddings or 0, model.scaled_length) or None
     length = meant if imported else config.train.seq_length  # an import's config.toml has a default there
-    return Run(folder, checkpoint, manifest.iteration, config, tokenizer, length, imported)
+    chat = manifest.extra.get(CHAT)
+    return Run(folder, checkpoint, manifest.iteration, config, tokenizer, length, imported, chat)
 
 
 def mesh_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -153,6 +153,10 @@ class CommonConfig(ABC):
         """Return a digest of each training file by name; fast. Raises OSError if one is gone."""
         return {}
 
+    def recorded(self) -> dict[str, Any]:
+        """Return what the records beside the training files say, which checkpoints have too; JSON-able."""
+        return {}
+
     def named(self, fields: Sequence[str]) -> dict[str, Any]:
         """Return the values of fields by their names, JSON-able."""
         values = {name: value_of(self, name) for name in fields}

@@ -5,6 +5,7 @@ A section is the frozen dataclass beside the code it configures; flags.py turns 
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data.fingerprint import digest, fingerprint
 from data.latents.dataset import DIGITS, LatentDataConfig
@@ -12,6 +13,7 @@ from data.latents.folder import latents_fingerprint
 from data.ruler.examples import RulerConfig
 from data.text.config import DataConfig, blend
 from data.text.indexed import LOSS_MASK, open_indexed
+from data.text.record import CHAT, chat_record
 from model.config import ModelConfig
 from model.diffusion import DiffusionConfig
 from model.dit_config import DiTConfig
@@ -72,6 +74,10 @@ class Config(CommonConfig):
                 open_indexed(prefix)  # which says what is missing
             found[f"data_path {prefix}"] = fingerprint(index, [tokens])
         return found
+
+    def recorded(self) -> dict[str, Any]:
+        chat = chat_record(blend(self.data.data_path)[0]) if self.data.sft and self.data.data_path else None
+        return {} if chat is None else {CHAT: chat}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,9 +157,19 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
     return root(**sections)
 
 
+def with_implied(root: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return values by field name, and those that are set by others of them, by their section's IMPLIES."""
+    implied: dict[str, Any] = {}
+    for section in get_type_hints(root).values():
+        for name, others in getattr(section, "IMPLIES", {}).items():
+            if values.get(name) is True:
+                implied |= dict.fromkeys(others, True)
+    return implied | values
+
+
 def load(root: type[Root], path: str | Path) -> Root:
     """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or field."""
-    return build(root, read_toml(root, path))
+    return build(root, with_implied(root, read_toml(root, path)))
 
 
 def _hint(root: type, name: str, known: Collection[str], section: str = "") -> str:
@@ -292,7 +302,9 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    config = build(root, {**(_kept(root, path, values) if path is not None else {}), **values})
+    beneath = {} if path is None else with_implied(root, _kept(root, path, values))
+    # A file that a run or an import wrote names every field, so that a flag implies others against it.
+    config = build(root, beneath | with_implied(root, values))
     for entry in (entry for entry in taken if entry.fits):  # which hold for some values of a field only
         field = config_fields(root).get(entry.field)
         value = value_of(config, field.name) if field else None

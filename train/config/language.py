@@ -79,8 +79,8 @@ def _validate_documents(config: Config) -> None:
     """Check that the model and its attention can tell documents apart, if that is asked for."""
     if config.data.sft and not (config.packed and config.data.reset_position_ids):
         raise ConfigError(
-            "sft is set, and each conversation of a sample is to see itself alone; give --reset-attention-mask and "
-            "--reset-position-ids too"
+            "sft is set, and each conversation of a sample is to see itself alone, by --reset-attention-mask and "
+            "--reset-position-ids, which it sets; take out what sets them to false"
         )
     for name in ("pack_documents", "blend_by_length"):
         if config.data.sft and getattr(config.data, name):

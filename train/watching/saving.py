@@ -91,14 +91,15 @@ class Saving(Watcher):
         if self.log is not None:
             self.log.sync(draw=tier == "shared")
         run, ema = self.run, self.run.ema
-        extra = {"progress": asdict(self._progress), **checkpoint_extra(self.start.config, self.start.contents)}
+        start = self.start
+        extra = {"progress": asdict(self._progress), **checkpoint_extra(start.config, start.contents), **start.recorded}
         with record_function(SAVING), self.watchdog.paused():
             self.saves.save(
                 tier,
                 self._progress.iteration,
                 run.parts,
                 run.optimizer,
-                architecture=self.start.architecture,
+                architecture=start.architecture,
                 extra=extra if ema is None else extra | {AVERAGED: ema.decay},
                 more={} if ema is None else {"ema": ema.weights},
             )

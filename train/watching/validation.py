@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from data.chat.template import load_template
+from data.chat.template import ChatTemplate, load_template, recorded_template
 from data.loader import IGNORE_INDEX, Batch, Samples, evaluation_batches
 from data.ruler.examples import Prompts, makers
 from data.ruler.tasks import Sources
 from data.text.megatron import MockTokenizer
+from data.text.record import CHAT
 from data.tokenizer import Tokenizer
 from parallel.data import Runner
 from runtime.errors import DataError
@@ -95,6 +96,14 @@ class Validation(Watcher):
         return summed(total, mesh).item() / max(tokens, 1)
 
 
+def _template(config: Config, tokenizer: str) -> ChatTemplate:
+    """Return the template that the run's conversations were prepared with, or the tokenizer's."""
+    chat = config.recorded().get(CHAT)
+    if chat is None or chat["chat_template"] is None:
+        return load_template(tokenizer, None)
+    return recorded_template(tokenizer, "of the conversations", chat["chat_template"], chat["tool_use"])
+
+
 class Curve:
     """The examples of all lengths, and which of them the model answers."""
 
@@ -102,7 +111,7 @@ class Curve:
         """Make the examples, the same on all ranks. Raises UserError: a task or its answer does not fit a length."""
         assert not isinstance(tokenizer, MockTokenizer)  # or validate would have refused it
         asked, length = run.config.ruler, run.config.train.seq_length
-        template = load_template(tokenizer.path, None) if run.config.data.sft else None
+        template = _template(run.config, tokenizer.path) if run.config.data.sft else None
         prompts = Prompts(tokenizer, template, tokenizer.begin())
         self.interval = asked.ruler_interval or 1
         self._run, self.lengths, self._rows = run, asked.lengths(length), list[Batch]()

@@ -9,10 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.chat.convert import Chat
+from data.chat.rows import conversation_of
+from data.chat.template import load_template
 from data.text.config import DataConfig
 from data.text.indexed import check_indexed
 from data.text.megatron import build_datasets
 from data.text.prepare import Request, prepare
+from data.text.record import chat_record
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from tests.data.chat.templates import MARKED, TEMPLATES, TURNS, write_tokenizer
@@ -155,7 +158,7 @@ BAD = {
     "no answer": (lines(said("Hi")), "no turn is the assistant's"),
     "image": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "turn 1 has a part that is not text"),
     "tools": ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}', "turn 1 has tool_calls"),
-    "weight": ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "turn 1 has weight 0"),
+    "weight": ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "every turn of the assistant is"),
     "surrogate": ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "turn 1 holds a lone surrogate"),
     "nested": (
         '{"messages": [{"role": ' + "[" * 900 + "]" * 900 + "}]}",
@@ -272,3 +275,32 @@ def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path):
     assert prepared(tmp_path, source).tokens == SIZE + len("system\nBe brief.\n") + 2
     with pytest.raises(DataError, match=r"turn 1 \(system\) is empty"):
         prepared(tmp_path, write_rows(tmp_path / "no.jsonl", [SHAREGPT | {"system": " "}]), name="no")
+
+
+def test_the_records_of_a_blend_give_all_ends_and_the_template_if_it_is_one(tmp_path):
+    source = write_rows(tmp_path / "in.jsonl", [SHAREGPT])
+    for name, template in (("a", "chatml"), ("b", "chatml"), ("c", "zephyr")):
+        prepared(tmp_path, source, TEMPLATES[template], name)
+    prefixes = {name: str(tmp_path / "out" / name) for name in ("a", "b", "c")}
+    tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
+    turn, end = (tokenizer.tokenize_special(name)[0][0] for name in ("<|im_end|>", "</s>"))
+    alike = chat_record([prefixes["a"], prefixes["b"]])
+    assert alike == {"chat_template": TEMPLATES["chatml"], "tool_use": None, "ends": [turn]}
+    several = chat_record(list(prefixes.values()))
+    assert several == {"chat_template": None, "tool_use": None, "ends": [turn, end]}
+    assert chat_record([str(tmp_path / "none")]) is None  # of an older preparation, or of another program
+    (tmp_path / "out" / "a.json").write_text('{"chat": {"ends": ["x"]}}')
+    with pytest.raises(DataError, match=r"a\.json is not a record"):
+        chat_record([prefixes["a"]])
+
+
+def test_a_template_for_tools_is_taken_where_a_row_has_some(tmp_path):
+    from tests.data.chat.rich import RICH, theirs, write_folder
+
+    path = write_folder(tmp_path, TEMPLATES["chatml"], tool_use=RICH)
+    tokenizer, template = load_tokenizer(path), load_template(path)
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    for row in ({"messages": TURNS}, {"messages": TURNS, "tools": tools}):
+        encoded = template.encode(tokenizer, conversation_of(row, template.reads))
+        want = theirs(path).apply_chat_template(TURNS, tools=row.get("tools"), return_dict=True)
+        assert encoded.ids.tolist() == want["input_ids"]

@@ -1,0 +1,101 @@
+"""Tools and calls of them, from the forms that people's rows have to the one that chat templates take.
+
+That is OpenAI's: `tools` are objects with a `function`, and a turn's `tool_calls` have a `function` with a name and its
+arguments, which may be an object or its JSON, and goes on as it is. Older and other forms are turned into it.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from data.chat.keys import says_nothing
+from runtime.errors import DataError
+
+Call = dict[str, Any]
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools of a row, `tools` or OpenAI's older `functions`, each a list or its JSON; None if it has none.
+
+    Raises DataError: neither a list nor the JSON of one, or one that is no object.
+    """
+    tools = _listed("tools", row.get("tools"))
+    functions = _listed("functions", row.get("functions"))
+    if tools and functions:
+        raise DataError("it has tools and functions, which say the same; leave one out")
+    if functions:
+        tools = [{"type": "function", "function": function} for function in functions]
+    return tools
+
+
+def _listed(name: str, value: Any) -> list[Any] | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        value = _parsed(f"it has {name}", value)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"it has {name} {value!r:.40}; they must be a list of objects, or the JSON of one")
+    return value
+
+
+def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
+    """Return the calls of a turn: of `tool_calls`, or OpenAI's older `function_call`.
+
+    Raises DataError: a call without a name, or with arguments that are neither an object nor its JSON.
+    """
+    calls, older = turn.get("tool_calls"), turn.get("function_call")
+    if isinstance(calls, str) and calls.strip():
+        calls = _parsed(f"{where} has tool_calls", calls)
+    if not says_nothing(calls) and not says_nothing(older):
+        raise DataError(f"{where} has tool_calls and function_call, which say the same; leave one out")
+    if not says_nothing(older):
+        return _called(where, older)
+    if says_nothing(calls):
+        return []
+    if not isinstance(calls, list):
+        raise DataError(f"{where} has tool_calls {calls!r:.40}; they must be a list of calls")
+    for call in calls:
+        _check(where, call)
+    return calls
+
+
+def spoken_calls(where: str, content: Any) -> list[Call]:
+    """Return the calls that a turn of ShareGPT's role function_call has as its text: the JSON of one, or of several."""
+    if isinstance(content, str):
+        content = _parsed(f"{where} is a call of a function and", content)
+    return _called(where, content)
+
+
+def _called(where: str, calls: Any) -> list[Call]:
+    """Return bare calls, each a name and its arguments, as templates take them."""
+    if isinstance(calls, str):
+        calls = _parsed(f"{where} has function_call", calls)
+    called: list[Call] = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        _check(where, call)
+        function = dict(call.get("function", call))
+        function.setdefault("arguments", function.pop("parameters", {}))
+        if isinstance(function["arguments"], str):
+            function["arguments"] = _parsed(f"{where} calls {function['name']} and", function["arguments"])
+        called.append({"type": "function", "function": function})
+    return called
+
+
+def _check(where: str, call: Any) -> None:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(f"{where} has tool_calls with one that names no function, {call!r:.60}; repair it")
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, (dict, str)):
+        raise DataError(
+            f"{where} calls {function['name']} with arguments {arguments!r:.40}; they must be an object, or its JSON"
+        )
+
+
+def _parsed(what: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} {text!r:.60}, which is not JSON ({error}); repair it") from error

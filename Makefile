@@ -146,7 +146,7 @@ lasp-table: $(READY) ## LASP's table of convergence at small scale: 26 runs of 3
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.convergence $(ARGS)
 
 rl-table: $(READY) ## Ring Attention's table of trajectories in small: chains of 1 to 64 attempts, four runs, roll-outs, into papers/results/
-	@OMP_NUM_THREADS=1 exec $(PY) -m papers.attempts $(ARGS)
+	@OMP_NUM_THREADS=1 exec $(PY) -m papers.trajectories.attempts $(ARGS)
 
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/; PAPERS="ring" chooses
 	@for paper in $(PAPERS); do \

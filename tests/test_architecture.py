@@ -36,6 +36,7 @@ FOLDERS = {
     "tools/common": ("what programs share: cases, a run opened or measured", PROGRAMS),
     "bench": ("benchmarks", f"{PROGRAMS} tools tools/calibrate"),
     "papers": ("papers' tables row by row", f"{PROGRAMS} tools bench slurm"),
+    "papers/trajectories": ("a small world in which attempts teach", f"{PROGRAMS} papers"),
     "parity": ("every mesh equals one process", PROGRAMS),
     "slurm": ("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),
 }

@@ -7,26 +7,8 @@
 #   PYTHON  interpreter that the environment is made with, 3.11 or newer
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
-#   EXTRAS  more to install with `make venv`: data, digits, images, logging, dev, peers (the targets that need one install it)
+#   EXTRAS  more to install with `make venv`: data, digits, images, logging, dev, peers (targets that need one install it)
 #   PY      an interpreter that has everything already; then no environment is made
-
-# Values become words of shells, and ARGS of quoted ones: what could be more is refused before anything runs. Brackets and
-# a comment's # stand in quotes alone: outside, `) command #` ends the substitution of `start`, and the command runs.
-define NEWLINE
-
-
-endef
-# $(call refused,NAMES,CHARACTERS,START): the variables whose text starts so, or has one of these or one that does not print.
-refused = $(shell LC_ALL=C; bad=$$(printf '$(2)\001-\037\177'); high=$$(printf '\250\251'); \
-	next=$$(printf '\302\205') line=$$(printf '\342\200'); \
-	look() { case $$2 in ($(3)*[$$bad]*|*$$next*|*$$line[$$high]*) echo $$1; esac; }; \
-	$(foreach name,$(1),look $(name) '$(subst ','\'',$(subst $(NEWLINE),;,$(value $(name))))';))
-UNSAFE  := $(call refused,RUN CONFIG NPROC EXTRAS PAPERS PY CPU,]["\047`$$\134\134;&|<>(){}*?!\043,-*|) \
-           $(call refused,VENV PYTHON,]\040["\047`$$\134\134;&|<>(){}*?!,-*|) \
-           $(call refused,TORCH,]["\047`$$\134\134;&|(){}*?,-*|) $(call refused,ARGS,`$$\134\134;&|<>) \
-           $(shell printf %s '$(subst ','\'',$(subst $(NEWLINE),;,$(value ARGS)))' | sed -E "s/'[^']*'|\"[^\"]*\"//g" | grep -q "[()\#'\"]" && echo ARGS)
-$(if $(strip $(UNSAFE)),$(error $(sort $(UNSAFE)) has a character that a shell would act on, or none that prints; \
-	use names of letters, digits and any of . / , : = + @ ~ - _, the first no -, and quotes in ARGS alone))
 
 VENV   ?= .venv
 CONFIG ?= configs/llama_tiny.toml
@@ -79,21 +61,22 @@ help: ## Print this
 
 venv: $(STAMP) $(EXTRAS:%=$(VENV)/.longmesh-%) ## Make .venv with what training needs, pinned (the other targets do so by themselves)
 
-$(STAMP): requirements.txt requirements-lock.txt $(if $(REPLACE),FORCE)
+$(STAMP): pyproject.toml constraints.txt $(if $(REPLACE),FORCE)
 	@test -n "$(PYTHON)" && $(PYTHON) -c "$(SUITABLE)" || { \
 	  echo "error: no Python of 3.11 or newer with its venv module found (PYTHON is '$(PYTHON)', python3 is $$(python3 --version 2>&1)); install one" \
 	       "(Debian: apt-get install python3.11-venv) and name it: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
-	@echo "installing $(TORCH) and requirements.txt into $(VENV) with $$($(PYTHON) --version)"
+	@echo "installing $(TORCH) and what training needs into $(VENV) with $$($(PYTHON) --version)"
 	@rm -f $(STAMP)
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(if $(REPLACE),@$(PIP) uninstall --quiet --yes torch)
-	@$(PIP) install -c requirements-lock.txt $(foreach word,$(TORCH),'$(word)')
-	@$(PIP) install --quiet -c requirements-lock.txt -r requirements.txt
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@$(PIP) install -c $(VENV)/constraints.txt $(foreach word,$(TORCH),'$(word)')
+	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable .
 	@echo "$(TORCH)" > $(STAMP)
 
-$(VENV)/.longmesh-%: requirements-%.txt $(wildcard requirements-*.txt) $(STAMP)
-	@echo "installing $< into $(VENV)"
-	@$(PIP) install --quiet -c requirements-lock.txt -r $<
+$(VENV)/.longmesh-%: $(STAMP)
+	@echo "installing the extra $* into $(VENV)"
+	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable ".[$*]"
 	@touch $@
 
 pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on where RUN holds a checkpoint
@@ -168,7 +151,7 @@ lasp-table: $(READY) ## LASP's table of convergence at small scale: 26 runs of 3
 	@OMP_NUM_THREADS=1 exec $(PY) -m papers.convergence $(ARGS)
 
 rl-table: $(READY) ## Ring Attention's table of trajectories in small: chains of 1 to 64 attempts, four runs, roll-outs, into papers/results/
-	@OMP_NUM_THREADS=1 exec $(PY) -m papers.attempts $(ARGS)
+	@OMP_NUM_THREADS=1 exec $(PY) -m papers.trajectories.attempts $(ARGS)
 
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/; PAPERS="ring" chooses
 	@for paper in $(PAPERS); do \
@@ -199,10 +182,11 @@ cuda-stub: ## Every kind of configuration on stubbed GPUs, with a CUDA build of 
 hooks: $(DEV) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install
 
-lock: $(DEV) ## Write requirements-lock.txt from the environment
-	@{ sed -n '/^#/p' requirements-lock.txt; \
-	   $(PY) -m pip freeze --all | grep -viE '^(torch|triton|nvidia-.*|cuda-.*|pip)=='; } > requirements-lock.tmp
-	@mv requirements-lock.tmp requirements-lock.txt
+lock: $(DEV) $(PEERS) ## Write constraints.txt from the environment
+	@{ sed -n '/^#/p' constraints.txt; \
+	   { $(PY) -m pip freeze --all --exclude-editable | grep -viE '^(torch|triton|nvidia-.*|cuda-.*|pip)=='; \
+	     grep '^torch==' constraints.txt; } | sort -f; } > constraints.tmp
+	@mv constraints.tmp constraints.txt
 
 clean: ## Remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) $(VENV)-cuda .mypy_cache .ruff_cache .pytest_cache

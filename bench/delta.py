@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     args = lengths.parser_of("delta", __doc__, 512, 8192, max_seconds=60.0, num_heads=4, head_dim=128).parse_args(argv)
     if find_spec("transformers") is None:
-        raise UserError("this compares with transformers, which is not installed; pip install -r requirements-dev.txt")
+        raise UserError("this compares with transformers, which is not installed; make venv EXTRAS=dev")
     about = "the gated delta rule, forward + backward, one thread; and over two processes"
     result = lengths.measure(args, about, steps_of, ("transformers", "transformers"))
     longest = AttentionShape(**result["shape"], seq_length=result["rows"][-1]["length"])

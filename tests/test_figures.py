@@ -46,7 +46,7 @@ ALLOWED = {
         "6e-8": "the difference of losses that have 8 digits in the file",
     },
     "papers.md": {
-        "12.8 18.6": "differences of returns in standard errors, which papers.attempts prints",
+        "12.8 18.6": "differences of returns in standard errors, which papers.trajectories.attempts prints",
         "1,000 12.6 23.9 72.1": "steps of the paper's trajectories, and predictions that papers.ring prints",
         "114.33 19.9": "the paper's own",
         "162.6": "the paper's own, which papers.ring predicts",

@@ -11,7 +11,7 @@ from tests.kernels.attention_cases import CASES, NAMES, block_error, errors, mer
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, inputs, tiles_of, truth
 from tests.parallel.context.communicators import softmax, timelines
 
-triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
+triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
 from tests.kernels.triton.harness import SHARED, JITFunction, compiled, interpret, meta, on_a_gpu  # noqa: E402
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.delta.cases import BOUND, TRITON, Case, errors_of_triton
 
-triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
+triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
 from tests.kernels.triton.harness import SHARED, compiled, interpret, meta, on_a_gpu  # noqa: E402
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.linear_cases import BOUND, CASES, CUT, CUT_FAR, FAR, NAMES, Case, errors, within_bounds
 
-triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
+triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
 from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta  # noqa: E402
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.pointwise_cases import DTYPES, gate_errors, rotary_error
 
-triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; requirements-dev.txt has it")
+triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
 from kernels.triton import pointwise  # noqa: E402
 from tests.kernels.triton.harness import SHARED, compiled, interpret, meta, on_a_gpu  # noqa: E402

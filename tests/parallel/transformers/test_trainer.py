@@ -140,8 +140,8 @@ def chats(rank, world_size, folder, runs):
 
 
 def test_packed_chats_of_trl_have_the_losses_of_one_process(tmp_path):
-    pytest.importorskip("trl", reason="requirements-dev.txt has it")
-    pytest.importorskip("peft", reason="requirements-dev.txt has it")
+    pytest.importorskip("trl", reason="the extra dev has it")
+    pytest.importorskip("peft", reason="the extra dev has it")
     runs = (None, 8, False), (None, 6, True), (shifted_after_cutting, 3, False)
     found, adapters, wrong = run_ranks(chats, 4, str(tmp_path), runs)[0]
     expected, of_adapters = run_ranks(chats, 1, str(tmp_path), ((alone, 8, False), (alone, 6, True)))[0]

@@ -8,7 +8,7 @@ import pytest
 
 from data.text.indexed import LOSS_MASK, open_indexed
 from data.text.packing import Conversations
-from data.trajectories import Chains, Codec, Column, Episode, read_episodes, write_chains
+from papers.trajectories.episodes import Chains, Codec, Column, Episode, read_episodes, write_chains
 from runtime.errors import DataError
 
 

@@ -160,7 +160,7 @@ class Codec:
             columns = json.loads(path.read_text(encoding="utf-8"))["columns"]
             return cls([Column(row["name"], tuple(row["edges"]), tuple(row["values"])) for row in columns])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} holds no bins ({error}); tools.prepare_trajectories writes them") from error
+            raise DataError(f"{path} holds no bins ({error}); papers.trajectories.prepare writes them") from error
 
     @property
     def words(self) -> list[str]:

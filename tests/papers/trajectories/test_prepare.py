@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
+from papers.trajectories.prepare import main
 from tools.prepare_data import main as check
-from tools.prepare_trajectories import main
 
 
 def write_episodes(folder, count=6, steps=4):

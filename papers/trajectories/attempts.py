@@ -1,11 +1,12 @@
 """Ring Attention's last table in small: does a longer context of one's own attempts make the next attempt better?
 
-A small GPT is trained on chains of 1, 4, 16 and 64 attempts at tasks of papers.doors, the same attempts and as many
-tokens each time, and then plays tasks that it has not seen: every finished attempt joins its context. As a control each
-attempt is at another task than those of the context. A finished run is written at once, and the same command goes on.
+A small GPT is trained on chains of 1, 4, 16 and 64 attempts at tasks of the world of doors, the same attempts and as
+many tokens each time. It then plays unseen tasks, and each finished attempt joins its context. As a control each
+attempt is at another task than those of the context. Finished runs are saved at once, and the same command resumes.
 
-    python -m papers.attempts                                                          # also: make rl-table
-    python -m papers.attempts --tasks 64 --iterations 8 --unseen 16 --results runs/rl --data runs/rl  # a short one
+    make rl-table
+    python -m papers.trajectories.attempts --tasks 64 --iterations 8 --unseen 16 \\
+        --results runs/rl --data runs/rl
 """
 
 import os
@@ -24,11 +25,12 @@ import torch
 
 import pretrain_gpt
 from data.text.record import TOKENIZER
-from data.trajectories import Chains, Codec, write_chains
 from model.generate import Draw, Read
-from papers import doors, rows
-from papers.doors import BEST, STEPS, Rooms, episodes, histories
+from papers import rows
 from papers.jobs import keep_run, read_runs
+from papers.trajectories import doors
+from papers.trajectories.doors import BEST, STEPS, Rooms, episodes, histories
+from papers.trajectories.episodes import Chains, Codec, write_chains
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
@@ -251,7 +253,7 @@ def draw(runs: dict[str, Any]) -> "Figure":
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command; finished runs stay, and the same command goes on. Return its exit status."""
-    parser, size = parser_for("python -m papers.attempts", __doc__), Size()
+    parser, size = parser_for("python -m papers.trajectories.attempts", __doc__), Size()
     for name, default in asdict(size).items():
         parser.add_argument(f"--{name}", type=positive, default=default, metavar="N", help="default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS.parent, metavar="FOLDER", help="default: %(default)s")

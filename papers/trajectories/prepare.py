@@ -1,7 +1,8 @@
 """Turn episodes of reinforcement learning into what training reads: chains of attempts in tokens.
 
-    python -m tools.prepare_trajectories --input buffer/ --trajectories 32 --output-prefix runs/data/walker
-    python -m tools.prepare_trajectories --input a.jsonl b.jsonl --trajectories 4 --bins 64 --output-prefix runs/data/ab
+    python -m papers.trajectories.prepare --input buffer/ --trajectories 32 --output-prefix runs/data/walker
+    python -m papers.trajectories.prepare --input a.jsonl b.jsonl --trajectories 4 --bins 64 \\
+        --output-prefix runs/data/ab
 
 An .npz is an episode as ExoRL has it, with observation, action and reward, and its folder is its task; a row of JSON
 lines, {"task": ..., "observation": [[...], ...], "action": [...], "reward": [...]}, is one too. A chain has so many
@@ -23,10 +24,10 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command; return its exit status."""
     from data.text.corpus import input_files
     from data.text.record import TOKENIZER
-    from data.trajectories import Chains, read_episodes, write_chains
+    from papers.trajectories.episodes import Chains, read_episodes, write_chains
     from runtime.errors import DataError
 
-    parser = parser_for("python -m tools.prepare_trajectories", __doc__)
+    parser = parser_for("python -m papers.trajectories.prepare", __doc__)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files; folders are searched for --suffix")
     add("--suffix", default=".npz", help="ending of the files taken from a folder (default: %(default)s)")

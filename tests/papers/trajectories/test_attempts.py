@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.trajectories import Chains, Codec, write_chains
 from model.generate import Draw
-from papers import attempts, doors
 from papers.convergence import train
-from papers.doors import BEST, DOORS, ROOMS, STEPS
+from papers.trajectories import attempts, doors
+from papers.trajectories.doors import BEST, DOORS, ROOMS, STEPS
+from papers.trajectories.episodes import Chains, Codec, write_chains
 from runtime.ranks import run_ranks
 from train.config.language import parse_args, validate
 from train.generation import opened

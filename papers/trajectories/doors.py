@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.trajectories import Episode
+from papers.trajectories.episodes import Episode
 
 ROOMS = STEPS = 4
 """Whoever knows all doors is through the last room with the last step."""

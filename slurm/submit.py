@@ -10,13 +10,14 @@ newest checkpoint and is queued again until it is finished; an array's runs are 
 
 import argparse
 import math
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,9 @@ from tools.fit import ENTRIES
 from train.run import exit_status
 
 HERE = Path(__file__).resolve().parent
+DEFAULT_PYTHON = ".venv/bin/python"
+TORCH = "2.13.0"
+"""The version of requirements-lock.txt."""
 HINTS: dict[str, str] = tomllib.loads((HERE / "hints.toml").read_text(encoding="utf-8"))
 NAME = (r"\w[\w.,-]*", "letters, digits, and any of . , - _ after the first")
 TEXT = (r".*", "printable characters in a line")
@@ -45,6 +49,25 @@ FORMS = {
 }
 """Pattern of a value by the name of its flag or key, so that none becomes a line or a command of the script, and the
 pattern in words; NAME of all others, those that are yet to come as well."""
+COMMENTS = {
+    "comment": "The run's folder, where tools.watch looks for it.",
+    "dependency": "Not before that job has ended without an error.",
+    "kill-on-invalid-dep": "If that job fails, this one is cancelled, in the place of waiting for ever.",
+    "array": "A run for each word of --array; its flags stand below.",
+    "LAUNCHER": "What srun starts: ranks, one per GPU, or a torchrun per node.",
+    "CONTAINER": "The image that the ranks run in, by this runtime.",
+    "CONTAINER_MOUNTS": "Folders that it sees besides the checkout.",
+    "PYTHON": "The interpreter of the ranks.",
+    "LONGMESH_SOURCES": "Digest of the sources at submission; a start that has others says so.",
+}
+"""Comments of what the templates have no line for."""
+ASK_TORCH = """
+import importlib.util, runpy
+spec = importlib.util.find_spec("torch")
+values = runpy.run_path(spec.submodule_search_locations[0] + "/version.py") if spec else {}
+print(values.get("__version__", ""), values.get("cuda") or values.get("hip") or "", sep="|")
+"""
+"""Program that prints the version of an interpreter's torch and of its CUDA; importing torch would take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +80,11 @@ class Site:
     """Name of the GPU in --gres; none asks for any."""
     partition: str | None = None
     account: str | None = None
+    qos: str | None = None
     constraint: str | None = None
+    """Features that nodes must have, as sbatch takes them."""
     cpus_per_gpu: int | None = None
-    """Cores per rank; the script's if left out."""
+    """CPUs that a node must have for each rank, threads of a core counted apart; the script's 12 if left out."""
     interface: str | None = None
     """Network interface of NCCL and gloo; by default the one that a node's name leads to."""
 
@@ -140,6 +165,7 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
         "signal": f"B:USR1@{args.lead}",
         "partition": args.partition or site.partition,
         "account": args.account or site.account,
+        "qos": site.qos,
         "constraint": site.constraint,
         "dependency": args.after and f"afterok:{args.after}",
         "array": args.array and f"0-{len(args.array) - 1}",
@@ -148,6 +174,8 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
     for option in args.option:
         key, _, value = option.removeprefix("--").partition("=")
         wanted[key] = value and shlex.quote(value)
+    if wanted["dependency"] is not None:
+        wanted.setdefault("kill-on-invalid-dep", "yes")
     if wanted["time"] is not None and _seconds(wanted["time"]) <= args.lead:
         raise UserError(
             f"time is {wanted['time']}, and the ranks are told to save {args.lead} s before it is over; give more "
@@ -178,33 +206,144 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
     if given and not args.container:
         name, value = next(iter(given.items()))
         raise UserError(f"{name} is {value}, and container is not set; name the image with --container")
-    wanted = {"comment": shlex.quote(save)} | options(args, site, gpus, save)  # where tools.watch looks for the run
-    head, _, body = (HERE / f"{site.script}.sbatch").read_text(encoding="utf-8").partition("\nexport ")
-    for key in wanted:
-        head = re.sub(rf"^#SBATCH --{key}\b.*\n", "", head + "\n", flags=re.M).rstrip("\n")
+    wanted = {"comment": shlex.quote(save)} | options(args, site, gpus, save)
+    template = (HERE / f"{site.script}.sbatch").read_text(encoding="utf-8")
+    end = template.index("\n\n", template.rindex("\n#SBATCH"))
+    head, body = template[:end], template[end:].strip("\n")
     head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # how to start the file itself
     where = f"# Train on {printable(load_cluster(args.cluster).name)}, {counted(gpus, 'GPU')} a node;"
     head = re.sub(r"^# Train on .*?;", lambda _: where, head, count=1, flags=re.M)
-    lines = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in wanted.items()]
+
     container = {"container_runtime": "pyxis"} | given if given else {}
     variables = {"LAUNCHER": args.launcher} | {name.upper(): value for name, value in container.items()}
-    if not args.container and not Path(".venv/bin/python").exists():
-        variables["PYTHON"] = sys.executable
+    python = interpreter(args)
+    if python not in (None, DEFAULT_PYTHON):
+        variables["PYTHON"] = python
+    if not any("--config" in flags for flags in args.array or []):
+        digest = digest_of_sources(_value(command, "--config"))
+        variables |= {"LONGMESH_SOURCES": digest} if digest else {}
     if site.interface:
-        variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), site.interface)
-    named = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        both = f"NCCL_SOCKET_IFNAME={site.interface} GLOO_SOCKET_IFNAME={site.interface}"
+        body = re.sub(
+            r"^# NCCL and gloo find each other .*\n# export NCCL_SOCKET_IFNAME=.*$",
+            f"# NCCL and gloo find each other over the interface of the cluster's file.\nexport {both}",
+            body,
+            count=1,
+            flags=re.M,
+        )
+    named = []
+    for name, value in variables.items():
+        if name in COMMENTS:
+            named.append(f"# {COMMENTS[name]}")
+        named.append(f"export {name}={shlex.quote(value)}")
+
     run, more, sweep = shlex.quote(save), "", []
     if args.array:
         cases = [f"{n}) sweep=({shlex.join(shlex.split(flags))}) ;;" for n, flags in enumerate(args.array)]
         run, more = f'{run}/"$SLURM_ARRAY_TASK_ID"', ' "${sweep[@]}"'
         sweep = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
     start = [*sweep, *named, f"train {run} {shlex.join(command)}{more}"]
-    body = re.sub(r"^export GPUS_PER_NODE=.*$", f"export GPUS_PER_NODE={gpus}", "export " + body, flags=re.M)
-    return "\n".join([head, *lines, "", body.removesuffix('train "$@"\n') + "\n".join(start)]) + "\n"
+    body = re.sub(r"^export GPUS_PER_NODE=.*$", f"export GPUS_PER_NODE={gpus}", body, flags=re.M)
+    by_hand = {option.removeprefix("--").partition("=")[0] for option in args.option}
+    lines = [*header(head.split("\n"), wanted, by_hand), "", body.removesuffix('train "$@"') + "\n".join(start)]
+    return "\n".join(lines) + "\n"
 
 
-def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
-    """Check the run for the processes of this job; return its folder, and its command without --save.
+def header(template: Sequence[str], wanted: Mapping[str, str], by_hand: Collection[str]) -> list[str]:
+    """Return the lines of a script's head with the options of a job, each below the comment that is about it.
+
+    Args:
+        template: lines of a .sbatch file up to its last option.
+        wanted: value by option; an empty one is a switch.
+        by_hand: options of ``--option``, of which a template's comment may not be true.
+    """
+    lines: list[str] = []
+    comments: list[str] = []
+    rest = dict(wanted)
+    for line in template:
+        option = re.match(r"#SBATCH --([a-z-]+)", line)
+        if option is None:
+            comments.append(line)
+            continue
+        key = option[1]
+        if f"no-{key}" in rest:
+            comments = []
+            continue
+        if key in by_hand:
+            comments = ["# As --option says."]
+        if key == "signal":
+            comments = [_with_lead(comment, rest.get(key, "")) for comment in comments]
+        lines += [*comments, _option(key, rest.pop(key)) if key in rest else line]
+        comments = []
+    for key, value in rest.items():
+        if key in by_hand:
+            lines.append("# As --option says.")
+        elif key in COMMENTS:
+            lines.append(f"# {COMMENTS[key]}")
+        lines.append(_option(key, value))
+    return lines
+
+
+def _option(key: str, value: str) -> str:
+    return f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}"
+
+
+def _with_lead(comment: str, signal: str) -> str:
+    """Return a comment on ``--signal`` with its own time in the place of the template's 10 minutes."""
+    seconds = re.fullmatch(r"B:USR1@(\d+)", signal)
+    if seconds is None:
+        return comment
+    lead = int(seconds[1])
+    words = counted(lead // 60, "minute") if lead % 60 == 0 else counted(lead, "second")
+    return comment.replace("10 minutes", words)
+
+
+def interpreter(args: argparse.Namespace) -> str | None:
+    """Return the Python of a job's ranks, as slurm/job.sh would choose it; None if an image has its own."""
+    if args.container or os.environ.get("CONTAINER"):
+        return None
+    if named := os.environ.get("PYTHON"):
+        check_text({"python": named}, "the environment's ")
+        return named
+    return DEFAULT_PYTHON if Path(DEFAULT_PYTHON).exists() else sys.executable
+
+
+def digest_of_sources(config: str | None) -> str:
+    """Return the digest by which slurm/job.sh knows the sources, and the configuration's file, of a start.
+
+    Empty on a machine whose shell lacks what it takes; the job's first start then makes it.
+    """
+    program = 'source slurm/job.sh && sources "$1" | digest'
+    command = ["bash", "-c", program, "bash", config or ""]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def check_torch(args: argparse.Namespace, gpus: int) -> None:
+    """Raise UserError if the torch of a job that asks for GPUs is built for CPUs, or there is none.
+
+    An image's is not looked at, nor that of an interpreter which this machine lacks.
+    """
+    python = interpreter(args)
+    if python is None or shutil.which(python) is None:
+        return
+    done = subprocess.run([python, "-c", ASK_TORCH], capture_output=True, text=True, check=False)
+    version, _, cuda = done.stdout.strip().partition("|")
+    if cuda:
+        return
+    build = f"torch {version}, whose torch.version.cuda is None: it is built for CPUs" if version else "no torch"
+    raise UserError(
+        f"{python} has {build}, and the job asks for {counted(gpus, 'GPU')} a node; make venv TORCH=torch=={TORCH} "
+        "installs PyTorch's build for GPUs, which needs none on this machine; or name another interpreter in PYTHON, "
+        "or an image with --container; --device cpu after the entry trains on CPUs"
+    )
+
+
+def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str], set[str]]:
+    """Check the run for the processes of this job; return its folder, its command without --save, and its devices.
+
+    The command asks for ``--device cuda`` unless the run names a device: by default a rank that finds no GPU would
+    train on the CPU. The devices are cuda or cpu, of an array's runs maybe both.
 
     Raises UserError: a value is no text for a script, the GPUs fill no nodes, or as the entry itself would once the job
     started.
@@ -221,6 +360,7 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
         )
     entry, flags = ENTRIES[command[0]], command[1:]
     world_size = (args.nodes or args.gpus // gpus) * gpus
+    devices = set()
     for more in args.array or [""]:
         try:
             words = shlex.split(more)
@@ -237,13 +377,16 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
         if any(word.partition("=")[0] == "--save" for word in words):
             fix = "and an array's runs have numbered folders in one; give it after the entry"
             raise UserError(f"save is in {more!r} of --array, {fix}")
+        devices.add(config.mesh.device)
         entry.validate(replace(config, mesh=replace(config.mesh, device="cuda")), world_size)
     save = config.checkpoint.save
     if save is None:
         raise UserError("save is not set, and a job that is queued again goes on from there; give --save runs/NAME")
     check_text({"name": args.name or Path(save).name}, fix="" if args.name else "; give one with --name")
     pairs = pairwise(command)
-    return save, [command[0], *(word for before, word in pairs if "--save" not in (before, word.split("=")[0]))]
+    rest = [word for before, word in pairs if "--save" not in (before, word.split("=")[0])]
+    asking = ["--device", "cuda"] if "auto" in devices else []
+    return save, [command[0], *asking, *rest], {"cpu" if device == "cpu" else "cuda" for device in devices}
 
 
 def _value(flags: Sequence[str], flag: str) -> str | None:
@@ -277,10 +420,20 @@ def main(argv: list[str]) -> int:
 
         args = build_parser().parse_args(argv)
         site, gpus = read_site(args.cluster)
-        save, run = checked(args, gpus)
+        save, run, devices = checked(args, gpus)
         text = script(args, site, gpus, save, run)
+        notes = []
+        if "cpu" in devices:
+            notes.append(f"note: device is cpu, and the job's {counted(gpus, 'GPU')} a node will do nothing")
+        if "cuda" in devices:
+            try:
+                check_torch(args, gpus)
+            except UserError as error:
+                if not args.dry_run:
+                    raise
+                notes.append(f"note: as it is, the job would be refused: {error}")
         print(text if args.dry_run else submit(text), end="" if args.dry_run else "\n")
-        for note in with_files(ENTRIES[run[0]].parse_args([*run[1:], "--save", save]))[1]:
+        for note in [*notes, *with_files(ENTRIES[run[0]].parse_args([*run[1:], "--save", save]))[1]]:
             print(note, file=sys.stderr)
 
     return exit_status(command, argv)

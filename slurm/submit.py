@@ -216,7 +216,7 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
 
     container = {"container_runtime": "pyxis"} | given if given else {}
     variables = {"LAUNCHER": args.launcher} | {name.upper(): value for name, value in container.items()}
-    python = interpreter(args)
+    python = interpreter(args.container)
     if python not in (None, DEFAULT_PYTHON):
         variables["PYTHON"] = python
     if not any("--config" in flags for flags in args.array or []):
@@ -298,9 +298,9 @@ def _with_lead(comment: str, signal: str) -> str:
     return comment.replace("10 minutes", words)
 
 
-def interpreter(args: argparse.Namespace) -> str | None:
+def interpreter(container: str | None = None) -> str | None:
     """Return the Python of a job's ranks, as slurm/job.sh would choose it; None if an image has its own."""
-    if args.container or os.environ.get("CONTAINER"):
+    if container or os.environ.get("CONTAINER"):
         return None
     if named := os.environ.get("PYTHON"):
         check_text({"python": named}, "the environment's ")
@@ -319,12 +319,12 @@ def digest_of_sources(config: str | None) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def check_torch(args: argparse.Namespace, gpus: int) -> None:
+def check_torch(gpus: int, container: str | None = None) -> None:
     """Raise UserError if the torch of a job that asks for GPUs is built for CPUs, or there is none.
 
     An image's is not looked at, nor that of an interpreter which this machine lacks.
     """
-    python = interpreter(args)
+    python = interpreter(container)
     if python is None or shutil.which(python) is None:
         return
     done = subprocess.run([python, "-c", ASK_TORCH], capture_output=True, text=True, check=False)
@@ -427,7 +427,7 @@ def main(argv: list[str]) -> int:
             notes.append(f"note: device is cpu, and the job's {counted(gpus, 'GPU')} a node will do nothing")
         if "cuda" in devices:
             try:
-                check_torch(args, gpus)
+                check_torch(gpus, args.container)
             except UserError as error:
                 if not args.dry_run:
                     raise

@@ -264,6 +264,8 @@ def test_memory_by_component_and_what_to_change_first(capsys, tmp_path, monkeypa
     out, said = capsys.readouterr()
     doing = r"backward of micro-batch 1 of 1, [\d,]+ operators so far, \d+ s\n"
     assert re.search(rf"running rank 0 of 2 without memory \(1 of 1\): {doing}", said)
+    passes = [*dict.fromkeys(re.findall(r"(\w+) of micro-batch 1 of 1, layer (\d) of 2, ", said))]
+    assert passes == [("forward", "1"), ("forward", "2"), ("backward", "2"), ("backward", "1")]
     told = r"does not fit in [\d.]+ GB: a process takes [\d.]+ .B\nchange, .* for [\d.]+ ms a step:\n  --loss-chunk-"
     assert re.search(rf"\n  logits +[#+. ]+\d+\.\d MB\n(.*\n)+{told}size 2048", out)
     assert main([*asked, "--cluster", str(small), "--json"]) == 0

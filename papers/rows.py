@@ -23,7 +23,8 @@ from papers.jobs import Figures, Job, measured, submit_row
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import ROOT, commit_of, slug
-from slurm.submit import check_login_node, check_torch, read_site
+from slurm.environment import check_torch
+from slurm.submit import check_login_node, read_site
 from tools.common.arguments import one_line_errors, parser_for
 from tools.common.report import aligned
 from tools.common.report import as_csv as csv_of

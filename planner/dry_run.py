@@ -20,7 +20,7 @@ from planner.search import ROOM, predicted
 from planner.workload import known_documents
 from runtime.errors import UserError
 from runtime.progress import Progress, amount, counted, duration
-from train.config.derive import complete, with_joined_ranks, with_method
+from train.config.derive import complete, rope_flags, with_joined_ranks, with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError, spelled
 
@@ -78,8 +78,12 @@ def dry_run(
     fits, said = verdict(found, cluster)
     seconds = predicted(config, world_size, cluster, known_documents(config))
     parts = ", ".join(f"{name} {duration(count)}" for name, count in seconds.seconds.items() if count)
-    time = f"time: {duration(seconds.time)} a step, predicted: {parts}"
+    iters = config.train.train_iters
+    whole = f"{counted(iters, 'step')} take{'s' if iters == 1 else ''} {duration(iters * seconds.time)}"
+    time = f"time: {duration(seconds.time)} a step, predicted: {parts}; {whole}"
     print("\n".join([*_table(found), time, *[said] * fits, *notes]))
+    if isinstance(config, Config):
+        lacking += " ".join(rope_flags(config)).split()  # which complete's note asks for
     print("\n".join(_commands([*arguments, *lacking], entry, cluster, world_size, asked)), flush=True)
     if not fits:
         raise DoesNotFitError(f"{said}; python -m tools.plan --fits with the same flags says what to change")

@@ -10,14 +10,13 @@ newest checkpoint and is queued again until it is finished; an array's runs are 
 
 import argparse
 import math
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,49 +24,15 @@ from pathlib import Path
 from planner.cluster import ClusterError, cluster_file, load_cluster
 from runtime.errors import UserError, printable
 from runtime.progress import counted
+from slurm.environment import DEFAULT_PYTHON, check_torch, digest_of_sources, interpreter
+from slurm.header import COMMENTS, header
+from slurm.values import check_text
 from tools.common.arguments import parser_for, positive, run_command
 from tools.fit import ENTRIES
 from train.run import exit_status
 
 HERE = Path(__file__).resolve().parent
-DEFAULT_PYTHON = ".venv/bin/python"
-TORCH = "2.13.0"
-"""The version of requirements-lock.txt."""
 HINTS: dict[str, str] = tomllib.loads((HERE / "hints.toml").read_text(encoding="utf-8"))
-NAME = (r"\w[\w.,-]*", "letters, digits, and any of . , - _ after the first")
-TEXT = (r".*", "printable characters in a line")
-PATH = (r"[^-].*", "printable characters in a line, the first no -")
-FORMS = {
-    "name": (r"\w[\w .,+=@~-]*", "letters, digits, blanks, and any of . , + = @ ~ - _ after the first"),
-    "constraint": (r"[\w(\[][\w.,:&|*()\[\]-]*", "features, joined by any of & | ( ) [ ] * ,"),
-    "interface": (r"[\w^=][\w.,:-]*", "names of interfaces, as NCCL_SOCKET_IFNAME takes them"),
-    "after": (r"\d[\d:_]*", "the number of a job"),
-    "time": (r"[\w:-]+", "minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED"),
-    "option": (r"--[a-z][a-z-]*(=.+)?", "written as sbatch takes it, --option=--KEY=VALUE"),
-    **dict.fromkeys(("cluster", "save", "container", "container_mounts", "python"), PATH),
-    **dict.fromkeys(("array", "command"), TEXT),
-}
-"""Pattern of a value by the name of its flag or key, so that none becomes a line or a command of the script, and the
-pattern in words; NAME of all others, those that are yet to come as well."""
-COMMENTS = {
-    "comment": "The run's folder, where tools.watch looks for it.",
-    "dependency": "Not before that job has ended without an error.",
-    "kill-on-invalid-dep": "If that job fails, this one is cancelled, in the place of waiting for ever.",
-    "array": "A run for each word of --array; its flags stand below.",
-    "LAUNCHER": "What srun starts: ranks, one per GPU, or a torchrun per node.",
-    "CONTAINER": "The image that the ranks run in, by this runtime.",
-    "CONTAINER_MOUNTS": "Folders that it sees besides the checkout.",
-    "PYTHON": "The interpreter of the ranks.",
-    "LONGMESH_SOURCES": "Digest of the sources at submission; a start that has others says so.",
-}
-"""Comments of what the templates have no line for."""
-ASK_TORCH = """
-import importlib.util, runpy
-spec = importlib.util.find_spec("torch")
-values = runpy.run_path(spec.submodule_search_locations[0] + "/version.py") if spec else {}
-print(values.get("__version__", ""), values.get("cuda") or values.get("hip") or "", sep="|")
-"""
-"""Program that prints the version of an interpreter's torch and of its CUDA; importing torch would take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,22 +52,6 @@ class Site:
     """CPUs that a node must have for each rank, threads of a core counted apart; the script's 12 if left out."""
     interface: str | None = None
     """Network interface of NCCL and gloo; by default the one that a node's name leads to."""
-
-
-def check_text(values: Mapping[str, object], where: str = "", fix: str = "") -> None:
-    """Check values, and each word of lists, by their names. Numbers, and words that are chosen from, always pass.
-
-    Raises UserError naming the value after ``where``, and what it may be.
-    """
-    for name, value in values.items():
-        (pattern, words), said = FORMS.get(name, NAME), name
-        for text in value if isinstance(value, list) else [value]:
-            if not isinstance(text, str) or not text:
-                continue
-            if name == "command" and (flag := re.match(r"--[a-z][a-z\d-]*", text)):
-                said = flag[0]  # which the words after it belong to
-            if not text.isprintable() or not re.fullmatch(pattern, text):
-                raise UserError(f"{where}{said} is {text!r}; it must be {words}{fix}")
 
 
 def read_site(path: str) -> tuple[Site, int]:
@@ -247,96 +196,6 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
     by_hand = {option.removeprefix("--").partition("=")[0] for option in args.option}
     lines = [*header(head.split("\n"), wanted, by_hand), "", body.removesuffix('train "$@"') + "\n".join(start)]
     return "\n".join(lines) + "\n"
-
-
-def header(template: Sequence[str], wanted: Mapping[str, str], by_hand: Collection[str]) -> list[str]:
-    """Return the lines of a script's head with the options of a job, each below the comment that is about it.
-
-    Args:
-        template: lines of a .sbatch file up to its last option.
-        wanted: value by option; an empty one is a switch.
-        by_hand: options of ``--option``, of which a template's comment may not be true.
-    """
-    lines: list[str] = []
-    comments: list[str] = []
-    rest = dict(wanted)
-    for line in template:
-        option = re.match(r"#SBATCH --([a-z-]+)", line)
-        if option is None:
-            comments.append(line)
-            continue
-        key = option[1]
-        if f"no-{key}" in rest:
-            comments = []
-            continue
-        if key in by_hand:
-            comments = ["# As --option says."]
-        if key == "signal":
-            comments = [_with_lead(comment, rest.get(key, "")) for comment in comments]
-        lines += [*comments, _option(key, rest.pop(key)) if key in rest else line]
-        comments = []
-    for key, value in rest.items():
-        if key in by_hand:
-            lines.append("# As --option says.")
-        elif key in COMMENTS:
-            lines.append(f"# {COMMENTS[key]}")
-        lines.append(_option(key, value))
-    return lines
-
-
-def _option(key: str, value: str) -> str:
-    return f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}"
-
-
-def _with_lead(comment: str, signal: str) -> str:
-    """Return a comment on ``--signal`` with its own time in the place of the template's 10 minutes."""
-    seconds = re.fullmatch(r"B:USR1@(\d+)", signal)
-    if seconds is None:
-        return comment
-    lead = int(seconds[1])
-    words = counted(lead // 60, "minute") if lead % 60 == 0 else counted(lead, "second")
-    return comment.replace("10 minutes", words)
-
-
-def interpreter(container: str | None = None) -> str | None:
-    """Return the Python of a job's ranks, as slurm/job.sh would choose it; None if an image has its own."""
-    if container or os.environ.get("CONTAINER"):
-        return None
-    if named := os.environ.get("PYTHON"):
-        check_text({"python": named}, "the environment's ")
-        return named
-    return DEFAULT_PYTHON if Path(DEFAULT_PYTHON).exists() else sys.executable
-
-
-def digest_of_sources(config: str | None) -> str:
-    """Return the digest by which slurm/job.sh knows the sources, and the configuration's file, of a start.
-
-    Empty on a machine whose shell lacks what it takes; the job's first start then makes it.
-    """
-    program = 'source slurm/job.sh && sources "$1" | digest'
-    command = ["bash", "-c", program, "bash", config or ""]
-    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def check_torch(gpus: int, container: str | None = None) -> None:
-    """Raise UserError if the torch of a job that asks for GPUs is built for CPUs, or there is none.
-
-    An image's is not looked at, nor that of an interpreter which this machine lacks.
-    """
-    python = interpreter(container)
-    if python is None or shutil.which(python) is None:
-        return
-    done = subprocess.run([python, "-c", ASK_TORCH], capture_output=True, text=True, check=False)
-    version, _, cuda = done.stdout.strip().partition("|")
-    if cuda:
-        return
-    build = f"torch {version}, whose torch.version.cuda is None: it is built for CPUs" if version else "no torch"
-    raise UserError(
-        f"{python} has {build}, and the job asks for {counted(gpus, 'GPU')} a node; make venv TORCH=torch=={TORCH} "
-        "installs PyTorch's build for GPUs, which needs none on this machine; or name another interpreter in PYTHON, "
-        "or an image with --container; --device cpu after the entry trains on CPUs"
-    )
 
 
 def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str], set[str]]:

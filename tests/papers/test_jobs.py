@@ -172,7 +172,8 @@ def test_a_row_on_a_virtual_cluster_is_measured_once_its_job_has_ended(default_d
         memory_gb=80,
         gpus=2,
         config="llama_tiny",
-        flags=f"{tiny} --device cpu --context-parallel-size 2 --micro-batch-size 1 --save-interval 6 --lr-warmup-iters 1",
+        flags=f"{tiny} --device cpu --context-parallel-size 2 --micro-batch-size 1 --save-interval 6 "
+        "--lr-warmup-iters 1",
         cases={name: f"--context-parallel-method {name}" for name in ("ring", "striped")},
         figures=lambda runs: {name: run.tokens_per_s for name, run in runs.items()},
     )

@@ -28,7 +28,9 @@ def test_what_is_published_and_predicted_is_compared():
 @pytest.mark.parametrize("figures", [{"time": "time"}, {"time": "time", "-": "time_hidden"}])
 def test_no_two_lines_of_a_picture_have_one_colour(figures, models):
     rows = [
-        Row({"card": card, "model": f"{model}B", "tokens": tokens}, {"time": 1.0}, {"time": 2.0, "time_hidden": 3.0}, "")
+        Row(
+            {"card": card, "model": f"{model}B", "tokens": tokens}, {"time": 1.0}, {"time": 2.0, "time_hidden": 3.0}, ""
+        )
         for card in ("A", "B")
         for model in range(models)
         for tokens in (1, 2)

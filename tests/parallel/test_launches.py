@@ -112,9 +112,14 @@ def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher, monkeypatch
 
 def test_a_gpu_that_is_not_there_is_refused_before_the_processes_join_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for cuda, reason in ((None, "is built for CPUs: make venv TORCH="), ("13.0", "is built for GPUs: look at nvidia-smi")):
+    for cuda, reason in (
+        (None, "is built for CPUs: make venv TORCH="),
+        ("13.0", "is built for GPUs: look at nvidia-smi"),
+    ):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        with pytest.raises(MeshError, match=f"torch {torch.__version__} on {socket.gethostname()} {reason}".replace("+", ".")):
+        with pytest.raises(
+            MeshError, match=f"torch {torch.__version__} on {socket.gethostname()} {reason}".replace("+", ".")
+        ):
             _ = MeshConfig(device="cuda").backend  # what --allow-resize joins by
     assert MeshConfig(device="cpu").backend == "gloo"
 

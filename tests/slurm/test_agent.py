@@ -33,7 +33,9 @@ def test_a_signal_ends_the_ranks_or_an_agent_that_has_none(ranks, number, monkey
     assert status_of(child) == (100 + ranks if ranks else 128 + number)
 
 
-@pytest.mark.parametrize(("gpus", "program", "lacks"), [(True, True, ""), (True, False, "numactl"), (False, True, "a GPU")])
+@pytest.mark.parametrize(
+    ("gpus", "program", "lacks"), [(True, True, ""), (True, False, "numactl"), (False, True, "a GPU")]
+)
 def test_ranks_are_bound_where_the_node_can_and_a_line_says_where_not(
     gpus, program, lacks, tmp_path, monkeypatch, capsys
 ):

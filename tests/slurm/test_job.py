@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from slurm.submit import digest_of_sources
+from slurm.environment import digest_of_sources
 from tests.starts import ended
 
 STAND_IN = """

@@ -12,6 +12,7 @@ import pytest
 
 from runtime.errors import UserError
 from slurm import submit
+from slurm.environment import TORCH
 from tests.endings import end
 from tests.slurm.cluster import VirtualError, start
 from tests.starts import ROOT
@@ -192,7 +193,7 @@ def test_a_run_that_names_its_device_gets_no_other_and_idle_gpus_are_told(capsys
 
 
 def test_the_torch_that_is_advised_is_the_one_that_make_installs():
-    assert f"torch=={submit.TORCH})" in (ROOT / "Makefile").read_text()
+    assert f"torch=={TORCH})" in (ROOT / "Makefile").read_text()
 
 
 def test_nodes_of_16(capsys):
@@ -250,7 +251,10 @@ def test_a_clusters_file_that_says_nothing_of_its_slurm(table, words, tmp_path):
         ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "sinfo -N"),
         ("sbatch: error: CPU count per node can not be satisfied", "set cpus_per_gpu in the cluster's file"),
         ("sbatch: error: Batch job submission failed: Invalid feature specification", "change constraint in the"),
-        ("sbatch: error: Requested node configuration is not available", "cpus_per_gpu (12 if left out) and constraint"),
+        (
+            "sbatch: error: Requested node configuration is not available",
+            "cpus_per_gpu (12 if left out) and constraint",
+        ),
         ("sbatch: error: Batch job submission failed: Something new", "look at the script with --dry-run"),
     ],
 )

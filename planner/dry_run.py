@@ -125,8 +125,14 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
     writer = "tools.prepare_data" if isinstance(config, Config) else "tools.prepare_latents"
     notes, lacking = [], list[str]()
     for name, path in wanted:
-        written = "" if name == "load" else f"; python -m {writer} writes one"
+        written = f"; python -m {writer} writes one"
+        if name == "load":
+            hub = "hf download NAME --local-dir FOLDER"
+            written = (
+                f"; {hub}" if path.startswith("hf:") else f"; {hub}, python -m tools.convert_hf import FOLDER {path}"
+            )
         if not getattr(config.checkpoint if name == "load" else config.data, name):
+            written = "" if name == "load" else written
             lacking += spelled(name, path.removesuffix(".idx")).split()
             notes.append(f"note: {name} is not set; give {' '.join(lacking[-2:])}{written}")
         elif not Path(path.removeprefix("hf:")).exists():

@@ -43,16 +43,17 @@ cpus_per_task() {
 
 # The command of one task, in the array `task`, and srun's options for it, in `how`.
 arrange() {
-    local per_node=${SLURM_NTASKS_PER_NODE:-1}
-    # A site's --export=NONE is for the job's script, and not for its ranks, which need all that is set here.
-    how=(--export=ALL --kill-on-bad-exit=1 --open-mode=append --output="$LOGS/task-%t.log")
-    # Slurm's default deals tasks out to the sockets in turn, and every second rank would lie far from its GPU.
+    local ranks=${SLURM_NTASKS_PER_NODE:?give --ntasks-per-node}
+    # A site's --export=NONE is for the job's script, and not for its ranks, which need all that is set here. They are no
+    # ranks of MPI, for which a site may start a server beside each task.
+    how=(--export=ALL --mpi=none --kill-on-bad-exit=1 --open-mode=append --output="$LOGS/task-%t.log")
+    # Slurm's default deals tasks out to the sockets in turn, and every second rank would lie far from its GPU. Tasks see
+    # all GPUs of their node, without --gpu-bind: NCCL reaches the memory of a neighbour only if the rank sees it.
     how+=(--distribution=block:block --cpu-bind=cores)
     task=("${PYTHON:-$([ -z "$CONTAINER" ] && [ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}")
     case ${LAUNCHER:-ranks} in
-    ranks) how+=(--cpus-per-task="$(cpus_per_task "$per_node")") ;;
+    ranks) how+=(--cpus-per-task="$(cpus_per_task "$ranks")") ;;
     torchrun)
-        local ranks=${SLURM_NTASKS_PER_NODE:?give --ntasks-per-node}
         how+=(--ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task=$((ranks * $(cpus_per_task "$ranks"))))
         task+=(-m slurm.agent --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --rdzv-backend c10d
             --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 12000))"

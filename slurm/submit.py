@@ -156,9 +156,12 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
         name, value = next(iter(given.items()))
         raise UserError(f"{name} is {value}, and container is not set; name the image with --container")
     wanted = {"comment": shlex.quote(save)} | options(args, site, gpus, save)
-    template = (HERE / f"{site.script}.sbatch").read_text(encoding="utf-8")
-    end = template.index("\n\n", template.rindex("\n#SBATCH"))
-    head, body = template[:end], template[end:].strip("\n")
+    file = HERE / f"{site.script}.sbatch"
+    template = file.read_text(encoding="utf-8").rstrip("\n")
+    last_option = list(re.finditer(r"^#SBATCH .*$", template, flags=re.M))[-1:]
+    if not last_option or not template.endswith('\ntrain "$@"'):
+        raise UserError(f'{file} has no line of #SBATCH, or does not end with train "$@"; copy slurm/h100.sbatch again')
+    head, body = template[: last_option[0].end()], template[last_option[0].end() :].strip("\n")
     head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # how to start the file itself
     where = f"# Train on {printable(load_cluster(args.cluster).name)}, {counted(gpus, 'GPU')} a node;"
     head = re.sub(r"^# Train on .*?;", lambda _: where, head, count=1, flags=re.M)

@@ -138,6 +138,24 @@ def test_a_job_that_waits_for_one_that_fails_is_cancelled_unless_asked_otherwise
     assert "kill-on-invalid-dep" not in printed(capsys, "--nodes", "1", *RUN)
 
 
+def test_a_site_has_a_script_of_its_own(capsys, tmp_path, monkeypatch):
+    plain = (submit.HERE / "h100.sbatch").read_text()
+    monkeypatch.setattr(submit, "HERE", tmp_path)
+    module = "module load cuda\nexport HF_HOME=/scratch/hf\n"
+    script = plain.replace("# Slurm runs a copy", f"{module}# Slurm runs a copy").replace(
+        "\n\n# GPUs that", "\n# GPUs that"
+    )
+    (tmp_path / "own.sbatch").write_text(script)
+    file = write_cluster(tmp_path / "mine.toml", script="own")
+    text = printed(capsys, "--nodes", "2", *RUN, cluster=file.with_suffix(""))
+    assert module in text
+    assert text.index(module) < text.index("\ntrain runs/here ")
+    (tmp_path / "own.sbatch").write_text(plain + "echo done\n")
+    ending = end(submit.main, ["--cluster", str(file), "--nodes", "2", "--dry-run", *RUN])
+    assert (ending.status, ending.wrong) == (1, None)
+    assert f"{tmp_path / 'own.sbatch'} " in ending.stderr
+
+
 def test_what_a_clusters_file_asks_of_nodes_is_in_the_script(capsys, tmp_path):
     file = write_cluster(tmp_path / "mine.toml", cpus_per_gpu=7, constraint="hbm3", qos="long")
     text = printed(capsys, "--nodes", "2", *RUN, cluster=file.with_suffix(""))

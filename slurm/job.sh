@@ -44,11 +44,11 @@ cpus_per_task() {
 # The command of one task, in the array `task`, and srun's options for it, in `how`.
 arrange() {
     local ranks=${SLURM_NTASKS_PER_NODE:?give --ntasks-per-node}
-    # A site's --export=NONE is for the job's script, and not for its ranks, which need all that is set here. They are no
-    # ranks of MPI, for which a site may start a server beside each task.
+    # A site's --export=NONE is for the job's script, and not for its ranks, which need all that is set here. They are
+    # no ranks of MPI, for which a site may start a server beside each task.
     how=(--export=ALL --mpi=none --kill-on-bad-exit=1 --open-mode=append --output="$LOGS/task-%t.log")
-    # Slurm's default deals tasks out to the sockets in turn, and every second rank would lie far from its GPU. Tasks see
-    # all GPUs of their node, without --gpu-bind: NCCL reaches the memory of a neighbour only if the rank sees it.
+    # Slurm's default deals tasks out to the sockets in turn, and every second rank would lie far from its GPU. Tasks
+    # see all GPUs of their node, without --gpu-bind: NCCL reaches the memory of a neighbour only if the rank sees it.
     how+=(--distribution=block:block --cpu-bind=cores)
     task=("${PYTHON:-$([ -z "$CONTAINER" ] && [ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}")
     case ${LAUNCHER:-ranks} in
@@ -129,8 +129,8 @@ digest() {
     sha256sum | cut -c 1-8
 }
 
-# Say if the sources are not those that the job was submitted with: a start takes what lies in the checkout, which people
-# edit while a job waits or trains.
+# Say if the sources are not those that the job was submitted with: a start takes what lies in the checkout, which
+# people edit while a job waits or trains.
 check_sources() {
     local list=$LOGS/sources now submitted changed
     now=$(sources "$config")

@@ -13,7 +13,7 @@ from planner.cluster import CLUSTERS
 from runtime.machine import commit_of
 from tests.pretraining import pretrain
 from tests.slurm.cluster import PROGRAMS, missing, virtual_cluster
-from tests.slurm.test_submit import python_with
+from tests.slurm.test_environment import python_with
 from tests.starts import wait_until
 
 A100, NODES_OF_16 = (str(CLUSTERS / f"{name}.toml") for name in ("a100_pod", "wallfacer_a100_16"))

@@ -5,14 +5,12 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
 
 from runtime.errors import UserError
 from slurm import submit
-from slurm.environment import TORCH
 from tests.endings import end
 from tests.slurm.cluster import VirtualError, start
 from tests.starts import ROOT
@@ -89,45 +87,13 @@ def test_a_folder_with_a_blank_is_one_word_to_sbatch_and_to_the_shell(capsys):
     assert "\ntrain 'runs/my run' pretrain_gpt.py " in text
 
 
-def above(text, line):
-    """The comment lines that stand above a line of a script, up to the next line that is none."""
-    lines = text.splitlines()
-    comments = []
-    for before in reversed(lines[: lines.index(line)]):
-        if not before.startswith("# "):
-            break
-        comments.insert(0, before)
-    return " ".join(comments)
-
-
-@pytest.mark.parametrize("cluster", ["h100_pod", "a100_pod"])
-@pytest.mark.parametrize(
-    ("lead", "words"), [("600", "10 minutes"), ("1800", "30 minutes"), ("60", "1 minute"), ("90", "90 seconds")]
-)
-def test_a_comment_stands_above_its_line_and_says_its_value(cluster, lead, words, capsys):
-    text = printed(capsys, "--nodes", "2", "--lead", lead, *RUN, cluster=cluster)
-    assert f"USR1 to this script {words} before its time is over" in above(text, f"#SBATCH --signal=B:USR1@{lead}")
-    assert re.findall(r"\d+ (?:minute|second)s? before", text) == [f"{words} before"]
-    assert "is queued again" in above(text, "#SBATCH --requeue")
-    assert "one log" in above(text, "#SBATCH --open-mode=append")
-    assert "#\n#SBATCH" not in text
-
-
-def test_a_comment_that_an_option_by_hand_may_contradict_is_left_out(capsys):
-    options = ["--option=--no-requeue", "--option=--signal=B:USR1@120", "--option=--open-mode=truncate"]
-    text = printed(capsys, "--nodes", "2", *options, *RUN)
-    assert "#SBATCH --requeue\n" not in text
-    assert "is queued again, under" not in text
-    for line in ("no-requeue", "signal=B:USR1@120", "open-mode=truncate"):
-        assert above(text, f"#SBATCH --{line}") == "# As --option says."
-
-
-def test_the_interface_of_a_clusters_file_takes_the_place_of_the_example(capsys, tmp_path):
-    file = write_cluster(tmp_path / "mine.toml", interface="ib0,ib1")
-    text = printed(capsys, "--nodes", "2", *RUN, cluster=file.with_suffix(""))
-    line = "export NCCL_SOCKET_IFNAME=ib0,ib1 GLOO_SOCKET_IFNAME=ib0,ib1"
-    assert above(text, line) == "# NCCL and gloo find each other over the interface of the cluster's file."
-    assert text.count("NCCL_SOCKET_IFNAME") == 1
+def write_cluster(path, **more):
+    table = {"script": "h100", "gpu": "h100"} | more
+    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+    path.write_text(
+        (CLUSTERS / "h100_pod.toml").read_text().split("[slurm]")[0] + "\n".join(["[slurm]", *lines]) + "\n"
+    )
+    return path
 
 
 def test_a_job_that_waits_for_one_that_fails_is_cancelled_unless_asked_otherwise(capsys):
@@ -161,57 +127,6 @@ def test_what_a_clusters_file_asks_of_nodes_is_in_the_script(capsys, tmp_path):
     text = printed(capsys, "--nodes", "2", *RUN, cluster=file.with_suffix(""))
     for line in ("cpus-per-task=7", "constraint=hbm3", "qos=long"):
         assert text.count(f"#SBATCH --{line}\n") == 1
-
-
-def python_with(folder, version, cuda):
-    """An interpreter whose torch has this version file; of a torch of None, none."""
-    folder.mkdir()
-    program = folder / "python"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} -S "$@"\n')
-    program.chmod(0o755)
-    if version is not None:
-        (folder / "torch").mkdir()
-        (folder / "torch" / "__init__.py").write_text("raise ImportError('no driver on this login node')\n")
-        (folder / "torch" / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\nhip = None\n")
-    return str(program)
-
-
-def test_a_job_on_gpus_with_a_torch_for_cpus_is_refused_before_it_waits_in_a_queue(tmp_path, monkeypatch, capsys):
-    job = ["--cluster", str(CLUSTERS / "h100_pod.toml"), "--nodes", "1"]
-    for name, version, words in (
-        ("small", "2.13.0+cpu", r"small/python has torch 2\.13\.0\+cpu, whose torch\.version\.cuda is None"),
-        ("none", None, "none/python has no torch"),
-    ):
-        monkeypatch.setenv("PYTHON", python_with(tmp_path / name, version, None))
-        ending = end(submit.main, [*job, *RUN])
-        assert ending.status == 1
-        assert re.search(f"^error: {tmp_path}/{words}.* make venv TORCH=torch==", ending.stderr), ending.stderr
-        assert submit.main([*job, "--dry-run", *RUN]) == 0
-        out, err = capsys.readouterr()
-        assert f"export PYTHON={tmp_path}/{name}/python\n" in out, "the script names whom it was asked of"
-        assert "note: as it is, the job would be refused: " in err
-        for way_out in (["--container", "i.sqsh", *RUN], [*RUN, "--device", "cpu"]):
-            assert "there is no sbatch here" in end(submit.main, [*job, *way_out]).stderr
-
-
-def test_a_login_node_without_a_gpu_submits_with_a_torch_for_gpus(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PYTHON", python_with(tmp_path / "large", "2.13.0+cu130", "13.0"))
-    assert submit.main(["--cluster", "h100", "--nodes", "1", "--dry-run", *RUN]) == 0
-    assert "refused" not in capsys.readouterr().err
-
-
-def test_a_run_that_names_its_device_gets_no_other_and_idle_gpus_are_told(capsys):
-    job = ["--cluster", "h100", "--nodes", "1", "--dry-run"]
-    assert submit.main([*job, *RUN, "--device", "cpu"]) == 0
-    out, err = capsys.readouterr()
-    assert "--device cuda" not in out
-    assert "note: device is cpu, and the job's 8 GPUs a node will do nothing" in err
-    submit.main([*job, "--array", "--lr 1e-3", "--device cpu", "--", *RUN])
-    assert '"$SLURM_ARRAY_TASK_ID" pretrain_gpt.py --device cuda --config' in capsys.readouterr().out
-
-
-def test_the_torch_that_is_advised_is_the_one_that_make_installs():
-    assert f"torch=={TORCH})" in (ROOT / "Makefile").read_text()
 
 
 def test_nodes_of_16(capsys):
@@ -313,15 +228,6 @@ def texts():
     """The flags of a job whose value is any text."""
     actions = submit.build_parser()._actions
     return [action.dest for action in actions if action.nargs != 0 and not (action.choices or action.type)]
-
-
-def write_cluster(path, **more):
-    table = {"script": "h100", "gpu": "h100"} | more
-    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
-    path.write_text(
-        (CLUSTERS / "h100_pod.toml").read_text().split("[slurm]")[0] + "\n".join(["[slurm]", *lines]) + "\n"
-    )
-    return path
 
 
 def inert(text, folder):

@@ -202,7 +202,7 @@ def script_of(job: Job, row: Path, data: Path, cluster: str) -> str:
     cases = ["--array", *job.cases.values(), "--"] if several else []
     args = build_parser().parse_args([*own, *cases, *job.command(data), "--save", str(row)])
     site, gpus = read_site(cluster)
-    save, command = checked(args, job.in_node)
+    save, command, _ = checked(args, job.in_node)
     text = script(args, site, gpus, save, command)
     head, mark, start = text.rpartition("\ntrain ")
     folder = shlex.quote(str(row)) + ('/"$SLURM_ARRAY_TASK_ID"' if several else "")

@@ -13,20 +13,24 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import cycle, groupby
+from itertools import groupby
 from pathlib import Path
 from textwrap import fill, wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.link.network import NetworkError
 from papers.jobs import Figures, Job, measured, submit_row
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import ROOT, commit_of, slug
-from slurm.submit import check_login_node
+from slurm.environment import check_torch
+from slurm.submit import check_login_node, read_site
 from tools.common.arguments import one_line_errors, parser_for
 from tools.common.report import aligned
 from tools.common.report import as_csv as csv_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parent
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
@@ -175,28 +179,44 @@ def write(base: Path, sheet: Sheet, rows: Sequence[Row]) -> None:
             return
     write_text(table, as_csv(rows, f"{now['commit']}, {now['date']}"))
     if sheet.curves:
-        draw(sheet.curves, rows, picture)
+        draw(sheet.curves, rows).savefig(picture, dpi=90)
 
 
-def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
-    """Draw the published figures as points and the predicted ones as lines."""
+def colours(count: int) -> list[Any]:
+    """Return that many colours, no two alike: of the palette or, beyond it, of a rainbow."""
+    from matplotlib import colormaps
+
+    from tools.common.report import PALETTE
+
+    if count <= len(PALETTE):
+        return list(PALETTE[:count])
+    rainbow = colormaps["turbo"]
+    return [rainbow(0.05 + 0.9 * index / (count - 1)) for index in range(count)]
+
+
+def draw(curves: Curves, rows: Sequence[Row]) -> "Figure":
+    """Draw the published figures as points and the predicted ones as lines, each line in a colour of its own."""
     from matplotlib.figure import Figure
 
-    from tools.common.report import PALETTE, plain
+    from tools.common.report import plain
 
     panels = [(name, list(found)) for name, found in groupby(rows, key=lambda row: row.of.get(curves.panel, ""))]
     figure = Figure(figsize=(1.5 + 3.5 * len(panels), 4.4), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, (panel, shown) in zip(axes, panels, strict=True):
         names = dict.fromkeys(row.of[curves.curve] for row in shown)
-        for colour, name in zip(cycle(PALETTE), names, strict=False):
-            own = [row for row in shown if row.of[curves.curve] == name]
-            for index, pair in enumerate(curves.figures.items()):
-                for figure_name, column, style in zip(pair, COLUMNS, ("o", "-"), strict=False):
-                    y = [getattr(row, column).get(figure_name) for row in own]
-                    heights = [value if isinstance(value, float | int) else float("nan") for value in y]
-                    label = str(name) if (index, style) == (0, "-") else None
-                    ax.plot([row.of[curves.x] for row in own], heights, style, color=colour, alpha=0.8, label=label)
+        lines = [(name, pair) for name in names for pair in curves.figures.items()]
+        for colour, (name, pair) in zip(colours(len(lines)), lines, strict=True):
+            curve = [row for row in shown if row.of[curves.curve] == name]
+            words = [str(name)] if str(name) != str(panel) else []
+            if len(curves.figures) > 1:
+                words.append(pair[1].replace("_", " "))
+
+            for figure_name, column, style in zip(pair, COLUMNS, ("o", "-"), strict=False):
+                y = [getattr(row, column).get(figure_name) for row in curve]
+                heights = [value if isinstance(value, float | int) else float("nan") for value in y]
+                label = ", ".join(words) if style == "-" else None
+                ax.plot([row.of[curves.x] for row in curve], heights, style, color=colour, alpha=0.8, label=label)
         ax.set(title=f"{panel}", xlabel=curves.x.replace("_", " "))
         if all(isinstance(row.of[curves.x], int) for row in shown):
             ax.set_xscale("log", base=2)
@@ -208,7 +228,7 @@ def draw(curves: Curves, rows: Sequence[Row], path: Path) -> None:
         ax.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel(curves.label)
     figure.suptitle("points: published; lines: predicted", fontsize=9)
-    figure.savefig(path, dpi=90)
+    return figure
 
 
 @one_line_errors
@@ -238,6 +258,7 @@ def main(
     if args.submit is not None:
         if not args.dry_run:
             check_login_node()  # before rows are predicted
+            check_torch(read_site(args.submit)[1])
         if not sum(_submit(sheet, args.runs / paper / sheet.name, args) for sheet in chosen):
             raise UserError(
                 f"--row is {args.row}, and no row of {', '.join(s.name for s in chosen)} has it in its name"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -32,6 +33,34 @@ GPU_ENVIRONMENT = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # lengths that change leave gaps in segments of fixed sizes
 }
 """Variables for CUDA, NCCL and torch's allocator, set before they start where the environment has none."""
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+"""Folder of NVIDIA's driver with an entry for each GPU of the machine."""
+
+
+def check_cuda() -> None:
+    """Raise MeshError, which says whether torch or the machine is the reason, if torch finds no GPU."""
+    if torch.cuda.is_available():
+        return
+    built = f"torch {torch.__version__} on {socket.gethostname()}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        reason = f"{built} is built for CPUs: make venv TORCH=torch==2.13.0 installs PyTorch's build for GPUs"
+    else:
+        reason = f"{built} is built for GPUs: look at nvidia-smi there, and at CUDA_VISIBLE_DEVICES"
+    raise MeshError(f"device is cuda and torch finds no CUDA device; use --device cpu or auto ({reason})")
+
+
+def idle_gpus(config: "MeshConfig") -> str:
+    """Warn of GPUs that ``device`` auto passes over, since torch cannot use them; empty if there are none."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if config.device != "auto" or config.device_type == "cuda" or hidden:
+        return ""
+    allocated = os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"
+    if not allocated and not any(NVIDIA_GPUS.glob("*")):
+        return ""
+    return (
+        f"WARNING: device is auto and takes the CPU, though {socket.gethostname()} has GPUs: torch {torch.__version__} "
+        "finds none; --device cuda says why, --device cpu is meant so"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +134,12 @@ class MeshConfig:
 
     @property
     def backend(self) -> str:
-        """Process-group backend per device type; tensors on the CPU always travel by gloo."""
+        """Process-group backend per device type; tensors on the CPU always travel by gloo.
+
+        Raises MeshError if it is for a GPU that this machine or this torch lacks.
+        """
+        if self.device_type == "cuda":
+            check_cuda()
         gpu = {"auto": "nccl"}.get(self.distributed_backend, self.distributed_backend)
         return "gloo" if self.device_type == "cpu" else f"cpu:gloo,cuda:{gpu}"
 
@@ -139,9 +173,8 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
         MeshError: there is no GPU, or two processes have the same.
     """
     device = torch.device(config.device_type)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise MeshError("device is cuda and torch finds no CUDA device; use --device cpu or auto")
     if device.type == "cuda":
+        check_cuda()
         device = _own_gpu()
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -168,7 +201,8 @@ def _own_gpu() -> torch.device:
     if local >= gpus:
         raise MeshError(
             f"device is cuda, and process {local + 1} of a machine finds {gpus} GPUs there; start at most "
-            f"{gpus} processes per machine, or give --device cpu"
+            f"{gpus} processes per machine, or give --device cpu; if {socket.gethostname()} has more, look at "
+            "nvidia-smi there and leave this machine out"
         )
     return torch.device("cuda", local)
 

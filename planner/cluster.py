@@ -180,6 +180,11 @@ def load_cluster(path: str | Path) -> Cluster:
         raise ClusterError(f"{path}: {error}") from None
 
 
+def largest_public_error() -> float:
+    """Return the largest ``public_error`` of all cluster files: over all cards, each by its own kernel."""
+    return max(load_cluster(str(path)).public_error for path in sorted(CLUSTERS.glob("*.toml")))
+
+
 def default_cluster(device_type: str) -> Cluster:
     """Load the cluster of this machine's GPU, or of a CPU; raise ClusterError if no file describes this GPU."""
     if device_type == "cpu":

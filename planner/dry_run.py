@@ -20,7 +20,7 @@ from planner.search import ROOM, predicted
 from planner.workload import known_documents
 from runtime.errors import UserError
 from runtime.progress import Progress, amount, counted, duration
-from train.config.derive import complete, with_joined_ranks, with_method
+from train.config.derive import complete, rope_flags, with_joined_ranks, with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError, spelled
 
@@ -78,8 +78,12 @@ def dry_run(
     fits, said = verdict(found, cluster)
     seconds = predicted(config, world_size, cluster, known_documents(config))
     parts = ", ".join(f"{name} {duration(count)}" for name, count in seconds.seconds.items() if count)
-    time = f"time: {duration(seconds.time)} a step, predicted: {parts}"
+    iters = config.train.train_iters
+    whole = f"{counted(iters, 'step')} take{'s' if iters == 1 else ''} {duration(iters * seconds.time)}"
+    time = f"time: {duration(seconds.time)} a step, predicted: {parts}; {whole}"
     print("\n".join([*_table(found), time, *[said] * fits, *notes]))
+    if isinstance(config, Config):
+        lacking += " ".join(rope_flags(config)).split()  # which complete's note asks for
     print("\n".join(_commands([*arguments, *lacking], entry, cluster, world_size, asked)), flush=True)
     if not fits:
         raise DoesNotFitError(f"{said}; python -m tools.plan --fits with the same flags says what to change")
@@ -121,8 +125,14 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
     writer = "tools.prepare_data" if isinstance(config, Config) else "tools.prepare_latents"
     notes, lacking = [], list[str]()
     for name, path in wanted:
-        written = "" if name == "load" else f"; python -m {writer} writes one"
+        written = f"; python -m {writer} writes one"
+        if name == "load":
+            hub = "hf download NAME --local-dir FOLDER"
+            written = (
+                f"; {hub}" if path.startswith("hf:") else f"; {hub}, python -m tools.convert_hf import FOLDER {path}"
+            )
         if not getattr(config.checkpoint if name == "load" else config.data, name):
+            written = "" if name == "load" else written
             lacking += spelled(name, path.removesuffix(".idx")).split()
             notes.append(f"note: {name} is not set; give {' '.join(lacking[-2:])}{written}")
         elif not Path(path.removeprefix("hf:")).exists():

@@ -138,6 +138,12 @@ class Recorder(TorchDispatchMode):
         self._per_node, self._paused, self._entries = per_node, False, entries
         self._resized = set[int]()
         self.doing, self._operators, self._tell = "building the model", 0, tell
+        self.layer = ""
+        """Words of the layer that a pass has reached, after a comma; empty outside the layers."""
+
+    def begin(self, doing: str) -> None:
+        """Name what is done from here on, before any layer is reached."""
+        self.doing, self.layer = doing, ""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -194,7 +200,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self._operators += 1
         if self._tell is not None:
-            self._tell(f"{self.doing}, {self._operators:,} operators so far")
+            self._tell(f"{self.doing}{self.layer}, {self._operators:,} operators so far")
         if func.namespace == "longmesh" and not func.name().startswith(SCANS):
             return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

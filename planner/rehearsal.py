@@ -117,7 +117,8 @@ def rehearse(
             recorder.kind = "passing"
             count = _pass_through(run, batch, recorder)
             gradients = _gradients(config, mesh, parts)
-            recorder.kind, recorder.doing = "optimizer", "the optimizer's step"
+            recorder.kind = "optimizer"
+            recorder.begin("the optimizer's step")
             optimizer.step()
             del averages
             found = recorder.rehearsal(config, mesh, gradients, count, device == "cuda")
@@ -138,6 +139,8 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
     name, ranks = objective.first_input(config.train.micro_batch_size)[0], mesh.pp.size()
     hidden, peers = run.hidden_states, dist.get_process_group_ranks(mesh.pp.get_group())
     own = dict(zip(config.pipeline.own(mesh.pp.get_local_rank(), ranks), parts, strict=True))
+    for part in parts:
+        _name_layers(part, recorder)
     last = config.pipeline.stages(ranks) - 1
     runner: Any = None
     count = 1
@@ -152,7 +155,7 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
     waiting: dict[tuple[int, int], _Waiting] = {}
     for stage, action, index in actions:
         part = own[stage]
-        recorder.doing = f"{'forward' if action == 'F' else 'backward'} of micro-batch {index + 1} of {count}"
+        recorder.begin(f"{'forward' if action == 'F' else 'backward'} of micro-batch {index + 1} of {count}")
         if action == "F":
             with recorder.forward():
                 received = torch.empty_like(hidden, device=mesh.device, requires_grad=True) if stage else None
@@ -185,6 +188,31 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
     for one in runner.stages if runner else ():
         one.perform_reduce_grad(1)
     return count
+
+
+def _name_layers(part: nn.Module, recorder: Recorder) -> None:
+    """Let a part's layers tell the recorder when their forward and their backward begin."""
+    layers: Any = part.layers
+    total = part.config.num_layers  # type: ignore[union-attr]
+    first = min(int(number) for number, _ in layers.named_children())
+
+    def name(layer: int) -> None:
+        recorder.layer = f", layer {layer} of {total}" if layer else ""
+
+    def enters(layer: int, x: Tensor) -> None:
+        name(layer)
+        if layer == first + 1 and x.requires_grad:
+            x.register_hook(lambda _: name(0))  # the backward leaves the layers
+
+    def leaves(layer: int, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda _: name(layer))  # the backward reaches this one
+        name(0)
+
+    for number, module in layers.named_children():
+        layer = int(number) + 1
+        module.register_forward_pre_hook(lambda _, args, layer=layer: enters(layer, args[0]))
+        module.register_forward_hook(lambda _, args, out, layer=layer: leaves(layer, out))
 
 
 def _to_inputs(stage: int, part: nn.Module, at: _Waiting) -> _Waiting:

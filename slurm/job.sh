@@ -5,9 +5,12 @@
 #   PYTHON             .venv/bin/python, or python3 where there is none and in a container
 #   CONTAINER          image; CONTAINER_RUNTIME is pyxis (default) or apptainer, CONTAINER_MOUNTS more folders, A:B,C:D
 #   MOST_REQUEUES      a job that was queued again so often ends; 100
+#   LONGMESH_SOURCES   digest of the sources at submission, by slurm.submit; else those of the job's first start count
 
-MOST_STUCK=3 # starts in a row without a new checkpoint
-AGAIN=75     # status of a start that may succeed the next time: a rank hung, or lost another one
+MOST_STUCK=3   # starts in a row without a new checkpoint
+MOST_REFUSED=3 # tries of what Slurm refuses, ten seconds apart: the nodes wait meanwhile
+MOST_SILENT=18 # tries of what its controller does not answer, as in a restart or a failover
+AGAIN=75       # status of a start that may succeed the next time: a rank hung, or lost another one
 HUNG_NODES=hung_nodes.txt # in the run's folder, left by a watchdog: the nodes to do without
 
 fail() {
@@ -27,18 +30,36 @@ check_nodes() {
             "give --gres and the cluster's file the same number"
 }
 
+# CPUs of each of a node's $1 tasks: an equal share of all that the job has there. With `block:block` the first half of
+# the ranks then fills the first socket, to which the first half of the GPUs belongs. Fewer CPUs than the node has would
+# put ranks of the second half on the first socket too.
+cpus_per_task() {
+    local fewest requested=${SLURM_CPUS_PER_TASK:-1} share
+    # 128(x2),96: nodes that differ have the share of the smallest.
+    fewest=$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-0}" | sed 's/(.*//' | sort -n | head -n 1)
+    share=$((fewest / $1))
+    echo $((share > requested ? share : requested))
+}
+
 # The command of one task, in the array `task`, and srun's options for it, in `how`.
 arrange() {
-    how=(--kill-on-bad-exit=1 --open-mode=append --output="$LOGS/task-%t.log")
+    local ranks=${SLURM_NTASKS_PER_NODE:?give --ntasks-per-node}
+    # A site's --export=NONE is for the job's script, and not for its ranks, which need all that is set here. They are
+    # no ranks of MPI, for which a site may start a server beside each task.
+    how=(--export=ALL --mpi=none --kill-on-bad-exit=1 --open-mode=append --output="$LOGS/task-%t.log")
+    # Slurm's default deals tasks out to the sockets in turn, and every second rank would lie far from its GPU. Tasks
+    # see all GPUs of their node, without --gpu-bind: NCCL reaches the memory of a neighbour only if the rank sees it.
+    how+=(--distribution=block:block --cpu-bind=cores)
     task=("${PYTHON:-$([ -z "$CONTAINER" ] && [ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}")
     case ${LAUNCHER:-ranks} in
-    ranks) how+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}") ;;
+    ranks) how+=(--cpus-per-task="$(cpus_per_task "$ranks")") ;;
     torchrun)
-        local ranks=${SLURM_NTASKS_PER_NODE:?give --ntasks-per-node}
-        how+=(--ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task=$((ranks * ${SLURM_CPUS_PER_TASK:-1})))
+        how+=(--ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task=$((ranks * $(cpus_per_task "$ranks"))))
         task+=(-m slurm.agent --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --rdzv-backend c10d
             --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 12000))"
             --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --log-dir "$LOGS" --tee 3)
+        # One task has the CPUs of all ranks: torchrun binds each to those beside its GPU.
+        [ "$device" != cuda ] || task+=(--numa-binding=node)
         export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]: ' ;;
     *) fail "LAUNCHER is $LAUNCHER; it must be ranks or torchrun" ;;
     esac
@@ -63,14 +84,16 @@ finished() {
     [ "${last:--1}" -ge "${wanted:-0}" ]
 }
 
-# Put the flags of a start that has no checkpoint yet into the array `begin`, all others into `flags`, and the
-# configuration's file into `config`.
+# Put the flags of a start that has no checkpoint yet into the array `begin`, all others into `flags`, the
+# configuration's file into `config` and the device into `device`.
 sort_flags() {
-    begin=() flags=() config=
+    begin=() flags=() config= device=
     while [ $# -gt 0 ]; do
         case $1 in
         --config) config=${2-} ;;&
         --config=*) config=${1#*=} ;;&
+        --device) device=${2-} ;;&
+        --device=*) device=${1#*=} ;;&
         --load | --ckpt-step) begin+=("$1" "$2") && shift ;;
         --load=* | --ckpt-step=* | --finetune | --exit-on-missing-checkpoint) begin+=("$1") ;;
         *) flags+=("$1") ;;
@@ -79,15 +102,70 @@ sort_flags() {
     done
 }
 
+# Ask for the GPUs by name if the job has some. By default a rank without a usable GPU takes the CPU, and so would all
+# nodes of a job whose PyTorch is built for CPUs.
+name_device() {
+    [ -n "$device" ] || device=$(sed -n 's/^ *device *= *"\([a-z]*\)".*/\1/p' "$config" 2>/dev/null | tail -n 1)
+    if [ "${device:-auto}" = auto ] && [ "${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}" != 0 ]; then
+        device=cuda
+        flags+=(--device cuda)
+    fi
+}
+
+# The sources that a start runs, a line each of a digest and a path, and the configuration's file $1.
+sources() {
+    local package
+    {
+        ls ./*.py
+        for package in */__init__.py; do
+            [ "$package" = tests/__init__.py ] || find "./${package%/*}" -name '*.py' -o -name '*.sh'
+        done
+        [ ! -f "$1" ] || echo "$1"
+    } | LC_ALL=C sort | xargs -d '\n' sha256sum
+}
+
+# Eight digits for the lines on standard input.
+digest() {
+    sha256sum | cut -c 1-8
+}
+
+# Say if the sources are not those that the job was submitted with: a start takes what lies in the checkout, which
+# people edit while a job waits or trains.
+check_sources() {
+    local list=$LOGS/sources now submitted changed
+    now=$(sources "$config")
+    [ -e "$list" ] || echo "$now" >"$list"
+    submitted=${LONGMESH_SOURCES:-$(digest <"$list")}
+    [ "$submitted" != "$(digest <<<"$now")" ] || return 0
+    changed=$(diff "$list" - <<<"$now" | sed -n 's/^[<>] [0-9a-f]*  //p' | sort -u | head -n 5 | paste -sd ' ')
+    echo "WARNING: the sources are not those that the job was submitted with: digest $submitted then," \
+        "$(digest <<<"$now") now${changed:+, changed $changed}; to keep them, submit in a checkout that nobody edits" \
+        "(git worktree add ../NAME)"
+}
+
 # What ranks left as they ended, a line each of a status and a message; runtime/slurm.py writes it.
 endings() {
     cat "$LONGMESH_ENDINGS"/rank-* 2>/dev/null
 }
 
+# scontrol with these arguments, tried again where it is refused or not answered; fails with its last words on stderr.
+persist() {
+    local words refused=0 silent=0
+    until words=$(scontrol "$@" 2>&1); do
+        case $words in
+        *"Unable to contact"* | *"timed out"* | *"Connection refused"*) silent=$((silent + 1)) ;;
+        *) refused=$((refused + 1)) ;;
+        esac
+        [ $refused -lt $MOST_REFUSED ] && [ $silent -lt $MOST_SILENT ] || { echo "$words" >&2 && return 1; }
+        sleep 10
+    done
+    [ -z "$words" ] || echo "$words"
+}
+
 # The job's state, asked for some minutes where the controller does not answer.
 state_of() {
-    local state
-    for _ in {1..30}; do
+    local state try
+    for ((try = 0; try < MOST_SILENT; try++)); do
         state=$(scontrol show job -o "$1" | sed -n "s/.*JobState=\([A-Z]*\).*/\1/p")
         [ -z "$state" ] || break
         sleep 10
@@ -138,12 +216,10 @@ queue_again() {
         "give the job more time, lower --save-interval, or look for errors in $LOGS"
     [ "${SLURM_RESTART_COUNT:-0}" -lt "${MOST_REQUEUES:-100}" ] ||
         fail "queued again ${MOST_REQUEUES:-100} times, and not finished"
-    for _ in {1..30}; do
-        scontrol requeue "$job" && echo "not finished: queued again" && { [ -z "$nodes" ] || exclude "$job" "$nodes"; } &&
-            return
-        sleep 10
-    done
-    fail "not finished, and scontrol requeue $job is refused; submit the command again, which goes on"
+    persist requeue "$job" ||
+        fail "not finished, and scontrol requeue $job is refused; submit the command again, which goes on"
+    echo "not finished: queued again"
+    [ -z "$nodes" ] || exclude "$job" "$nodes"
 }
 
 # Start the ranks and wait for them; their status in `status`. A signal is passed on, and noted in `told`.
@@ -192,12 +268,13 @@ train() {
     local told=''
     trap 'told=1' USR1 TERM
     [ $# -ge 2 ] || fail "give the run's folder, the entry and its flags: runs/NAME pretrain_gpt.py --config FILE"
-    local run=$1 status before begin flags config nodes='' job state
+    local run=$1 status before begin flags config device nodes='' job state
     LOGS=$run/logs/$SLURM_JOB_ID
     export LONGMESH_ENDINGS=$LOGS/endings
     mkdir -p "$LOGS" && rm -rf "$LONGMESH_ENDINGS" || exit 1
     shift
     sort_flags "$@"
+    name_device
     before=$(progress_of "$run")
     if [ -n "$(newest_of "$run")" ]; then # whatever a file says
         begin=(--load "$run" --no-finetune --ckpt-step none)
@@ -205,6 +282,7 @@ train() {
         begin=(--load "$run")
     fi
     check_nodes
+    check_sources
     arrange
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"
 

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,27 +24,15 @@ from pathlib import Path
 from planner.cluster import ClusterError, cluster_file, load_cluster
 from runtime.errors import UserError, printable
 from runtime.progress import counted
+from slurm.environment import DEFAULT_PYTHON, check_torch, digest_of_sources, interpreter
+from slurm.header import COMMENTS, header
+from slurm.values import check_text
 from tools.common.arguments import parser_for, positive, run_command
 from tools.fit import ENTRIES
 from train.run import exit_status
 
 HERE = Path(__file__).resolve().parent
 HINTS: dict[str, str] = tomllib.loads((HERE / "hints.toml").read_text(encoding="utf-8"))
-NAME = (r"\w[\w.,-]*", "letters, digits, and any of . , - _ after the first")
-TEXT = (r".*", "printable characters in a line")
-PATH = (r"[^-].*", "printable characters in a line, the first no -")
-FORMS = {
-    "name": (r"\w[\w .,+=@~-]*", "letters, digits, blanks, and any of . , + = @ ~ - _ after the first"),
-    "constraint": (r"[\w(\[][\w.,:&|*()\[\]-]*", "features, joined by any of & | ( ) [ ] * ,"),
-    "interface": (r"[\w^=][\w.,:-]*", "names of interfaces, as NCCL_SOCKET_IFNAME takes them"),
-    "after": (r"\d[\d:_]*", "the number of a job"),
-    "time": (r"[\w:-]+", "minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED"),
-    "option": (r"--[a-z][a-z-]*(=.+)?", "written as sbatch takes it, --option=--KEY=VALUE"),
-    **dict.fromkeys(("cluster", "save", "container", "container_mounts", "python"), PATH),
-    **dict.fromkeys(("array", "command"), TEXT),
-}
-"""Pattern of a value by the name of its flag or key, so that none becomes a line or a command of the script, and the
-pattern in words; NAME of all others, those that are yet to come as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +45,13 @@ class Site:
     """Name of the GPU in --gres; none asks for any."""
     partition: str | None = None
     account: str | None = None
+    qos: str | None = None
     constraint: str | None = None
+    """Features that nodes must have, as sbatch takes them."""
     cpus_per_gpu: int | None = None
-    """Cores per rank; the script's if left out."""
+    """CPUs that a node must have for each rank, threads of a core counted apart; the script's 12 if left out."""
     interface: str | None = None
     """Network interface of NCCL and gloo; by default the one that a node's name leads to."""
-
-
-def check_text(values: Mapping[str, object], where: str = "", fix: str = "") -> None:
-    """Check values, and each word of lists, by their names. Numbers, and words that are chosen from, always pass.
-
-    Raises UserError naming the value after ``where``, and what it may be.
-    """
-    for name, value in values.items():
-        (pattern, words), said = FORMS.get(name, NAME), name
-        for text in value if isinstance(value, list) else [value]:
-            if not isinstance(text, str) or not text:
-                continue
-            if name == "command" and (flag := re.match(r"--[a-z][a-z\d-]*", text)):
-                said = flag[0]  # which the words after it belong to
-            if not text.isprintable() or not re.fullmatch(pattern, text):
-                raise UserError(f"{where}{said} is {text!r}; it must be {words}{fix}")
 
 
 def read_site(path: str) -> tuple[Site, int]:
@@ -140,6 +114,7 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
         "signal": f"B:USR1@{args.lead}",
         "partition": args.partition or site.partition,
         "account": args.account or site.account,
+        "qos": site.qos,
         "constraint": site.constraint,
         "dependency": args.after and f"afterok:{args.after}",
         "array": args.array and f"0-{len(args.array) - 1}",
@@ -148,6 +123,8 @@ def options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[
     for option in args.option:
         key, _, value = option.removeprefix("--").partition("=")
         wanted[key] = value and shlex.quote(value)
+    if wanted["dependency"] is not None:
+        wanted.setdefault("kill-on-invalid-dep", "yes")
     if wanted["time"] is not None and _seconds(wanted["time"]) <= args.lead:
         raise UserError(
             f"time is {wanted['time']}, and the ranks are told to save {args.lead} s before it is over; give more "
@@ -178,33 +155,57 @@ def script(args: argparse.Namespace, site: Site, gpus: int, save: str, command: 
     if given and not args.container:
         name, value = next(iter(given.items()))
         raise UserError(f"{name} is {value}, and container is not set; name the image with --container")
-    wanted = {"comment": shlex.quote(save)} | options(args, site, gpus, save)  # where tools.watch looks for the run
-    head, _, body = (HERE / f"{site.script}.sbatch").read_text(encoding="utf-8").partition("\nexport ")
-    for key in wanted:
-        head = re.sub(rf"^#SBATCH --{key}\b.*\n", "", head + "\n", flags=re.M).rstrip("\n")
+    wanted = {"comment": shlex.quote(save)} | options(args, site, gpus, save)
+    file = HERE / f"{site.script}.sbatch"
+    template = file.read_text(encoding="utf-8").rstrip("\n")
+    last_option = list(re.finditer(r"^#SBATCH .*$", template, flags=re.M))[-1:]
+    if not last_option or not template.endswith('\ntrain "$@"'):
+        raise UserError(f'{file} has no line of #SBATCH, or does not end with train "$@"; copy slurm/h100.sbatch again')
+    head, body = template[: last_option[0].end()], template[last_option[0].end() :].strip("\n")
     head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # how to start the file itself
     where = f"# Train on {printable(load_cluster(args.cluster).name)}, {counted(gpus, 'GPU')} a node;"
     head = re.sub(r"^# Train on .*?;", lambda _: where, head, count=1, flags=re.M)
-    lines = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in wanted.items()]
+
     container = {"container_runtime": "pyxis"} | given if given else {}
     variables = {"LAUNCHER": args.launcher} | {name.upper(): value for name, value in container.items()}
-    if not args.container and not Path(".venv/bin/python").exists():
-        variables["PYTHON"] = sys.executable
+    python = interpreter(args.container)
+    if python not in (None, DEFAULT_PYTHON):
+        variables["PYTHON"] = python
+    if not any("--config" in flags for flags in args.array or []):
+        digest = digest_of_sources(_value(command, "--config"))
+        variables |= {"LONGMESH_SOURCES": digest} if digest else {}
     if site.interface:
-        variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), site.interface)
-    named = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        both = f"NCCL_SOCKET_IFNAME={site.interface} GLOO_SOCKET_IFNAME={site.interface}"
+        body = re.sub(
+            r"^# NCCL and gloo find each other .*\n# export NCCL_SOCKET_IFNAME=.*$",
+            f"# NCCL and gloo find each other over the interface of the cluster's file.\nexport {both}",
+            body,
+            count=1,
+            flags=re.M,
+        )
+    named = []
+    for name, value in variables.items():
+        if name in COMMENTS:
+            named.append(f"# {COMMENTS[name]}")
+        named.append(f"export {name}={shlex.quote(value)}")
+
     run, more, sweep = shlex.quote(save), "", []
     if args.array:
         cases = [f"{n}) sweep=({shlex.join(shlex.split(flags))}) ;;" for n, flags in enumerate(args.array)]
         run, more = f'{run}/"$SLURM_ARRAY_TASK_ID"', ' "${sweep[@]}"'
         sweep = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
     start = [*sweep, *named, f"train {run} {shlex.join(command)}{more}"]
-    body = re.sub(r"^export GPUS_PER_NODE=.*$", f"export GPUS_PER_NODE={gpus}", "export " + body, flags=re.M)
-    return "\n".join([head, *lines, "", body.removesuffix('train "$@"\n') + "\n".join(start)]) + "\n"
+    body = re.sub(r"^export GPUS_PER_NODE=.*$", f"export GPUS_PER_NODE={gpus}", body, flags=re.M)
+    by_hand = {option.removeprefix("--").partition("=")[0] for option in args.option}
+    lines = [*header(head.split("\n"), wanted, by_hand), "", body.removesuffix('train "$@"') + "\n".join(start)]
+    return "\n".join(lines) + "\n"
 
 
-def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
-    """Check the run for the processes of this job; return its folder, and its command without --save.
+def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str], set[str]]:
+    """Check the run for the processes of this job; return its folder, its command without --save, and its devices.
+
+    The command asks for ``--device cuda`` unless the run names a device: by default a rank that finds no GPU would
+    train on the CPU. The devices are cuda or cpu, of an array's runs maybe both.
 
     Raises UserError: a value is no text for a script, the GPUs fill no nodes, or as the entry itself would once the job
     started.
@@ -221,6 +222,7 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
         )
     entry, flags = ENTRIES[command[0]], command[1:]
     world_size = (args.nodes or args.gpus // gpus) * gpus
+    devices = set()
     for more in args.array or [""]:
         try:
             words = shlex.split(more)
@@ -237,13 +239,16 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str]]:
         if any(word.partition("=")[0] == "--save" for word in words):
             fix = "and an array's runs have numbered folders in one; give it after the entry"
             raise UserError(f"save is in {more!r} of --array, {fix}")
+        devices.add(config.mesh.device)
         entry.validate(replace(config, mesh=replace(config.mesh, device="cuda")), world_size)
     save = config.checkpoint.save
     if save is None:
         raise UserError("save is not set, and a job that is queued again goes on from there; give --save runs/NAME")
     check_text({"name": args.name or Path(save).name}, fix="" if args.name else "; give one with --name")
     pairs = pairwise(command)
-    return save, [command[0], *(word for before, word in pairs if "--save" not in (before, word.split("=")[0]))]
+    rest = [word for before, word in pairs if "--save" not in (before, word.split("=")[0])]
+    asking = ["--device", "cuda"] if "auto" in devices else []
+    return save, [command[0], *asking, *rest], {"cpu" if device == "cpu" else "cuda" for device in devices}
 
 
 def _value(flags: Sequence[str], flag: str) -> str | None:
@@ -277,10 +282,20 @@ def main(argv: list[str]) -> int:
 
         args = build_parser().parse_args(argv)
         site, gpus = read_site(args.cluster)
-        save, run = checked(args, gpus)
+        save, run, devices = checked(args, gpus)
         text = script(args, site, gpus, save, run)
+        notes = []
+        if "cpu" in devices:
+            notes.append(f"note: device is cpu, and the job's {counted(gpus, 'GPU')} a node will do nothing")
+        if "cuda" in devices:
+            try:
+                check_torch(gpus, args.container)
+            except UserError as error:
+                if not args.dry_run:
+                    raise
+                notes.append(f"note: as it is, the job would be refused: {error}")
         print(text if args.dry_run else submit(text), end="" if args.dry_run else "\n")
-        for note in with_files(ENTRIES[run[0]].parse_args([*run[1:], "--save", save]))[1]:
+        for note in [*notes, *with_files(ENTRIES[run[0]].parse_args([*run[1:], "--save", save]))[1]]:
             print(note, file=sys.stderr)
 
     return exit_status(command, argv)

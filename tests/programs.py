@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 BARE = (
-    "awk basename bash cat chmod cp cut date dirname echo env false find getent grep head hostname kill ln ls make "
-    "mkdir mktemp mount mv nsenter paste printf pwd readlink realpath rm rmdir sed seq setpriv sh sleep sort tail tee "
-    "test timeout touch tr true umount uname uniq unshare wc xargs"
+    "awk basename bash cat chmod cp cut date diff dirname echo env false find getent grep head hostname id kill ln ls "
+    "make mkdir mktemp mount mv nsenter paste printf pwd readlink realpath rm rmdir sed seq setpriv sh sha256sum "
+    "sleep sort tail tee test timeout touch tr true umount uname uniq unshare wc xargs"
 )
 """Make, and of the packages that every Debian has what something here starts."""
 FOLDER, OUTSIDE = "LONGMESH_TEST_PROGRAMS", "LONGMESH_TEST_OUTSIDE"

@@ -23,6 +23,8 @@ OTHERS_FLAGS = {
 }
 OTHERS_FLAGS |= {"--signals-to-handle", "--shutdown-timeout", "--gpus-per-task", "--requeue", "--signal", "--batch"}
 OTHERS_FLAGS |= {"--reservation", "--test-only", "--gres", "--cpus-per-task"}
+OTHERS_FLAGS |= {"--kill-on-invalid-dep", "--export", "--distribution", "--cpu-bind", "--gpu-bind", "--numa-binding"}
+OTHERS_FLAGS |= {"--local-dir", "--exclude", "--include"}
 OTHERS_FLAGS |= {"--ntasks-per-node", "--user", "--map-root-user", "--net", "--target"}
 
 

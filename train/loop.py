@@ -5,14 +5,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from checkpoint.saving import Saves
+from checkpoint.search import saved_iterations
 from data.loader import Batch, Samples, batches
 from parallel.data import Runner
+from runtime.progress import counted
 from runtime.signals import StopRequest
+from runtime.together import is_first
 from runtime.watchdog import Watchdog
 from train.assemble import Run, build_runner
 from train.batches import Batches, Clock, Prefetcher, summed
@@ -21,7 +25,7 @@ from train.optim import reduce_and_clip, schedule_of
 from train.resume import Start
 from train.watching import UPDATE, Step, Watcher, say
 from train.watching.health import Health, Heartbeat
-from train.watching.metrics import RunLog
+from train.watching.metrics import METRICS, RunLog
 from train.watching.profile import Profiler, Stragglers
 from train.watching.progress import Report, few_samples, peak_flops
 from train.watching.saving import Saving
@@ -126,6 +130,8 @@ class Trainer:
                 self._saving.roll_back()
             for one in watchers:
                 one.end(progress.iteration)
+        if config.checkpoint.save is not None and is_first():
+            say(what_is_left(Path(config.checkpoint.save)))
         if stop.agreed:
             say(f"ended early after iteration {progress.iteration}: {stop.why()}; --load goes on")
 
@@ -185,6 +191,16 @@ class Trainer:
                 if step.last or self._health.rolls_back:
                     break
         return self._health.rolls_back
+
+
+def what_is_left(folder: Path) -> str:
+    """Say which files a run has left in its folder, for people who look for its curve and its checkpoint."""
+    meanings = {"loss.png": "the curve", METRICS: "every iteration", "config.toml": "every setting"}
+    files = [f"{name} ({meaning})" for name, meaning in meanings.items() if (folder / name).exists()]
+    saved = saved_iterations(folder)
+    if saved:
+        files.append(f"{counted(len(saved), 'checkpoint')}, the newest of iteration {saved[0]}")
+    return f"{folder} holds {', '.join(files) or 'nothing'}"
 
 
 def memory_gb(device: torch.device) -> float:

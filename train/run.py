@@ -19,6 +19,7 @@ from checkpoint.drafts import remove_drafts
 from checkpoint.manifest import STARTS, fingerprint
 from checkpoint.search import POINTER, saved_iterations
 from model.hf.folder import CONFIG, carry, new_folder
+from parallel.mesh import idle_gpus
 from runtime.errors import LaunchError, UserError, printable
 from runtime.files import FULL, InUseError, not_a_file, owned, unwritable, write_text
 from runtime.processes import launched_world_size
@@ -151,6 +152,8 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
             with raise_together():
                 check_writable(Path(local), "non_persistent_local_ckpt_dir")
         from_first(lambda: claim_folder(config))
+        if is_first() and (warning := idle_gpus(config.mesh)):
+            print(warning, file=sys.stderr, flush=True)
         if is_first() and (several := launched_world_size()) > 1:  # seconds go by until the next line
             print(f"{several} processes have joined; data and model come next", flush=True)
         yield

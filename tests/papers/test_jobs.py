@@ -13,6 +13,7 @@ from planner.cluster import CLUSTERS
 from runtime.machine import commit_of
 from tests.pretraining import pretrain
 from tests.slurm.cluster import PROGRAMS, missing, virtual_cluster
+from tests.slurm.test_environment import python_with
 from tests.starts import wait_until
 
 A100, NODES_OF_16 = (str(CLUSTERS / f"{name}.toml") for name in ("a100_pod", "wallfacer_a100_16"))
@@ -43,6 +44,7 @@ def test_a_row_of_each_paper_is_a_job(paper, table, row, cluster, words, tmp_pat
 
 def test_what_does_not_fit_is_said_in_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rows, "check_login_node", lambda: None)
+    monkeypatch.setenv("PYTHON", python_with(tmp_path / "gpus", "2.13.0+cu130", "13.0"))
 
     def said(*given):
         assert wallfacer.main(["--table", "gains", "--dry-run", "--runs", str(tmp_path), *given]) == 0
@@ -65,6 +67,7 @@ def test_a_row_is_submitted_once_and_nothing_is_overwritten(tmp_path, monkeypatc
     monkeypatch.setattr(jobs, "write_data", lambda job, data: None)
     monkeypatch.setattr(jobs, "submit", lambda text: scripts.append(text) or "Submitted batch job 7")
     monkeypatch.setattr(rows, "check_login_node", lambda: None)
+    monkeypatch.setenv("PYTHON", python_with(tmp_path / "gpus", "2.13.0+cu130", "13.0"))
     given = ["--submit", A100, "--row", f"{ROW}", "--runs", str(tmp_path)]
     folder = tmp_path / "striped" / "speedups" / ROW
     for words in ("Submitted batch job 7", "it was before (Submitted batch job 7) and has no result yet"):
@@ -128,6 +131,7 @@ def test_lengths_that_ran_and_runs_that_were_out_of_memory(tmp_path):
 @pytest.mark.slow
 def test_runs_of_the_real_entry_are_a_measured_row(default_data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rows, "check_login_node", lambda: None)
+    monkeypatch.setenv("PYTHON", python_with(tmp_path / "gpus", "2.13.0+cu130", "13.0"))
     folder = tmp_path / "striped" / "speedups" / ROW
 
     def shown():
@@ -168,7 +172,8 @@ def test_a_row_on_a_virtual_cluster_is_measured_once_its_job_has_ended(default_d
         memory_gb=80,
         gpus=2,
         config="llama_tiny",
-        flags=f"{tiny} --context-parallel-size 2 --micro-batch-size 1 --save-interval 6 --lr-warmup-iters 1",
+        flags=f"{tiny} --device cpu --context-parallel-size 2 --micro-batch-size 1 --save-interval 6 "
+        "--lr-warmup-iters 1",
         cases={name: f"--context-parallel-method {name}" for name in ("ring", "striped")},
         figures=lambda runs: {name: run.tokens_per_s for name, run in runs.items()},
     )

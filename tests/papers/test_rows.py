@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from papers import ring
-from papers.rows import Row, as_csv, flat, made_by, sheets_of, stamp, write
+from papers.rows import Curves, Row, as_csv, draw, flat, made_by, sheets_of, stamp, write
 
 ROWS = [
     Row({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),
@@ -22,6 +22,24 @@ def test_what_is_published_and_predicted_is_compared():
     assert head[4:] == ["measured: bytes", "difference: speedup"]
     assert cells == [["1B", 2.0, None, 2.5, None, 0.25], ["3B", None, 1, None, 8, None]]
     assert as_csv(ROWS, "a commit").splitlines()[1] == "1B,2,,2.5,,0.25,a commit"
+
+
+@pytest.mark.parametrize("models", [2, 12])
+@pytest.mark.parametrize("figures", [{"time": "time"}, {"time": "time", "-": "time_hidden"}])
+def test_no_two_lines_of_a_picture_have_one_colour(figures, models):
+    rows = [
+        Row(
+            {"card": card, "model": f"{model}B", "tokens": tokens}, {"time": 1.0}, {"time": 2.0, "time_hidden": 3.0}, ""
+        )
+        for card in ("A", "B")
+        for model in range(models)
+        for tokens in (1, 2)
+    ]
+    curves = Curves(x="tokens", figures=figures, panel="card", curve="model", label="s")
+    for axes in draw(curves, rows).axes:
+        lines = [line for line in axes.get_lines() if line.get_linestyle() == "-"]
+        assert len({line.get_color() for line in lines}) == len({line.get_label() for line in lines}) == len(lines)
+        assert len(lines) == models * len(figures)
 
 
 def test_json_has_every_row_with_its_source(capsys):

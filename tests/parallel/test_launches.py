@@ -110,6 +110,38 @@ def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher, monkeypatch
                 assert gpu_of(patch, environment, node, 0) is None
 
 
+def test_a_gpu_that_is_not_there_is_refused_before_the_processes_join_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cuda, reason in (
+        (None, "is built for CPUs: make venv TORCH="),
+        ("13.0", "is built for GPUs: look at nvidia-smi"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        with pytest.raises(
+            MeshError, match=f"torch {torch.__version__} on {socket.gethostname()} {reason}".replace("+", ".")
+        ):
+            _ = MeshConfig(device="cuda").backend  # what --allow-resize joins by
+    assert MeshConfig(device="cpu").backend == "gloo"
+
+
+def test_gpus_that_auto_passes_over_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(mesh, "NVIDIA_GPUS", tmp_path / "gpus")
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    auto, cpu = MeshConfig(), MeshConfig(device="cpu")
+    assert mesh.idle_gpus(auto) == ""
+    (tmp_path / "gpus" / "0000:1b:00.0").mkdir(parents=True)
+    assert "WARNING: device is auto and takes the CPU, though" in mesh.idle_gpus(auto)
+    assert mesh.idle_gpus(cpu) == "", "asked for"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert mesh.idle_gpus(auto) == "", "hidden on purpose"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(mesh, "NVIDIA_GPUS", tmp_path / "none")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert "has GPUs" in mesh.idle_gpus(auto)
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_process_more_than_gpus_is_refused(launcher, monkeypatch):
     """Before it joins; also where it sees a single GPU, that no launcher gave it."""

@@ -31,3 +31,28 @@ def test_a_signal_ends_the_ranks_or_an_agent_that_has_none(ranks, number, monkey
     child, _ = forked(body)
     os.kill(child, number)
     assert status_of(child) == (100 + ranks if ranks else 128 + number)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "program", "lacks"), [(True, True, ""), (True, False, "numactl"), (False, True, "a GPU")]
+)
+def test_ranks_are_bound_where_the_node_can_and_a_line_says_where_not(
+    gpus, program, lacks, tmp_path, monkeypatch, capsys
+):
+    if program:
+        (tmp_path / "numactl").write_text("#!/bin/sh\n")
+        (tmp_path / "numactl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(agent.torch.cuda, "is_available", lambda: gpus)
+    argv = ["--nnodes", "1", "--numa-binding=node", "pretrain_gpt.py", "--bf16"]
+    assert agent.bound_if_possible(argv) == [word for word in argv if not (lacks and "numa" in word)]
+    out = capsys.readouterr().out
+    assert bool(out) == bool(lacks)
+    assert lacks in out
+    assert agent.bound_if_possible(argv[:2]) == argv[:2]
+    assert not capsys.readouterr().out, "nothing was asked for"
+
+
+def test_torchrun_knows_the_binding_that_the_job_asks_for():
+    arguments = agent.run.parse_args(["--numa-binding=node", "pretrain_gpt.py"])
+    assert arguments.numa_binding == "node"

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from slurm.environment import digest_of_sources
 from tests.starts import ended
 
 STAND_IN = """
@@ -14,6 +15,10 @@ getent() { [ -z "$SIGNALLED" ] || kill -USR1 $$; }
 scontrol() {
     case "$1 $2" in
     "show hostnames") echo node1 ;;
+    "requeue 7")
+        echo try >>"$RUN/tries"
+        [ -z "$REFUSAL" ] || { echo "$REFUSAL" >&2 && return 1; }
+        echo "scontrol $*" ;;
     "show job") [ -n "$AWAY" ] || echo "JobId=7 JobState=RUNNING $KNOWN ExcNodeList=$EXCLUDED Features=(null)" ;;
     *) echo "scontrol $*" ;;
     esac
@@ -46,8 +51,9 @@ def started(run, *flags, status=0, hung="", excluded="(null)", **more):
     """
     run.mkdir(exist_ok=True)
     (run / "config.toml").write_text("train_iters = 9\n")
-    names = ("said", "new", "from", "known", "few", "signalled", "away", "container", "launcher")
-    settings = {name.upper(): more.get(name, more.get(name + "_", "")) for name in names}
+    names = ("said", "new", "from", "known", "few", "signalled", "away", "container", "launcher", "refusal")
+    settings = {name.upper(): more.pop(name, more.pop(name + "_", "")) for name in names}
+    settings |= {name.upper(): value for name, value in more.items()}
     settings |= {"RUN": str(run), "STATUS": str(status), "HUNG_ON": hung, "EXCLUDED": excluded}
     script = STAND_IN + 'train "$RUN" pretrain_gpt.py "$@"'
     done = ended(["bash", "-c", script, "job", *flags], inherited={"PATH": os.environ["PATH"]}, **settings)
@@ -99,6 +105,99 @@ def test_a_container_has_a_python_of_its_own(tmp_path):
 def test_torchrun_writes_a_log_per_rank(tmp_path):
     _, said = started(tmp_path / "run", new="9", launcher="torchrun")
     assert f"--log-dir {tmp_path / 'run' / 'logs' / '7'} --tee 3 pretrain_gpt.py" in said
+
+
+def sruns(said):
+    """The options of srun and the flags of the run in a start's words."""
+    (line,) = [line for line in said.splitlines() if line.startswith("srun ")]
+    options, _, flags = line.partition(" pretrain_gpt.py ")
+    return options, f" {flags} "
+
+
+GPUS = {"slurm_gpus_on_node": "8"}
+
+
+def test_a_job_with_gpus_asks_for_cuda_by_name_unless_the_run_names_a_device(tmp_path):
+    (tmp_path / "cpu.toml").write_text('[mesh]\ndevice = "cpu"\n')
+    (tmp_path / "auto.toml").write_text('[mesh]\ndevice = "auto"\n')
+    for number, (flags, asks) in enumerate(
+        [
+            (("--lr", "1e-4"), True),
+            (("--device", "auto"), True),
+            (("--config", str(tmp_path / "auto.toml")), True),
+            (("--device", "cpu"), False),
+            (("--device=cpu",), False),
+            (("--config", str(tmp_path / "cpu.toml")), False),
+            ((f"--config={tmp_path / 'cpu.toml'}", "--device", "auto"), True),
+        ]
+    ):
+        _, said = started(tmp_path / str(number), *flags, new="9", **GPUS)
+        assert (" --device cuda " in sruns(said)[1]) == asks, (flags, said)
+    _, said = started(tmp_path / "without", new="9")
+    assert "--device" not in sruns(said)[1], "a job that asked for no GPU"
+
+
+def test_ranks_are_bound_and_get_the_jobs_variables_whatever_the_site_exports(tmp_path):
+    options, _ = sruns(started(tmp_path / "run", new="9", slurm_export_env="NONE")[1])
+    for option in ("--export=ALL", "--distribution=block:block", "--cpu-bind=cores"):
+        assert f" {option} " in options
+
+
+@pytest.mark.parametrize(
+    ("cpus", "requested", "each"),
+    [("224(x4)", "12", 28), ("96(x2)", "12", 12), ("224,128(x2)", "12", 16), ("8", "1", 1), ("", "12", 12)],
+)
+def test_ranks_share_out_all_cpus_of_a_node_so_that_half_of_them_fill_a_socket(cpus, requested, each, tmp_path):
+    node = {"slurm_job_cpus_per_node": cpus, "slurm_cpus_per_task": requested}
+    assert f" --cpus-per-task={each} " in sruns(started(tmp_path / "ranks", new="9", **node)[1])[0]
+    options, _ = sruns(started(tmp_path / "agents", new="9", launcher="torchrun", **node)[1])
+    assert f" --cpus-per-task={8 * each} " in options, "an agent has the CPUs of its eight ranks"
+
+
+def test_torchrun_binds_the_ranks_of_gpus(tmp_path):
+    on_gpus, _ = sruns(started(tmp_path / "gpus", new="9", launcher="torchrun", **GPUS)[1])
+    assert on_gpus.endswith(" --numa-binding=node")
+    on_cpus, _ = sruns(started(tmp_path / "cpus", "--device", "cpu", new="9", launcher="torchrun", **GPUS)[1])
+    assert "--numa-binding" not in on_cpus
+
+
+@pytest.mark.parametrize(
+    ("refusal", "tries"),
+    [
+        ("Job violates accounting/QOS policy", 3),
+        ("Unable to contact slurm controller (connect failure)", 18),
+    ],
+)
+def test_a_refused_requeue_is_tried_three_times_and_a_silent_controller_for_minutes(refusal, tries, tmp_path):
+    code, said = started(tmp_path / "run", new="4", refusal=refusal)
+    assert code == 1
+    assert (tmp_path / "run" / "tries").read_text().split() == ["try"] * tries
+    assert refusal in said
+    assert "error: not finished, and scontrol requeue 7 is refused" in said
+
+
+def test_a_start_says_which_sources_changed_since_the_first_one(tmp_path):
+    run = tmp_path / "run"
+    (config := tmp_path / "run.toml").write_text("[train]\n")
+    flags = ("--config", str(config))
+    assert "WARNING" not in started(run, *flags, new="1")[1]
+    assert "WARNING" not in started(run, *flags, new="2")[1]
+    config.write_text("[train]\nseed = 2\n")
+    said = started(run, *flags, new="3")[1]
+    assert re.search(rf"^WARNING: the sources are not those .* changed {config}; to keep them", said, re.M), said
+    listed = (run / "logs" / "7" / "sources").read_text()
+    assert " ./model/language.py\n" in listed
+    assert " ./slurm/job.sh\n" in listed
+    assert " ./tests/" not in listed
+    (run / "logs" / "7" / "sources").write_text(re.sub(r"\w+( +\./model/language\.py)", r"0\1", listed))
+    assert "changed ./model/language.py " in started(run, *flags, new="4")[1]
+
+
+def test_a_start_says_that_the_sources_changed_in_the_queue(tmp_path):
+    known = digest_of_sources(None)
+    assert "WARNING" not in started(tmp_path / "run", new="1", longmesh_sources=known)[1]
+    said = started(tmp_path / "other", new="1", longmesh_sources="0badc0de")[1]
+    assert f"WARNING: the sources are not those that the job was submitted with: digest 0badc0de then, {known} " in said
 
 
 def test_a_job_that_makes_no_progress_ends(tmp_path):

@@ -46,7 +46,7 @@ def test_the_script_has_what_was_asked_for_once(capsys):
     for line in ("LAUNCHER=torchrun", "CONTAINER=i.sqsh", "CONTAINER_RUNTIME=pyxis", "CONTAINER_MOUNTS=/data:/data"):
         assert f"export {line}" in lines
     assert "export GPUS_PER_NODE=8" in lines
-    assert lines[-1] == f"train runs/here {RUN[0]} --config {RUN[2]} --global-batch-size 64 --lr 2e-3"
+    assert lines[-1] == f"train runs/here {RUN[0]} --device cuda --config {RUN[2]} --global-batch-size 64 --lr 2e-3"
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
@@ -85,6 +85,48 @@ def test_a_folder_with_a_blank_is_one_word_to_sbatch_and_to_the_shell(capsys):
     assert "#SBATCH --job-name='my run'\n" in text
     assert "#SBATCH --comment='runs/my run'\n" in text
     assert "\ntrain 'runs/my run' pretrain_gpt.py " in text
+
+
+def write_cluster(path, **more):
+    table = {"script": "h100", "gpu": "h100"} | more
+    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+    path.write_text(
+        (CLUSTERS / "h100_pod.toml").read_text().split("[slurm]")[0] + "\n".join(["[slurm]", *lines]) + "\n"
+    )
+    return path
+
+
+def test_a_job_that_waits_for_one_that_fails_is_cancelled_unless_asked_otherwise(capsys):
+    after = ["--nodes", "1", "--after", "12"]
+    assert "#SBATCH --kill-on-invalid-dep=yes\n" in printed(capsys, *after, *RUN)
+    waiting = printed(capsys, *after, "--option=--kill-on-invalid-dep=no", *RUN)
+    assert re.findall(r"--kill-on-invalid-dep=(\w+)", waiting) == ["no"]
+    assert "kill-on-invalid-dep" not in printed(capsys, "--nodes", "1", *RUN)
+
+
+def test_a_site_has_a_script_of_its_own(capsys, tmp_path, monkeypatch):
+    plain = (submit.HERE / "h100.sbatch").read_text()
+    monkeypatch.setattr(submit, "HERE", tmp_path)
+    module = "module load cuda\nexport HF_HOME=/scratch/hf\n"
+    script = plain.replace("# Slurm runs a copy", f"{module}# Slurm runs a copy").replace(
+        "\n\n# GPUs that", "\n# GPUs that"
+    )
+    (tmp_path / "own.sbatch").write_text(script)
+    file = write_cluster(tmp_path / "mine.toml", script="own")
+    text = printed(capsys, "--nodes", "2", *RUN, cluster=file.with_suffix(""))
+    assert module in text
+    assert text.index(module) < text.index("\ntrain runs/here ")
+    (tmp_path / "own.sbatch").write_text(plain + "echo done\n")
+    ending = end(submit.main, ["--cluster", str(file), "--nodes", "2", "--dry-run", *RUN])
+    assert (ending.status, ending.wrong) == (1, None)
+    assert f"{tmp_path / 'own.sbatch'} " in ending.stderr
+
+
+def test_what_a_clusters_file_asks_of_nodes_is_in_the_script(capsys, tmp_path):
+    file = write_cluster(tmp_path / "mine.toml", cpus_per_gpu=7, constraint="hbm3", qos="long")
+    text = printed(capsys, "--nodes", "2", *RUN, cluster=file.with_suffix(""))
+    for line in ("cpus-per-task=7", "constraint=hbm3", "qos=long"):
+        assert text.count(f"#SBATCH --{line}\n") == 1
 
 
 def test_nodes_of_16(capsys):
@@ -140,6 +182,12 @@ def test_a_clusters_file_that_says_nothing_of_its_slurm(table, words, tmp_path):
     [
         ("sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed", "sinfo -s"),
         ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "sinfo -N"),
+        ("sbatch: error: CPU count per node can not be satisfied", "set cpus_per_gpu in the cluster's file"),
+        ("sbatch: error: Batch job submission failed: Invalid feature specification", "change constraint in the"),
+        (
+            "sbatch: error: Requested node configuration is not available",
+            "cpus_per_gpu (12 if left out) and constraint",
+        ),
         ("sbatch: error: Batch job submission failed: Something new", "look at the script with --dry-run"),
     ],
 )
@@ -180,15 +228,6 @@ def texts():
     """The flags of a job whose value is any text."""
     actions = submit.build_parser()._actions
     return [action.dest for action in actions if action.nargs != 0 and not (action.choices or action.type)]
-
-
-def write_cluster(path, **more):
-    table = {"script": "h100", "gpu": "h100"} | more
-    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
-    path.write_text(
-        (CLUSTERS / "h100_pod.toml").read_text().split("[slurm]")[0] + "\n".join(["[slurm]", *lines]) + "\n"
-    )
-    return path
 
 
 def inert(text, folder):

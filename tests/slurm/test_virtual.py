@@ -56,7 +56,7 @@ def test_the_scripts_are_accepted_as_they_are(kind, slurm):
 )
 def test_what_slurm_refuses_is_told_in_its_words_and_with_a_hint(options, words, slurm, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
-    ending = end(submit.main, ["--cluster", str(CLUSTERS / "h100_pod.toml"), *options.split(), *RUN])
+    ending = end(submit.main, ["--cluster", str(CLUSTERS / "h100_pod.toml"), *options.split(), *RUN, "--device", "cpu"])
     assert ending.status == 1
     assert re.search(f"^error: sbatch refuses: .*{words}", ending.stderr), ending.stderr
 

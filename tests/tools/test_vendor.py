@@ -258,6 +258,23 @@ print("TAKEN", sorted(tops & set(sys.argv[1:])))
 """
 
 
+def test_a_wheel_that_git_sees_in_the_checkout_is_told(tmp_path, monkeypatch, capsys):
+    commit = lambda *_: "abc with changes" if (tmp_path / "seen").exists() else "abc"  # noqa: E731
+    monkeypatch.setattr(vendor, "commit_of", commit)
+    assert vendor.main([str(tmp_path / "seen")]) == 0
+    assert "seen lies in this checkout, where git sees it: figures made from now on" in capsys.readouterr().out
+    assert vendor.main([str(tmp_path / "seen")]) == 0
+    assert "git sees it" not in capsys.readouterr().out, "it was so before"
+
+
+@pytest.mark.needs("git")
+@pytest.mark.skipif(not (vendor.ROOT / ".git").exists(), reason="no checkout of git")
+@pytest.mark.parametrize("folder", ["wheels", vendor.PACKAGE])
+def test_what_the_pages_commands_write_is_none_of_gits(folder):
+    done = ended(["git", "-C", str(vendor.ROOT), "check-ignore", f"{folder}/file"])
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The folder with the project and its wheel, unpacked beside a copy of the tests."""

@@ -29,7 +29,7 @@ from runtime.signals import StopRequest
 from tests.starts import ROOT
 from train.assemble import Run
 from train.config.entries import Config, TrainConfig
-from train.loop import Trainer
+from train.loop import Trainer, what_is_left
 from train.objectives.language import NextToken
 from train.optim import OptimizerConfig
 from train.resume import Start
@@ -256,6 +256,8 @@ def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path, 
     assert [r["iteration"] for r in records if "validation_loss" in r] == [3, 6, 7]
     assert checkpoints(tmp_path / "run") == [2, 4, 6, 7]
     assert (tmp_path / "run" / "loss.png").is_file()
+    left = "loss.png (the curve), metrics.jsonl (every iteration), 4 checkpoints, the newest of iteration 7"
+    assert what_is_left(tmp_path / "run") == f"{tmp_path}/run holds {left}"
 
 
 @pytest.mark.parametrize(("limit", "last"), [({"exit_interval": 2}, 2), ({"exit_duration_in_mins": 1e-9}, 1), ({}, 5)])

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from parallel.mesh import SIZES
-from planner.cluster import Cluster
+from planner.cluster import Cluster, largest_public_error
 from planner.dry_run import tightly
 from planner.levers import described, memory_of, mesh_of, method_of
 from planner.search import Candidate, Ranking
 from runtime.progress import amount, counted, duration
 from tools.common.report import aligned, markdown
-from train.config.derive import beyond_rope
+from train.config.derive import beyond_rope, rope_flags
 from train.config.entries import Config
 from train.config.flags import spelled
 
@@ -159,7 +159,7 @@ def answer(rows: Sequence[Row], config: Any, world_size: int, cluster: Cluster, 
     lines += ["start it:", *command(best, config, world_size, cluster, file)]
     if best.checkpoint.load is None:
         lines.append("  it trains from random weights; add --finetune --load RUN to begin with another run's")
-    return "\n".join([*lines, *notes(best), *sources(best, cluster)])
+    return "\n".join([*lines, *notes(best, scaled=True), *sources(best, cluster)])
 
 
 def alike(rows: Sequence[Row]) -> list[str]:
@@ -170,9 +170,15 @@ def alike(rows: Sequence[Row]) -> list[str]:
     return [f"equal to 1, as far as predictions tell (to {ALIKE:.0%}): {', '.join(near)}"] * told
 
 
-def notes(config: Any) -> list[str]:
-    """Say where sequences are longer than the model's positions."""
+def notes(config: Any, scaled: bool = False) -> list[str]:
+    """Say where sequences are longer than the model's positions; ``scaled`` if a command above scales rope to them."""
     note = beyond_rope(config) if isinstance(config, Config) else None
+    if note and scaled:
+        note = re.sub(
+            r"scale rope with .*, or set --max-position-embeddings",
+            "the command scales rope to them; set --max-position-embeddings in its place",
+            note,
+        )
     return textwrap.wrap(note or "", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
@@ -185,6 +191,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
         own, base = getattr(best, section.name), getattr(config, section.name)
         names = [entry.name for entry in fields(own)] if own != base else []
         flags += [spelled(name, getattr(own, name)) for name in names if getattr(own, name) != getattr(base, name)]
+    flags += rope_flags(best) if isinstance(best, Config) else []
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" * (nodes > 1)
     launch = f"torchrun --nproc-per-node {world_size // nodes}{several}"
     text = isinstance(best, Config)
@@ -207,7 +214,10 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
     recurrent = getattr(best.model, "recurrent", False)
     delta = recurrent and best.model.traits.delta
     if cluster.public_error and best.causal and not recurrent:
-        known = f"at most {cluster.public_error:.0%} on published runs of this card, to which nothing was fitted"
+        known = (
+            f"at most {cluster.public_error:.0%} on published runs of this card, to which nothing was fitted; over all "
+            f"cards {largest_public_error():.0%}"
+        )
     rule = f", the delta rule at {cluster.delta_share:.1%}{' (assumed)' * (not cluster.delta_fraction)}" * delta
     return [
         "where this comes from:",

@@ -1,5 +1,6 @@
 """Configurations derived from a run's: completed as it starts, to save, on another mesh, and as it was trained."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -96,19 +97,44 @@ def with_rope_length(config: Config) -> Config:
     return replace(config, model=replace(model, rope_scaling_seq_length=config.train.seq_length))
 
 
+def rope_reach(model: ModelConfig) -> int:
+    """Return the positions that a model is meant for or its scaling of rope reaches; 0 if it says neither."""
+    meant = model.max_position_embeddings or 0
+    stretched = int(meant * (model.rope_scaling_factor or 1)) if model.rope_scaling_type == "linear" else 0
+    return max(meant, model.scaled_length, stretched)
+
+
+def rope_flags(config: Config) -> list[str]:
+    """Return the flags that scale rope to sequences beyond its reach; none if it reaches them.
+
+    The factor grows by as much as the length is beyond the reach: LLaMA 3.1's 8, which reaches 131,072 positions, is 32
+    for 524,288.
+    """
+    model, length = config.model, config.train.seq_length
+    kind, reach = model.rope_scaling_type, rope_reach(model)
+    if not 0 < reach < length or not model.rotates:
+        return []
+    trained = model.rope_scaling_original_max_position_embeddings or model.max_position_embeddings or 0
+    factor = (model.rope_scaling_factor or 1) * length / reach
+    factor = math.ceil(round(1e4 * factor, 3)) / 1e4  # of few digits, and not below
+    flags = [f"--rope-scaling-type {kind or 'yarn'}"]
+    if kind != "linear":
+        flags.append(f"--rope-scaling-original-max-position-embeddings {trained}")
+    flags.append(f"--rope-scaling-factor {factor:g}")
+    if trained * factor < length:
+        flags.append(f"--max-position-embeddings {length}")
+    return flags
+
+
 def beyond_rope(config: Config) -> str | None:
     """Return a note if the sequences are longer than the model is meant for and its scaling of rope reaches."""
-    model, length = config.model, config.train.seq_length
-    kind, meant = model.rope_scaling_type, model.max_position_embeddings or 0
-    reach = max(meant, model.scaled_length, int(meant * (model.rope_scaling_factor or 1)) if kind == "linear" else 0)
-    if not 0 < reach < length or not model.rotates:
+    flags = rope_flags(config)
+    if not flags:
         return None
-    trained = model.rope_scaling_original_max_position_embeddings or meant
-    original = "" if kind == "linear" else f" --rope-scaling-original-max-position-embeddings {trained}"
+    length, reach = config.train.seq_length, rope_reach(config.model)
     return (
         f"note: seq_length {length} is {length / reach:.3g} times the {reach} positions that the model and its rope "
-        f"reach; scale rope with --rope-scaling-type {kind or 'yarn'}{original} --rope-scaling-factor "
-        f"{length / trained:.4g}, or set --max-position-embeddings if it is trained for more"
+        f"reach; scale rope with {' '.join(flags)}, or set --max-position-embeddings if it is trained for more"
     )
 
 

@@ -10,7 +10,7 @@ from model.config import ModelConfig
 from runtime.errors import UserError
 from tests.planner.test_search import config
 from train.config import diffusion
-from train.config.derive import beyond_vocabulary, with_joined_ranks, with_vocabulary
+from train.config.derive import beyond_rope, beyond_vocabulary, rope_flags, with_joined_ranks, with_vocabulary
 from train.config.entries import Config, DiTRunConfig
 from train.config.language import parse_args, validate
 
@@ -22,6 +22,29 @@ def test_the_vocabulary_is_the_tokenizers_unless_another_one_is_named():
     assert with_vocabulary(config(1), 513) == config(1)
     assert beyond_vocabulary(512, 512) is None
     assert "513 entries and the model's vocab_size is 512; data with an id of 512" in beyond_vocabulary(512, 513)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "flags"),
+    [
+        ("--max-position-embeddings 40960", 1048576, "yarn 40960 25.6"),
+        ("--max-position-embeddings 40960", 1000000, "yarn 40960 24.4141"),
+        ("--rope-scaling-type linear --rope-scaling-factor 4 --max-position-embeddings 4096", 32768, "linear 8"),
+        (
+            "--rope-scaling-type llama3 --rope-scaling-factor 8 --rope-scaling-original-max-position-embeddings 8192 "
+            "--max-position-embeddings 131072",
+            524288,
+            "llama3 8192 32 524288",
+        ),
+        ("--max-position-embeddings 8192", 8192, ""),
+    ],
+)
+def test_the_flags_that_a_note_asks_for_scale_rope_as_far_as_the_sequences_go(model, length, flags):
+    given = [*DATA, *model.split(), "--seq-length", str(length)]
+    advised = " ".join(rope_flags(parse_args(given))).split()
+    assert advised[1::2] == flags.split()
+    assert beyond_rope(parse_args([*given, *advised])) is None
+    assert bool(beyond_rope(parse_args(given))) == bool(flags)
 
 
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]

@@ -109,15 +109,6 @@ class Lock:
         os._exit(1)
 
 
-def alive(path: Path) -> str | None:
-    """Return who holds the lock file at ``path``, in words; None if nobody does, or its holder has died."""
-    if not_a_file(path):
-        return None
-    seen = _Seen.at(path)
-    beats = seen.record is not None and time.time() - seen.touched / 1e9 < PATIENCE
-    return seen.holder if beats else None
-
-
 @dataclass(frozen=True)
 class _Seen:
     """A lock file as seen at one moment."""

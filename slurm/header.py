@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from runtime.progress import counted
 
 COMMENTS = {
-    "comment": "The run's folder, where tools.watch looks for it.",
+    "comment": "The run's folder, which squeue's %k shows.",
     "dependency": "Not before that job has ended without an error.",
     "kill-on-invalid-dep": "If that job fails, this one is cancelled, in the place of waiting for ever.",
     "array": "A run for each word of --array; its flags stand below.",

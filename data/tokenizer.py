@@ -6,7 +6,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -105,6 +105,11 @@ def _without_white_space(text: str, place: tuple[int, int]) -> tuple[int, int]:
     begin, end = place
     token = text[begin:end]
     return begin + len(token) - len(token.lstrip()), end - len(token) + len(token.rstrip())
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any of these texts, of which a longer one counts more."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 @contextmanager
@@ -234,17 +239,16 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         self._backend.encode_special_tokens = True
         self._control = frozenset(token.content for token in guarded)
-        names = sorted(self._control, key=len, reverse=True)
-        self.special: re.Pattern[str] = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self.special = _any_of(self._control)
         """Matches the text of every control token."""
-        others = sorted((token.content for token in added.values()), key=len, reverse=True)
-        self.added: re.Pattern[str] = re.compile("|".join(map(re.escape, others)) or "(?!)")
+        self.added = _any_of(token.content for token in added.values())
         """Matches the text of every added token."""
         self._stripping = {number for number, token in added.items() if token.lstrip or token.rstrip}
-        self._by_encoding = any(token.normalized or token.single_word for token in guarded)
+        self._by_encoding = {token.content for token in added.values() if token.normalized or token.single_word}
         self.added_ids = frozenset(added)
         """Ids of the tokens that no text is merged into."""
-        self._control_ids = {number for number, token in added.items() if token.content in control}
+        self.spelled = self.search_for(())
+        """Returns the text of a control token that a text would become a part of, None if there is none."""
 
     def tokenize(self, text: str) -> list[int]:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
@@ -283,15 +287,23 @@ class HuggingFaceTokenizer(Tokenizer):
         pair = (opening, closing)
         return text not in self._control and all(self.added.fullmatch(part) for part in pair)
 
-    def spelled(self, text: str) -> str | None:
-        """Return the text of a control token that this text would become a part of, None if there is none."""
-        if not self._by_encoding:
-            match = self.special.search(text)
+    def search_for(self, more: Iterable[str]) -> Callable[[str], str | None]:
+        """Return a function that names the control token, or one of ``more``, that a text would hold; else None.
+
+        A token that is found in normalized text, or as a whole word alone, is looked for by encoding the text.
+        """
+        texts = self._control.union(more)
+        pattern = _any_of(texts)
+
+        def by_pattern(text: str) -> str | None:
+            match = pattern.search(text)
             return None if match is None else match[0]
-        for number in self.tokenize_special(text)[0]:
-            if number in self._control_ids:
-                return str(self._backend.id_to_token(number))
-        return None
+
+        def by_encoding(text: str) -> str | None:
+            tokens = map(self._backend.id_to_token, self.tokenize_special(text)[0])
+            return next((token for token in tokens if token in texts), None)
+
+        return by_pattern if texts.isdisjoint(self._by_encoding) else by_encoding
 
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):

@@ -27,6 +27,7 @@ _CALLS = ("function_call", "tool_call")
 _SYSTEM = ("system", "system_prompt", "system_message")
 _ROW = ("messages", "conversations", "tools", "functions", "chat_template_kwargs", *_SYSTEM)
 _TURN = ("role", "from", "content", "value", "tool_calls", "function_call", *THOUGHTS)
+_PART = ("type", "text", "value")
 _ARGUMENTS = """
     messages conversation add_generation_prompt continue_final_message chat_template tokenize padding truncation
     max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens
@@ -255,11 +256,27 @@ def _content(where: str, content: Any, reads: Reads) -> Any:
             text = part.get("text", part.get("value")) if isinstance(part, dict) else part
             if kind not in ("text", "input_text", "output_text", None) or not isinstance(text, str):
                 raise DataError(f"{where} has a part that is not text ({kind}); leave the conversation out")
+            if isinstance(part, dict):
+                _refuse_unread_of_part(where, part)
             parts.append({"type": "text", "text": text})
         content = parts if reads.parts else "".join(part["text"] for part in parts)
     if content is not None and not isinstance(content, (str, list)):
         raise DataError(f"{where} has the content {content!r:.40}; it must be text")
     return content
+
+
+def _refuse_unread_of_part(where: str, part: Mapping[str, Any]) -> None:
+    """Raise DataError for keys of a part of a content beside its text, but for those that say nothing."""
+    for key, value in part.items():
+        if key in _PART or says_nothing(value):
+            continue
+        if key in (*MARKS, MASKED) and mark_of(where, {key: value}) is not False:
+            continue
+        if key in (*MARKS, MASKED) or is_unread(where, key, value):
+            raise DataError(
+                f"{where} has a part with {key}, and of parts the text alone is read; remove it, or leave the "
+                "conversation out"
+            )
 
 
 def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:

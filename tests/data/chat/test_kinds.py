@@ -59,6 +59,10 @@ RIGHT = {
     ),
     "roles of Gemini, model": (CHATML, same({"messages": [U, A | {"role": "model"}]}, turns=CHAT)),
     "content in parts of text": (CHATML, same(with_turn(0, content=[{"type": "text", "text": "Hi"}]), turns=CHAT)),
+    "parts of text with null and harmless keys": (
+        CHATML,
+        same(with_turn(0, content=[{"type": "text", "text": "Hi", "image": None, "id": 3, "train": True}]), turns=CHAT),
+    ),
     "system text beside the turns": (
         CHATML,
         same({"system": "Be brief.", "messages": CHAT}, turns=[{"role": "system", "content": "Be brief."}, *CHAT]),
@@ -212,6 +216,21 @@ REFUSED = {
         CHATML,
         with_turn(0, content=[{"type": "image_url", "image_url": {}}]),
         "turn 1 has a part .*image_url",
+    ),
+    "a part of text with a picture": (
+        CHATML,
+        with_turn(0, content=[{"type": "text", "text": "Hi", "image": "a.png"}]),
+        "turn 1 has image",
+    ),
+    "a part of text that is marked as not learned": (
+        CHATML,
+        with_turn(1, content=[{"type": "text", "text": "Hel", "train": False}, {"type": "text", "text": "lo!"}]),
+        "turn 2 has a part with train",
+    ),
+    "a key of a part of text that is not known": (
+        CHATML,
+        with_turn(1, content=[{"type": "text", "text": "Hello!", "mood": "glad"}]),
+        "turn 2 has a part with mood",
     ),
     "tools that the template does not write": (CHATML, {"messages": CHAT, "tools": [TOOL]}, "it has tools"),
     "documents that the template does not write": (

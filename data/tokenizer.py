@@ -95,6 +95,14 @@ class Tokenizer(ABC):
         text = self.detokenize([token], special=True) if 0 <= token < self.vocab_size else ""
         return f"{token} ({text!r})" if text else str(token)
 
+    def dropped(self, text: str, special: bool = False) -> int:
+        """Return how many tokens a text lacks, since the vocabulary has none for it, and none for the unknown.
+
+        Args:
+            special: special tokens spelled out in it count as such.
+        """
+        return 0
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text of `ids`, without special tokens unless `special` and they have one."""
@@ -204,6 +212,29 @@ class HuggingFaceTokenizer(Tokenizer):
         else:
             unknown = self._backend.token_to_id(getattr(self._backend.model, "unk_token", None) or "")
         self.unknown = None if unknown == self.eod else unknown
+        self._with_unknown = self._backend_with_unknown()
+
+    def _backend_with_unknown(self) -> Any:
+        """Return a backend that has a token for what this one drops; None if it drops nothing.
+
+        A BPE drops what it has neither a piece, nor bytes, nor an unknown token for.
+        """
+        from tokenizers import Tokenizer
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        model = self._backend.model
+        words = self._backend.get_vocab(with_added_tokens=False)
+        if type(model).__name__ != "BPE" or model.unk_token in words:
+            return None
+        alphabet = ByteLevel.alphabet()
+        if model.byte_fallback:
+            alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+        if all(entry in words for entry in alphabet):
+            return None
+        backend = Tokenizer.from_str(self._backend.to_str())
+        backend.model.unk_token = next(iter(words))
+        backend.model.fuse_unk = False
+        return backend
 
     def _added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the post-processor puts before and after a text, here one of the end token alone."""
@@ -279,6 +310,14 @@ class HuggingFaceTokenizer(Tokenizer):
                 for number, place in zip(encoding.ids, offsets, strict=True)
             ]
         return encoding.ids, offsets
+
+    def dropped(self, text: str, special: bool = False) -> int:
+        if self._with_unknown is None:
+            return 0
+        self._with_unknown.encode_special_tokens = not special
+        with _undamaged(self.path, "Hugging Face tokenizer.json"):
+            whole = self._with_unknown.encode(text, add_special_tokens=False).ids
+        return len(whole) - len(self.tokenize_special(text)[0] if special else self.tokenize(text))
 
     def is_paired(self, text: str) -> bool:
         """Return whether an added token is one of a pair such as <think> and </think>, around a part of a text."""

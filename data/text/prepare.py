@@ -34,7 +34,7 @@ from data.text.record import (
     made_with_of,
     with_end,
 )
-from data.text.workers import Tokens, batched, in_order, tokenized
+from data.text.workers import DROPPED, Tokens, batched, in_order, tokenized
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.errors import DataError, StoppedError
 from runtime.files import InUseError, owned, sha256
@@ -300,6 +300,7 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         }
         if request.chat.skip_refused:
             os.replace(spool.paths["refused"], draft[".refused.txt"])
+    lost = tokenizer.unknown
     counts = token_counts(draft[".bin"].with_suffix(""), sys.maxsize)
     return Prepared(
         tokenizer_sha256=tokenizer.sha256,
@@ -309,7 +310,7 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         text_bytes=spool.counts["text_bytes"],
         skipped_files=skipped,
         unigram_entropy=entropy(counts),
-        unknown_tokens=0 if (lost := tokenizer.unknown) is None else int(counts[lost : lost + 1].sum()),
+        unknown_tokens=int(counts[lost : lost + 1].sum()) if lost is not None else spool.counts[DROPPED],
         conversations=conversations,
         begin=None if request.chat else list(tokenizer.begin(request.add_bos_token)),
         unread=_counted(spool.counts, UNREAD) or None,

@@ -66,7 +66,7 @@ class Prepared:
     unigram_entropy: float
     """Nats per token: the loss of a model that knows only the token frequencies."""
     unknown_tokens: int = 0
-    """Tokens that stand for what the vocabulary lacks: their text is lost."""
+    """Tokens that stand for what the vocabulary lacks, or that text lacks therefore: it is lost."""
     conversations: dict[str, int] | None = None
     """Conversations that were read, kept whole, split, truncated and refused; pieces without loss, which were
     left_out; tokens that carry loss, learned; samples, and the places in them."""

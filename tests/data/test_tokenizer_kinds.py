@@ -5,6 +5,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, processors
 
+from data.chat.rows import conversation_of
 from data.chat.template import load_template
 from data.text.begins import check_begins
 from data.text.prepare import Request, prepare
@@ -155,6 +156,34 @@ def lacking(make, *tokens):
     return lambda folder: changed(without(make(folder), *tokens), added_tokens_decoder=None, eos_token="<|endoftext|>")
 
 
+def told_of_dropped_characters(folder):
+    """A BPE of characters, without bytes and without an unknown token: transformers drops the others in silence."""
+    path = folder / "tokenizer.json"
+    vocab = {character: number for number, character in enumerate("one tw<|imstar_>du\nH")}
+    tokens = [{"id": 40 + number} | added(text) for number, text in enumerate(("</s>", "<|im_start|>", "<|im_end|>"))]
+    path.write_text(
+        json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": tokens})
+    )
+    path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.detokenize(tokenizer.tokenize("oneÜ t"), special=True).replace(" ", "") == "onet"
+    assert [tokenizer.dropped(text) for text in ("one two", "oneÜ ßt")] == [0, 2]
+    assert [tokenizer.dropped("</s>o", special=special) for special in (False, True)] == [1, 0]  # a slash
+    assert text_prepared(path)[1].unknown_tokens == 0
+    path.with_name("d.bin").unlink()
+    path.with_name("texts.jsonl").write_text('{"text": "one Übel"}\n')
+    request = Request(inputs=(str(path.with_name("texts.jsonl")),), tokenizer_model=str(path), vocab_size=None)
+    assert prepare(request, path.with_name("e"), progress=False)[0].unknown_tokens == 3
+
+    source = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    changed(path, chat_template=source)
+    for content, told in (("one", 0), ("Übel", 1)):
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "two"}]
+        encoded = load_template(str(path)).encode(tokenizer, conversation_of(turns))
+        assert ["characters that the tokenizer has no token for" in told for told in encoded.told] == [True] * told
+    return "told"
+
+
 TABLE = [
     ("LLaMA 2's sentences: normalizer of tokenizer.json beside class LlamaTokenizer", alike(llama_2)),
     ("`legacy` true or false", alike(KINDS["LLaMA 2, legacy"])),
@@ -173,6 +202,7 @@ TABLE = [
     ("an end token that only tokenizer_config.json names", alike(KINDS["Qwen 3, end token in no tokenizer.json"])),
     ("a pad token added to the vocabulary", alike(KINDS["LLaMA 2, a pad token added"])),
     ("more entries than the model has", told_of_more_entries),
+    ("characters that a BPE has no token for, nor an unknown one", told_of_dropped_characters),
     ("a tokenizer that puts a begin token first", begun(llama_3, True)),
     ("a tokenizer that has a begin token and does not put it", begun(smollm_2, False)),
     ("the same with `--add-bos-token always`", begun(smollm_2, True, add_bos_token="always")),

@@ -182,6 +182,11 @@ TOLD = {
         {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}},
         "chat_template_kwargs enable_thinking",
     ),
+    "a date of today that the template can do without": (
+        "{% if dated %}{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }}{% endif %}" + CHATML,
+        {"messages": CHAT, "dated": True},
+        "the day of today (strftime_now)",
+    ),
     "arguments as JSON that the template quotes once more": (
         RICH.replace("is string %}{{ call.function.arguments }}", "is string %}{{ call.function.arguments | tojson }}"),
         RIGHT["tool_calls with the JSON of arguments"][1][0],
@@ -233,6 +238,11 @@ REFUSED = {
         "turn 2 has a part with mood",
     ),
     "tools that the template does not write": (CHATML, {"messages": CHAT, "tools": [TOOL]}, "it has tools"),
+    "a date of today that the template must be given": (
+        "{% if dated %}{{ strftime_now('%Y-%m-%d') }}{% endif %}" + CHATML,
+        {"messages": CHAT, "dated": True},
+        "strftime_now.*on which prepared data must not depend",
+    ),
     "documents that the template does not write": (
         CHATML,
         {"messages": CHAT, "documents": DOCUMENTS},

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from data.hugging_face import json_beside, load_folder
+from data.hugging_face import backend_with_unknown, json_beside, load_folder, make_special, unknown_id
 from data.hugging_face import special_tokens as special_tokens
 from data.hugging_face import tokenizer_config as tokenizer_config
 from data.text.indexed import writing
@@ -43,6 +43,8 @@ class Tokenizer(ABC):
     """Ids that the tokenizer puts before a text by itself."""
     after: tuple[int, ...] = ()
     """Ids that it puts after one by itself."""
+    settings: str | None = None
+    """Digest of what files beside the tokenizer's change of its ids; None where none are read."""
     unknown: int | None = None
     """Id of what the vocabulary has no token for, where there is one of its own."""
 
@@ -202,39 +204,15 @@ class HuggingFaceTokenizer(Tokenizer):
                 "tokenizer_config.json beside it"
             )
         super().__init__(os.fspath(path), content, vocab_size, eod)
+        self.settings = sha256(json.dumps(folder.settings))
 
         self.before, self.after = self._added_around()
         self._backend.post_processor = ByteLevel(trim_offsets=False)  # a token's place includes its leading space
         self._guard(folder.control)
         self.bos = self._backend.token_to_id(folder.named["bos_token"]) if "bos_token" in folder.named else None
-        if type(self._backend.model).__name__ == "Unigram":
-            unknown = json.loads(content)["model"].get("unk_id")
-        else:
-            unknown = self._backend.token_to_id(getattr(self._backend.model, "unk_token", None) or "")
+        unknown = unknown_id(self._backend, content)
         self.unknown = None if unknown == self.eod else unknown
-        self._with_unknown = self._backend_with_unknown()
-
-    def _backend_with_unknown(self) -> Any:
-        """Return a backend that has a token for what this one drops; None if it drops nothing.
-
-        A BPE drops what it has neither a piece, nor bytes, nor an unknown token for.
-        """
-        from tokenizers import Tokenizer
-        from tokenizers.pre_tokenizers import ByteLevel
-
-        model = self._backend.model
-        words = self._backend.get_vocab(with_added_tokens=False)
-        if type(model).__name__ != "BPE" or model.unk_token in words:
-            return None
-        alphabet = ByteLevel.alphabet()
-        if model.byte_fallback:
-            alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-        if all(entry in words for entry in alphabet):
-            return None
-        backend = Tokenizer.from_str(self._backend.to_str())
-        backend.model.unk_token = next(iter(words))
-        backend.model.fuse_unk = False
-        return backend
+        self._with_unknown = backend_with_unknown(self._backend)
 
     def _added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the post-processor puts before and after a text, here one of the end token alone."""
@@ -247,27 +225,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _guard(self, control: frozenset[str]) -> None:
         """Let no text of a document become a control token, whatever flag its entry has."""
-        from tokenizers import AddedToken
-
         added = self._backend.get_added_tokens_decoder()
         control |= {token.content for number, token in added.items() if number == self.eod}
         guarded = [token for token in added.values() if token.content in control]
         # The library reads special tokens as ordinary text while encode_special_tokens is set; nothing else of the
         # encoding hangs on the flag.
-        self._backend.add_tokens(
-            [
-                AddedToken(
-                    token.content,
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=True,
-                )
-                for token in guarded
-                if not token.special
-            ]
-        )
+        make_special(self._backend, guarded)
         self._backend.encode_special_tokens = True
         self._control = frozenset(token.content for token in guarded)
         self.special = _any_of(self._control)

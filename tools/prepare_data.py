@@ -98,7 +98,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     chat("--too-long", choices=policies, default="error", help="for more than N tokens (default: error)")
     refused = "list what cannot be used in PREFIX.refused.txt, and go on"
     chat("--skip-refused", action="store_true", help=refused)
-    strict = "refuse a conversation that has something not read, such as an unknown key, which is otherwise counted and said"
+    strict = (
+        "refuse a conversation that has something not read, such as an unknown key, which is otherwise counted and said"
+    )
     chat("--strict", action="store_true", help=strict)
     args = parser.parse_args(argv)
     of_chat = args.seq_length or args.chat_template or args.skip_refused or args.strict or args.too_long != "error"
@@ -217,7 +219,7 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
     from data.text.packing import Conversations
 
     indexed = check_indexed(prefix, tokenizer.vocab_size, scan_tokens=np.iinfo(np.int64).max)
-    indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+    indexed.check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
     sizes = f"{indexed.tokens:,} tokens ({indexed.dtype})"
     if not indexed.holds_conversations:
         return f"{prefix}: {len(indexed.document_lengths):,} documents, {sizes}{_ends(indexed, tokenizer.eod)}"

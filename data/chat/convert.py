@@ -19,7 +19,8 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
 UNREAD, END, TURNS = "unread: ", "end: ", "turns"
-"""Begin the names of counts: of what is lost or changed of conversations, such as a key that nothing reads; of a token that ends turns; and of learned turns."""
+"""Begin the names of counts: of what is lost or changed, such as a key that nothing reads; of a token that ends turns;
+and of learned turns."""
 
 
 @dataclass(frozen=True, kw_only=True)

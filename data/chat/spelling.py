@@ -59,8 +59,8 @@ class _Once:
 def _structure(render: _Once, source: str, tokenizer: HuggingFaceTokenizer) -> Callable[[str], str | None]:
     """Return the search for control tokens, and for the added tokens that a template writes around turns.
 
-    The latter are all tokens of a user's turn, and the first one that begins an answer and that ends one. Later ones of the
-    assistant's turns, such as <think>, are words that a content may have.
+    The latter are all tokens of a user's turn, and the first one that begins an answer and that ends one. Later ones of
+    the assistant's turns, such as <think>, are words that a content may have.
 
     Raises DataError: a turn ends with the text of a token that the tokenizer does not have.
     """

@@ -179,7 +179,7 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
     with ExitStack() as kept, writing(*(with_end(prefix, end) for end in ends)) as drafts:
         draft = dict(zip(ends, drafts, strict=True))
         tokenizer = load_tokenizer(request.tokenizer_model or _train(request, source, draft, progress))
-        key = json.dumps([made_with_of(request), tokenizer.sha256, inputs], sort_keys=True)
+        key = json.dumps([made_with_of(request), tokenizer.sha256, tokenizer.settings, inputs], sort_keys=True)
         spool = Spool(prefix, sha256(key), SPOOLED)
         kept.push(spool.close)
         spool.open()
@@ -304,6 +304,7 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
     counts = token_counts(draft[".bin"].with_suffix(""), sys.maxsize)
     return Prepared(
         tokenizer_sha256=tokenizer.sha256,
+        tokenizer_settings=tokenizer.settings,
         documents=len(lengths),
         tokens=int(lengths.sum(dtype=np.int64)),
         dtype=dtype.name,

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, processors
 from data.chat.rows import conversation_of
 from data.chat.template import load_template
 from data.text.begins import check_begins
+from data.text.indexed import open_indexed
 from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
@@ -60,7 +61,8 @@ def told_of_more_entries(folder):
 
 def text_prepared(path, **settings):
     source = path.with_name("texts.jsonl")
-    source.write_text('{"text": "one"}\n{"text": "two"}\n')
+    if not source.exists():
+        source.write_text('{"text": "one"}\n{"text": "two"}\n')
     request = Request(inputs=(str(source),), tokenizer_model=str(path), vocab_size=None, **settings)
     return str(path.with_name("d")), prepare(request, path.with_name("d"), progress=False)[0]
 
@@ -87,6 +89,38 @@ def a_document_with(word, make):
         return "right"
 
     return run
+
+
+def told_apart_later(folder):
+    """Files beside tokenizer.json that change ids of data prepared before; those that do not, do not count."""
+    path = llama_2(folder)
+    prefix, _ = text_prepared(path)
+    config = path.with_name("tokenizer_config.json")
+    before = config.read_text()
+
+    def check():
+        tokenizer = load_tokenizer(path)
+        open_indexed(prefix).check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
+        assert text_prepared(path)[1].documents == 2
+
+    changed(path, model_max_length=77, chat_template="x", pad_token="<unk>")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    check()
+    for changes in (
+        {"added_tokens_decoder": {"2": added("</s>", rstrip=True)}},
+        {"eos_token": "<unk>"},
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {"legacy": True},
+    ):
+        config.write_text(before)
+        check()
+        changed(path, **changes)
+        tokenizer = load_tokenizer(path)
+        with pytest.raises(DataError, match=r"files beside tokenizer .*tokenizer_config\.json"):
+            open_indexed(prefix).check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
+        with pytest.raises(DataError, match=r"files beside .*tokenizer_config\.json, changed"):
+            text_prepared(path)
+    return "refused"
 
 
 def begun(make, begins, **settings):
@@ -224,6 +258,7 @@ TABLE = [
      refused(lacking(qwen_3, "<|im_end|>"), "ends a turn with '<.im_end.>'", chat_of("Hi"))),
     ("a document whose end token is an ordinary word too",
      refused(words, "a text spells '</s>'", lambda path: load_tokenizer(path).tokenize("a </s>"))),
+    ("flags, class or ends changed in tokenizer_config.json after the data was prepared", told_apart_later),
     ("`auto_map`: a tokenizer in code of its own",
      refused(lambda folder: gpt_2(folder, auto_map={"AutoTokenizer": [None, "code.Own"]}), "auto_map")),
     ("`split_special_tokens`",

@@ -149,7 +149,9 @@ def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
         (tmp_path / "text.txt").write_text(text)
         words = ["--input", str(tmp_path / "text.txt"), "--suffix", ".txt", "--tokenizer-model"]
         assert main([*words, str(tmp_path / "tokenizer.json"), "--output-prefix", str(tmp_path / str(told))]) == 0
-        assert ("warning: the tokenizer does not know 1 pieces of the text, 20.00% of 5 tokens" in capsys.readouterr().out) == told
+        assert (
+            "warning: the tokenizer does not know 1 pieces of the text, 20.00% of 5 tokens" in capsys.readouterr().out
+        ) == told
 
 
 def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):

@@ -166,6 +166,23 @@ RIGHT = {
             learned=SPOKEN,
         ),
     ),
+    "tool_call twice in a row, ms-swift's": (
+        NAMES,
+        same(
+            {
+                "messages": [
+                    U,
+                    {"role": "tool_call", "content": json.dumps(CALL["function"])},
+                    {"role": "tool_call", "content": json.dumps(CALL["function"])},
+                    {"role": "tool_response", "content": "Sunny"},
+                    A,
+                ],
+                "tools": "null",
+            },
+            turns=[U, {"role": "assistant", "tool_calls": [CALL, CALL]}, *CALLED[2:]],
+            learned=SPOKEN.replace("</call>", '</call><call>weather {"city": "Rome"}</call>'),
+        ),
+    ),
 }
 TOLD = {
     "name of a turn that the template does not write": (CHATML, with_turn(0, name="Ann"), "a turn's name"),
@@ -183,7 +200,8 @@ TOLD = {
         "chat_template_kwargs enable_thinking",
     ),
     "a date of today that the template can do without": (
-        "{% if dated %}{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }}{% endif %}" + CHATML,
+        "{% if dated %}{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }}{% endif %}"
+        + CHATML,
         {"messages": CHAT, "dated": True},
         "the day of today (strftime_now)",
     ),
@@ -292,6 +310,27 @@ REFUSED = {
         "instruction and its answer",
     ),
     "prompt and completion": (CHATML, {"prompt": [U], "completion": [A]}, "prompt and its completion"),
+    "prompt of turns and a response, verl's": (
+        CHATML,
+        {"prompt": [U], "response": "Hello!"},
+        "prompt is a list of turns",
+    ),
+    "an answer under another key": (
+        CHATML,
+        {"messages": [U, {"role": "assistant", "content": None, "refusal": "No."}]},
+        r"turn 2 \(assistant\) is empty \(it has refusal\)",
+    ),
+    "tool_calls in a row of which one is not learned": (
+        NAMES,
+        {
+            "messages": [
+                U,
+                {"role": "tool_call", "content": json.dumps(CALL["function"]), "loss": False},
+                {"role": "tool_call", "content": json.dumps(CALL["function"])},
+            ]
+        },
+        "turn 3 is a call beside",
+    ),
     "text": (CHATML, {"text": "Hi"}, "prepare it without --chat"),
     "an answer that is empty": (CHATML, with_turn(1, content=""), r"turn 2 \(assistant\) is empty"),
     "values nested a hundred deep": (

@@ -65,6 +65,13 @@ def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
     return calls
 
 
+def holds_null(value: Any) -> bool:
+    """Return whether a call or a tool has a null in it, as files of columns write for a key that it lacks."""
+    if isinstance(value, dict):
+        return any(map(holds_null, value.values()))
+    return value is None or (isinstance(value, (list, tuple)) and any(map(holds_null, value)))
+
+
 def with_calls_joined(turns: Sequence[Any]) -> list[Any]:
     """Return turns in which calls of functions that follow each other are one turn, as ms-swift reads them.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from data.chat.calls import holds_null
 from data.chat.conversations import NAMED
 from data.chat.keys import Reads
 from data.chat.prefixes import spans_by_prefixes
@@ -134,6 +135,11 @@ class ChatTemplate:
         if len(marks) < 4:
             raise DataError("spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
         owners, told = self._owners(conversation, text, marks)
+        calls = [call for turn in conversation.turns for call in turn.get("tool_calls", ())]
+        if holds_null([*calls, conversation.variables.get("tools") or []]):
+            told.append(
+                "nulls in tools or tool_calls, as files of columns write for keys that one lacks and another has"
+            )
         if tokenizer.dropped(text, special=True):
             told.append("characters that the tokenizer has no token for, nor one of what it does not know")
         ids, places = tokenizer.tokenize_special(text)

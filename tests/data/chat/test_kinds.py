@@ -205,6 +205,11 @@ TOLD = {
         {"messages": CHAT, "dated": True},
         "the day of today (strftime_now)",
     ),
+    "null arguments, as Parquet has for another call's": (
+        RICH,
+        {"messages": [U, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": None}}}]}]},
+        "nulls in tools or tool_calls",
+    ),
     "arguments as JSON that the template quotes once more": (
         RICH.replace("is string %}{{ call.function.arguments }}", "is string %}{{ call.function.arguments | tojson }}"),
         RIGHT["tool_calls with the JSON of arguments"][1][0],
@@ -310,11 +315,7 @@ REFUSED = {
         "instruction and its answer",
     ),
     "prompt and completion": (CHATML, {"prompt": [U], "completion": [A]}, "prompt and its completion"),
-    "prompt of turns and a response, verl's": (
-        CHATML,
-        {"prompt": [U], "response": "Hello!"},
-        "prompt is a list of turns",
-    ),
+    "prompt of turns and a response, verl's": (CHATML, {"prompt": [U], "response": "Hello!"}, "is a list of turns"),
     "an answer under another key": (
         CHATML,
         {"messages": [U, {"role": "assistant", "content": None, "refusal": "No."}]},

@@ -40,7 +40,7 @@ class LoadedFolder:
     ends: tuple[int, ...]
     """Ids of eos_token_id in generation_config.json and config.json."""
     settings: dict[str, Any]
-    """What the files beside tokenizer.json change of its ids: class, flags of added tokens, begin and end tokens."""
+    """Settings of ids from the files beside tokenizer.json: class, flags of added tokens, begin and end tokens."""
 
 
 def load_folder(path: Path, content: bytes) -> LoadedFolder:

@@ -39,6 +39,8 @@ class LoadedFolder:
     """Added tokens that no text may spell: special ones, ends of texts and turns, and ``chat_control_tokens``."""
     ends: tuple[int, ...]
     """Ids of eos_token_id in generation_config.json and config.json."""
+    settings: dict[str, Any]
+    """Settings of ids from the files beside tokenizer.json: class, flags of added tokens, begin and end tokens."""
 
 
 def load_folder(path: Path, content: bytes) -> LoadedFolder:
@@ -82,6 +84,15 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
         named=named,
         control=_control(backend, config, named, in_file, words, ends),
         ends=tuple(ends),
+        settings={
+            "class": class_name,
+            **{name: config.get(name) for name in ("add_prefix_space", "legacy") if class_name is not None},
+            **{name: named.get(name) for name in ("bos_token", "eos_token")},
+            "added": [
+                [number, token.content, *(getattr(token, flag) for flag in _FLAGS)]
+                for number, token in sorted(backend.get_added_tokens_decoder().items())
+            ],
+        },
     )
 
 
@@ -119,6 +130,57 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens that a tokenizer_config.json names, such as eos_token."""
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in config.items()}
     return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+
+
+def make_special(backend: "Tokenizer", tokens: Iterable["AddedToken"]) -> None:
+    """Make added tokens special, whatever flag their entries have."""
+    from tokenizers import AddedToken
+
+    backend.add_tokens(
+        [
+            AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=True,
+            )
+            for token in tokens
+            if not token.special
+        ]
+    )
+
+
+def unknown_id(backend: "Tokenizer", content: bytes) -> int | None:
+    """Return the id of what the vocabulary has no token for, None if there is none of its own."""
+    if type(backend.model).__name__ == "Unigram":
+        unknown: int | None = json.loads(content)["model"].get("unk_id")
+        return unknown
+    return backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
+
+
+def backend_with_unknown(backend: "Tokenizer") -> "Tokenizer | None":
+    """Return a copy that has a token for what this backend drops; None if it drops nothing.
+
+    A BPE drops what it has neither a piece, nor bytes, nor an unknown token for.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model = backend.model
+    words = backend.get_vocab(with_added_tokens=False)
+    if type(model).__name__ != "BPE" or model.unk_token in words:
+        return None
+    alphabet = ByteLevel.alphabet()
+    if model.byte_fallback:
+        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    if all(entry in words for entry in alphabet):
+        return None
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.model.unk_token = next(iter(words))
+    copy.model.fuse_unk = False
+    return copy
 
 
 def _refuse_unread(path: Path, config: Mapping[str, Any], model: Mapping[str, Any]) -> None:

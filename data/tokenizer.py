@@ -6,13 +6,13 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from data.hugging_face import json_beside, load_folder
+from data.hugging_face import backend_with_unknown, json_beside, load_folder, make_special, unknown_id
 from data.hugging_face import special_tokens as special_tokens
 from data.hugging_face import tokenizer_config as tokenizer_config
 from data.text.indexed import writing
@@ -43,6 +43,8 @@ class Tokenizer(ABC):
     """Ids that the tokenizer puts before a text by itself."""
     after: tuple[int, ...] = ()
     """Ids that it puts after one by itself."""
+    settings: str | None = None
+    """Digest of what files beside the tokenizer's change of its ids; None where none are read."""
     unknown: int | None = None
     """Id of what the vocabulary has no token for, where there is one of its own."""
 
@@ -95,6 +97,14 @@ class Tokenizer(ABC):
         text = self.detokenize([token], special=True) if 0 <= token < self.vocab_size else ""
         return f"{token} ({text!r})" if text else str(token)
 
+    def dropped(self, text: str, special: bool = False) -> int:
+        """Return how many tokens a text lacks, since the vocabulary has none for it, and none for the unknown.
+
+        Args:
+            special: special tokens spelled out in it count as such.
+        """
+        return 0
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text of `ids`, without special tokens unless `special` and they have one."""
@@ -105,6 +115,11 @@ def _without_white_space(text: str, place: tuple[int, int]) -> tuple[int, int]:
     begin, end = place
     token = text[begin:end]
     return begin + len(token) - len(token.lstrip()), end - len(token) + len(token.rstrip())
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any of these texts, of which a longer one counts more."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 @contextmanager
@@ -189,16 +204,15 @@ class HuggingFaceTokenizer(Tokenizer):
                 "tokenizer_config.json beside it"
             )
         super().__init__(os.fspath(path), content, vocab_size, eod)
+        self.settings = sha256(json.dumps(folder.settings))
 
         self.before, self.after = self._added_around()
         self._backend.post_processor = ByteLevel(trim_offsets=False)  # a token's place includes its leading space
         self._guard(folder.control)
         self.bos = self._backend.token_to_id(folder.named["bos_token"]) if "bos_token" in folder.named else None
-        if type(self._backend.model).__name__ == "Unigram":
-            unknown = json.loads(content)["model"].get("unk_id")
-        else:
-            unknown = self._backend.token_to_id(getattr(self._backend.model, "unk_token", None) or "")
+        unknown = unknown_id(self._backend, content)
         self.unknown = None if unknown == self.eod else unknown
+        self._with_unknown = backend_with_unknown(self._backend)
 
     def _added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the post-processor puts before and after a text, here one of the end token alone."""
@@ -211,40 +225,24 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _guard(self, control: frozenset[str]) -> None:
         """Let no text of a document become a control token, whatever flag its entry has."""
-        from tokenizers import AddedToken
-
         added = self._backend.get_added_tokens_decoder()
         control |= {token.content for number, token in added.items() if number == self.eod}
         guarded = [token for token in added.values() if token.content in control]
         # The library reads special tokens as ordinary text while encode_special_tokens is set; nothing else of the
         # encoding hangs on the flag.
-        self._backend.add_tokens(
-            [
-                AddedToken(
-                    token.content,
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=True,
-                )
-                for token in guarded
-                if not token.special
-            ]
-        )
+        make_special(self._backend, guarded)
         self._backend.encode_special_tokens = True
         self._control = frozenset(token.content for token in guarded)
-        names = sorted(self._control, key=len, reverse=True)
-        self.special: re.Pattern[str] = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self.special = _any_of(self._control)
         """Matches the text of every control token."""
-        others = sorted((token.content for token in added.values()), key=len, reverse=True)
-        self.added: re.Pattern[str] = re.compile("|".join(map(re.escape, others)) or "(?!)")
+        self.added = _any_of(token.content for token in added.values())
         """Matches the text of every added token."""
         self._stripping = {number for number, token in added.items() if token.lstrip or token.rstrip}
-        self._by_encoding = any(token.normalized or token.single_word for token in guarded)
+        self._by_encoding = {token.content for token in added.values() if token.normalized or token.single_word}
         self.added_ids = frozenset(added)
         """Ids of the tokens that no text is merged into."""
-        self._control_ids = {number for number, token in added.items() if token.content in control}
+        self.spelled = self.search_for(())
+        """Returns the text of a control token that a text would become a part of, None if there is none."""
 
     def tokenize(self, text: str) -> list[int]:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
@@ -276,6 +274,14 @@ class HuggingFaceTokenizer(Tokenizer):
             ]
         return encoding.ids, offsets
 
+    def dropped(self, text: str, special: bool = False) -> int:
+        if self._with_unknown is None:
+            return 0
+        self._with_unknown.encode_special_tokens = not special
+        with _undamaged(self.path, "Hugging Face tokenizer.json"):
+            whole = self._with_unknown.encode(text, add_special_tokens=False).ids
+        return len(whole) - len(self.tokenize_special(text)[0] if special else self.tokenize(text))
+
     def is_paired(self, text: str) -> bool:
         """Return whether an added token is one of a pair such as <think> and </think>, around a part of a text."""
         opening = text.replace("</", "<", 1).replace("[/", "[", 1)
@@ -283,15 +289,23 @@ class HuggingFaceTokenizer(Tokenizer):
         pair = (opening, closing)
         return text not in self._control and all(self.added.fullmatch(part) for part in pair)
 
-    def spelled(self, text: str) -> str | None:
-        """Return the text of a control token that this text would become a part of, None if there is none."""
-        if not self._by_encoding:
-            match = self.special.search(text)
+    def search_for(self, more: Iterable[str]) -> Callable[[str], str | None]:
+        """Return a function that names the control token, or one of ``more``, that a text would hold; else None.
+
+        A token that is found in normalized text, or as a whole word alone, is looked for by encoding the text.
+        """
+        texts = self._control.union(more)
+        pattern = _any_of(texts)
+
+        def by_pattern(text: str) -> str | None:
+            match = pattern.search(text)
             return None if match is None else match[0]
-        for number in self.tokenize_special(text)[0]:
-            if number in self._control_ids:
-                return str(self._backend.id_to_token(number))
-        return None
+
+        def by_encoding(text: str) -> str | None:
+            tokens = map(self._backend.id_to_token, self.tokenize_special(text)[0])
+            return next((token for token in tokens if token in texts), None)
+
+        return by_pattern if texts.isdisjoint(self._by_encoding) else by_encoding
 
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):

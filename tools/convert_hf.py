@@ -25,7 +25,7 @@ from data.tokenizer import load_tokenizer
 from model.hf import config_to_hf
 from model.hf.adapter import read_adapter, write_adapter
 from model.hf.api import Read, open_hf, read_config, their_weights
-from model.hf.chat import EOS, carry_tokenizer, write_chat
+from model.hf.chat import EOS, GENERATION, carry_tokenizer, write_chat
 from model.hf.dit import load_dit, save_dit
 from model.hf.folder import CONFIG, TOKENIZERS, carry, new_folder, read_json, write_model
 from model.lora import merge
@@ -120,9 +120,15 @@ def export_model(
     ours = {name: weight.to(wanted or weight.dtype) for name, weight in ours.items()}
     read_cast: Read = lambda name: read_ours(name).to(ours[name].dtype)  # noqa: E731
     if adapter:
+        told = ""
         with new_folder(target) as draft:
             count = write_adapter(draft, ours, read_cast, model, extra.get(IMPORTED) or _base_of(config, contents))
-        return f"exported {count} adapters of {folder} to {target}, as PEFT reads them"
+            if CHAT in extra:
+                if came_with is not None:
+                    carry(came_with, draft)
+                told = _write_chat(draft, extra[CHAT], config, extra, dict(contents))
+                told += f"; transformers generates by the base's {GENERATION} unless it is given this folder's"
+        return f"exported {count} adapters of {folder} to {target}, as PEFT reads them{told}"
     longer = ""
     if IMPORTED not in extra and model.rotates and not model.linear_attention:
         before, trained_on = model.max_position_embeddings or model.scaled_length, _length_trained_on(run, config)

@@ -158,7 +158,7 @@ def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
     add_bos_token = run.add_bos_token(args.add_bos_token)
     if args.data_path:
         indexed = check_indexed(args.data_path, entries, missing=missing)
-        indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+        indexed.check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
         lengths = indexed.document_lengths
         ends, ids = np.cumsum(lengths, dtype=np.int64), indexed.token_ids()
         for number in np.flatnonzero(lengths > length):

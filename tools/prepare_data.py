@@ -98,7 +98,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     chat("--too-long", choices=policies, default="error", help="for more than N tokens (default: error)")
     refused = "list what cannot be used in PREFIX.refused.txt, and go on"
     chat("--skip-refused", action="store_true", help=refused)
-    strict = "refuse a conversation with a key that nothing reads, which is otherwise counted and said at the end"
+    strict = (
+        "refuse a conversation that has something not read, such as an unknown key, which is otherwise counted and said"
+    )
     chat("--strict", action="store_true", help=strict)
     args = parser.parse_args(argv)
     of_chat = args.seq_length or args.chat_template or args.skip_refused or args.strict or args.too_long != "error"
@@ -151,8 +153,8 @@ def _prepare(args: argparse.Namespace) -> int:
     if prepared.unknown_tokens:
         share = prepared.unknown_tokens / prepared.tokens
         print(
-            f"warning: {prepared.unknown_tokens:,} of {prepared.tokens:,} tokens ({share:.2%}) stand for text that the "
-            "tokenizer does not know, which is lost; take a tokenizer that fits the text, or look at it with "
+            f"warning: the tokenizer does not know {prepared.unknown_tokens:,} pieces of the text, {share:.2%} of "
+            f"{prepared.tokens:,} tokens, which are lost; take a tokenizer that fits the text, or look at it with "
             f"--check {prefix} --inspect 2"
         )
     if prepared.skipped_files:
@@ -160,7 +162,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if prepared.conversations and prepared.conversations["refused"]:
         print(f"refused {prepared.conversations['refused']:,} conversations, listed in {prefix}.refused.txt")
     for key, count in (prepared.unread or {}).items():
-        print(f"note: nothing reads {key}, in {count:,} conversations; --strict refuses them")
+        print(f"note: {count:,} conversations have {key}; --strict refuses them")
     if args.chat and not prepared.turn_ends:
         print("note: no token of its own ends the assistant's turns, so that generation may not stop after them")
     sft = f" --sft --reset-attention-mask --reset-position-ids --seq-length {args.seq_length}" if args.chat else ""
@@ -217,7 +219,7 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
     from data.text.packing import Conversations
 
     indexed = check_indexed(prefix, tokenizer.vocab_size, scan_tokens=np.iinfo(np.int64).max)
-    indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+    indexed.check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
     sizes = f"{indexed.tokens:,} tokens ({indexed.dtype})"
     if not indexed.holds_conversations:
         return f"{prefix}: {len(indexed.document_lengths):,} documents, {sizes}{_ends(indexed, tokenizer.eod)}"

@@ -5,13 +5,15 @@ arguments, which may be an object or its JSON, and goes on as it is. Older and o
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data.chat.keys import says_nothing
+from data.chat.keys import mark_of, says_nothing
 from runtime.errors import DataError
 
 Call = dict[str, Any]
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles of turns whose text is the JSON of calls."""
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
@@ -33,6 +35,8 @@ def _listed(name: str, value: Any) -> list[Any] | None:
         return None
     if isinstance(value, str):
         value = _parsed(f"it has {name}", value)
+        if value is None:
+            return None
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -59,6 +63,39 @@ def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
     for call in calls:
         _check(where, call)
     return calls
+
+
+def holds_null(value: Any) -> bool:
+    """Return whether a call or a tool has a null in it, as files of columns write for a key that it lacks."""
+    if isinstance(value, dict):
+        return any(map(holds_null, value.values()))
+    return value is None or (isinstance(value, (list, tuple)) and any(map(holds_null, value)))
+
+
+def with_calls_joined(turns: Sequence[Any]) -> list[Any]:
+    """Return turns in which calls of functions that follow each other are one turn, as ms-swift reads them.
+
+    These are turns of ShareGPT's roles. Raises DataError: one of them is marked as learned and another is not.
+    """
+    joined: list[Any] = []
+    for number, turn in enumerate(turns, start=1):
+        if not joined or not _is_call(turn) or not _is_call(joined[-1]):
+            joined.append(turn)
+            continue
+        where, previous = f"turn {number}", joined[-1]
+        if mark_of(where, turn) != mark_of(f"turn {number - 1}", previous):
+            raise DataError(f"{where} is a call beside that of the turn before, and marked otherwise; mark them alike")
+        calls = spoken_calls(f"turn {number - 1}", _content(previous)) + spoken_calls(where, _content(turn))
+        joined[-1] = {**turn, **previous, "content": calls, "value": calls}
+    return joined
+
+
+def _is_call(turn: Any) -> bool:
+    return isinstance(turn, dict) and turn.get("role", turn.get("from")) in CALL_ROLES
+
+
+def _content(turn: Mapping[str, Any]) -> Any:
+    return turn.get("content", turn.get("value"))
 
 
 def spoken_calls(where: str, content: Any) -> list[Call]:

@@ -19,7 +19,8 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
 UNREAD, END, TURNS = "unread: ", "end: ", "turns"
-"""Begin the names of counts: of a key that nothing reads, of a token that ends turns; and of learned turns."""
+"""Begin the names of counts: of what is lost or changed, such as a key that nothing reads; of a token that ends turns;
+and of learned turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer,
             conversation = _usable(row)
             encoded = template.encode(tokenizer, conversation)
             if chat.strict and encoded.told:
-                raise DataError(f"has what nothing reads: {', '.join(encoded.told)}; remove it, or leave out --strict")
+                raise DataError(f"has {', and '.join(encoded.told)}; remove it, or leave out --strict")
             parts = _pieces(encoded.ids, encoded.learned, chat)
         except DataError as error:
             if not chat.skip_refused or isinstance(error, UnboundedError):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.chat.calls import calls_of, spoken_calls, tools_of
+from data.chat.calls import CALL_ROLES, calls_of, spoken_calls, tools_of, with_calls_joined
 from data.chat.keys import MARKS, MASKED, THOUGHTS, Reads, is_unread, mark_of, refuse_pictures, says_nothing
 from runtime.errors import DataError
 
@@ -22,11 +22,10 @@ ROLES = {
     "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 """Roles of ShareGPT's `from` and OpenAI's `role`, by the name that templates know."""
-_CALLS = ("function_call", "tool_call")
-"""Roles of turns whose text is the JSON of calls."""
 _SYSTEM = ("system", "system_prompt", "system_message")
 _ROW = ("messages", "conversations", "tools", "functions", "chat_template_kwargs", *_SYSTEM)
 _TURN = ("role", "from", "content", "value", "tool_calls", "function_call", *THOUGHTS)
+_PART = ("type", "text", "value")
 _ARGUMENTS = """
     messages conversation add_generation_prompt continue_final_message chat_template tokenize padding truncation
     max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens
@@ -84,7 +83,7 @@ def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: 
         raise row
     if not isinstance(row, dict):
         row = {"messages": row}
-    turns = _listed_turns(row)
+    turns = with_calls_joined(_listed_turns(row))
     left = [key for key, value in row.items() if _is_left(row, key, value, reads, turns)]
     variables, unnamed = _variables(row, reads)
     unread = dict.fromkeys(f"the row's {key}" for key in (*left, *unnamed))
@@ -126,6 +125,8 @@ def _without_turns(row: Mapping[str, Any]) -> str:
         kind = 'it is a pair of preferences: write "chosen", as turns, under "messages" and leave "rejected" out'
     elif {"prompt", "completion"} <= given:
         kind = 'it is a prompt and its completion: join both as turns under "messages", earlier answers "train": false'
+    elif isinstance(row.get("prompt"), list):
+        kind = 'its prompt is a list of turns: write them and the answer under "messages"'
     elif given & {"instruction", "output", "response", "answer"}:
         kind = "it is an instruction and its answer: write both as turns of user and assistant"
     elif given & {"text", "content"}:
@@ -202,14 +203,16 @@ def _turn(where: str, turn: Any, reads: Reads) -> _Read:
     name, content = _either(where, turn, "role", "from"), _either(where, turn, "content", "value")
     role = _role(where, name, reads)
     calls = calls_of(where, turn)
-    if name in _CALLS:
+    if name in CALL_ROLES:
         if calls:
             raise DataError(f"{where} has the role {name} and tool_calls; write its calls once")
         calls, content = spoken_calls(where, content), None
     content = _content(where, content, reads)
     empty = not any(text.strip() for text in _texts(content))
     if empty and not calls and role in ("system", "developer", "user", "assistant"):
-        raise DataError(f"{where} ({role}) is empty; fill it or leave the conversation out")
+        others = [str(key) for key, value in turn.items() if key not in (*_TURN, *MARKS) and not says_nothing(value)]
+        beside = f" (it has {', '.join(others[:8])})" if others else ""
+        raise DataError(f"{where} ({role}) is empty{beside}; fill its content or leave the conversation out")
     read: Turn = {"role": role}
     if content is not None:
         read["content"] = content
@@ -255,11 +258,27 @@ def _content(where: str, content: Any, reads: Reads) -> Any:
             text = part.get("text", part.get("value")) if isinstance(part, dict) else part
             if kind not in ("text", "input_text", "output_text", None) or not isinstance(text, str):
                 raise DataError(f"{where} has a part that is not text ({kind}); leave the conversation out")
+            if isinstance(part, dict):
+                _refuse_unread_of_part(where, part)
             parts.append({"type": "text", "text": text})
         content = parts if reads.parts else "".join(part["text"] for part in parts)
     if content is not None and not isinstance(content, (str, list)):
         raise DataError(f"{where} has the content {content!r:.40}; it must be text")
     return content
+
+
+def _refuse_unread_of_part(where: str, part: Mapping[str, Any]) -> None:
+    """Raise DataError for keys of a part of a content beside its text, but for those that say nothing."""
+    for key, value in part.items():
+        if key in _PART or says_nothing(value):
+            continue
+        if key in (*MARKS, MASKED) and mark_of(where, {key: value}) is not False:
+            continue
+        if key in (*MARKS, MASKED) or is_unread(where, key, value):
+            raise DataError(
+                f"{where} has a part with {key}, and of parts the text alone is read; remove it, or leave the "
+                "conversation out"
+            )
 
 
 def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:

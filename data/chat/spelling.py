@@ -29,14 +29,12 @@ def refuse_spelled(render: Render, source: str, tokenizer: HuggingFaceTokenizer,
         render: the template's.
         source: its text, by which the tokens that it writes are remembered.
     """
-    structure = _structure(_Once(render), source, tokenizer)
+    spelled_in = _structure(_Once(render), source, tokenizer)
     parts: list[tuple[str, Any]] = [(f"turn {number}", turn) for number, turn in enumerate(conversation.turns, start=1)]
     parts.append(("the conversation", conversation.variables))
     for name, part in parts:
         for where, text in _texts(part):
-            spelled = tokenizer.spelled(text)
-            if spelled is None and structure is not None and (match := structure.search(text)) is not None:
-                spelled = match[0]
+            spelled = spelled_in(text)
             if spelled is not None:
                 raise DataError(
                     f"{name} spells the special token {spelled!r} in its {where}, which would end a turn; spell it "
@@ -58,11 +56,11 @@ class _Once:
 
 
 @lru_cache(maxsize=16)
-def _structure(render: _Once, source: str, tokenizer: HuggingFaceTokenizer) -> re.Pattern[str] | None:
-    """Return a pattern of the added tokens that a template writes around turns; None if it cannot write so little.
+def _structure(render: _Once, source: str, tokenizer: HuggingFaceTokenizer) -> Callable[[str], str | None]:
+    """Return the search for control tokens, and for the added tokens that a template writes around turns.
 
-    These are all tokens of a user's turn, and the first one that begins an answer and that ends one. Later ones of the
-    assistant's turns, such as <think>, are words that a content may have.
+    The latter are all tokens of a user's turn, and the first one that begins an answer and that ends one. Later ones of
+    the assistant's turns, such as <think>, are words that a content may have.
 
     Raises DataError: a turn ends with the text of a token that the tokenizer does not have.
     """
@@ -73,7 +71,7 @@ def _structure(render: _Once, source: str, tokenizer: HuggingFaceTokenizer) -> r
         prompt = render.call([user], prompt=True)
         whole = render.call([user, answer])
     except DataError:
-        return None  # it asks for other turns; the conversation's own will tell
+        return tokenizer.spelled  # it asks for other turns; the conversation's own will tell
 
     added = tokenizer.added
     _, _, end = whole.rpartition(_ANSWER)
@@ -88,7 +86,7 @@ def _structure(render: _Once, source: str, tokenizer: HuggingFaceTokenizer) -> r
     texts |= set(added.findall(prompt.removeprefix(asked))[:1])
     texts |= set(added.findall(end)[:1])
     texts = {text for text in texts if not text.isspace() and not tokenizer.is_paired(text)}
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+    return tokenizer.search_for(texts)
 
 
 def _texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
@@ -102,3 +100,5 @@ def _texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _texts(part, where)
+        parts = [part.get("text") for part in value if isinstance(part, Mapping)]
+        yield where, "".join(part for part in parts if isinstance(part, str))  # as a template joins them

@@ -83,7 +83,7 @@ class StandIns:
             for key, value in dict.items(turn):
                 given = key in ("role", "content", "tool_calls", *THOUGHTS) or key in turn.read
                 if not given and is_unread(f"turn {number}", key, value):
-                    keys[f"a turn's {key}"] = None
+                    keys[f"a turn's {key}, which nothing reads"] = None
         return list(keys)
 
     def _number(self, spoken: Spoken) -> str:

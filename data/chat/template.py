@@ -10,7 +10,7 @@ A template is a program of other people: it is compiled and called within bounds
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from data.chat.calls import holds_null
 from data.chat.conversations import NAMED
 from data.chat.keys import Reads
 from data.chat.prefixes import spans_by_prefixes
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS, MOST_SOURCE = 1 << 26, 1 << 21
 """Characters of a conversation in a template, and of a template."""
+TODAY = "strftime_now"
+"""The function of templates that writes the day of today, which they are not given here."""
 _MARKS: ContextVar[tuple[str, str]] = ContextVar("marks", default=("", ""))
 """Text around the assistant's words in the current rendering."""
 
@@ -99,7 +102,13 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template can raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise DataError(f"{name} fails ({reason}); repair the turns or the template") from error
+            remedy = "repair the turns or the template"
+            if f"'{TODAY}' is undefined" in reason:
+                remedy = (
+                    f"it writes the day of today, on which prepared data must not depend: write a date in the place of "
+                    f"{TODAY}(...) into a copy of it, and give that by --chat-template"
+                )
+            raise DataError(f"{name} fails ({reason}); {remedy}") from error
         finally:
             _MARKS.reset(before)
         if len(text) > MOST_CHARACTERS:
@@ -126,6 +135,13 @@ class ChatTemplate:
         if len(marks) < 4:
             raise DataError("spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
         owners, told = self._owners(conversation, text, marks)
+        calls = [call for turn in conversation.turns for call in turn.get("tool_calls", ())]
+        if holds_null([*calls, conversation.variables.get("tools") or []]):
+            told.append(
+                "nulls in tools or tool_calls, as files of columns write for keys that one lacks and another has"
+            )
+        if tokenizer.dropped(text, special=True):
+            told.append("characters that the tokenizer has no token for, nor one of what it does not know")
         ids, places = tokenizer.tokenize_special(text)
         offsets = np.array(places, dtype=np.int64).reshape(-1, 2)
         across = None
@@ -134,7 +150,8 @@ class ChatTemplate:
             learned, cut = tokens_of(offsets, spans, len(text))
             if not cut.any():
                 ends = turn_ends(tokenizer, ids, offsets, [turn[-1] for turn in turns], text)
-                return Encoded(np.array(ids, dtype=np.int64), learned, ends, (*conversation.unread, *told))
+                unread = [f"{key}, which nothing reads" for key in conversation.unread]
+                return Encoded(np.array(ids, dtype=np.int64), learned, ends, (*unread, *told))
             across = across or places[int(np.argmax(cut))]
         assert across is not None  # or the candidates would have raised
         raise DataError(
@@ -165,10 +182,16 @@ class ChatTemplate:
         Raises DataError: a turn is dropped or changed.
         """
         stand_ins = StandIns(conversation, marks[2], marks[3])
-        marked = self.render(stand_ins.turns, marks=(marks[0], marks[1]), variables=stand_ins.variables)
+        dates: list[str] = []
+        variables = dict(stand_ins.variables)
+        if TODAY in self.reads.variables:
+            variables[TODAY] = _noting(dates)
+        marked = self.render(stand_ins.turns, marks=(marks[0], marks[1]), variables=variables)
         written, spans = between(marked, marks)
         places = stand_ins.places(written)
         told = check_written(self.name, stand_ins, places, written, text)
+        if dates:
+            told.append(f"a date of the template's own, since it is not given the day of today ({TODAY})")
         if not spans:
             return None, told
         begins = np.array([begin for begin, _ in spans])
@@ -216,6 +239,16 @@ class ChatTemplate:
 
     def _prefix(self, conversation: Conversation, turns: Sequence[Turn], prompt: bool) -> str:
         return self._text(turns, conversation, prompt)
+
+
+def _noting(dates: list[str]) -> Callable[[str], str]:
+    """Return a function that notes each form of a date that it is asked for, and writes the form itself."""
+
+    def written(form: str) -> str:
+        dates.append(form)
+        return form
+
+    return written
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:

@@ -90,19 +90,25 @@ class Indexed:
         """Return all token ids, `dtype` [tokens], memory-mapped."""
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r", shape=(self.tokens,))
 
-    def check_tokenizer(self, path: str, sha256: str) -> None:
+    def check_tokenizer(self, path: str, sha256: str, settings: str | None) -> None:
         """Raise DataError if the record of tools/prepare_data.py beside the pair names another tokenizer."""
         record = Path(f"{self.prefix}.json")
         if not record.is_file():
             return  # written by another tool
         try:
-            noted = json.loads(record.read_text(encoding="utf-8"))["prepared"]["tokenizer_sha256"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            prepared = json.loads(record.read_text(encoding="utf-8"))["prepared"]
+            noted, noted_settings = prepared["tokenizer_sha256"], prepared.get("tokenizer_settings")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return  # no record of ours
         if noted != sha256:
             raise DataError(
                 f"tokenizer {path} is damaged or another than the one that wrote {self.prefix}.bin (SHA-256 "
                 f"{sha256[:12]}, noted {str(noted)[:12]}); give --tokenizer-model that one, or {_REWRITE}"
+            )
+        if noted_settings not in (None, settings):
+            raise DataError(
+                f"files beside tokenizer {path}, such as tokenizer_config.json, give it other special tokens or "
+                f"settings than it had as {self.prefix}.bin was written; put them back, or {_REWRITE}"
             )
 
 

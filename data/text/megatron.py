@@ -110,7 +110,7 @@ def _conversation_splits(
     missing = partial(tokenizer.missing, entries)
     samples = Conversations(prefix, entries, seq_length, check, missing)
     if check:
-        samples.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+        samples.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
     shares, splits = split_shares(config.split), list[list[EpochedDataset]]()
     bounds = pairwise([0, *(round(end * len(samples)) for end in np.cumsum(shares))])
     for share, (begin, end) in zip(shares, bounds, strict=True):
@@ -187,7 +187,7 @@ class _Source:
         if check:
             check_indexed(self.prefix, entries, missing=self.missing)
         if check:
-            self.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256)
+            self.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
         self.lengths = self.indexed.document_lengths
         if check and self.indexed.is_lumped:
             print(

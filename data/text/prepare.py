@@ -34,7 +34,7 @@ from data.text.record import (
     made_with_of,
     with_end,
 )
-from data.text.workers import Tokens, batched, in_order, tokenized
+from data.text.workers import DROPPED, Tokens, batched, in_order, tokenized
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.errors import DataError, StoppedError
 from runtime.files import InUseError, owned, sha256
@@ -179,7 +179,7 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
     with ExitStack() as kept, writing(*(with_end(prefix, end) for end in ends)) as drafts:
         draft = dict(zip(ends, drafts, strict=True))
         tokenizer = load_tokenizer(request.tokenizer_model or _train(request, source, draft, progress))
-        key = json.dumps([made_with_of(request), tokenizer.sha256, inputs], sort_keys=True)
+        key = json.dumps([made_with_of(request), tokenizer.sha256, tokenizer.settings, inputs], sort_keys=True)
         spool = Spool(prefix, sha256(key), SPOOLED)
         kept.push(spool.close)
         spool.open()
@@ -300,16 +300,18 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         }
         if request.chat.skip_refused:
             os.replace(spool.paths["refused"], draft[".refused.txt"])
+    lost = tokenizer.unknown
     counts = token_counts(draft[".bin"].with_suffix(""), sys.maxsize)
     return Prepared(
         tokenizer_sha256=tokenizer.sha256,
+        tokenizer_settings=tokenizer.settings,
         documents=len(lengths),
         tokens=int(lengths.sum(dtype=np.int64)),
         dtype=dtype.name,
         text_bytes=spool.counts["text_bytes"],
         skipped_files=skipped,
         unigram_entropy=entropy(counts),
-        unknown_tokens=0 if (lost := tokenizer.unknown) is None else int(counts[lost : lost + 1].sum()),
+        unknown_tokens=int(counts[lost : lost + 1].sum()) if lost is not None else spool.counts[DROPPED],
         conversations=conversations,
         begin=None if request.chat else list(tokenizer.begin(request.add_bos_token)),
         unread=_counted(spool.counts, UNREAD) or None,

@@ -66,7 +66,7 @@ class Prepared:
     unigram_entropy: float
     """Nats per token: the loss of a model that knows only the token frequencies."""
     unknown_tokens: int = 0
-    """Tokens that stand for what the vocabulary lacks: their text is lost."""
+    """Tokens that stand for what the vocabulary lacks, or that text lacks therefore: it is lost."""
     conversations: dict[str, int] | None = None
     """Conversations that were read, kept whole, split, truncated and refused; pieces without loss, which were
     left_out; tokens that carry loss, learned; samples, and the places in them."""
@@ -74,6 +74,8 @@ class Prepared:
     """Ids that begin each document of text; None in records of before documents had any, and of conversations."""
     unread: dict[str, int] | None = None
     """In how many conversations nothing reads a key, or something that a template leaves out by its own rule."""
+    tokenizer_settings: str | None = None
+    """Digest of what files beside a tokenizer.json change of its ids; None in older records."""
     turn_ends: list[int] | None = None
     """Ids of the tokens that end the assistant's turns, the most frequent first."""
 
@@ -137,6 +139,8 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
     tokenizer = load_tokenizer(named)
     if tokenizer.sha256 != prepared.tokenizer_sha256:
         raise DataError(f"{named} is not the tokenizer that wrote {prefix}.bin; {remedy}")
+    if prepared.tokenizer_settings not in (None, tokenizer.settings):
+        raise DataError(f"files beside {named}, such as tokenizer_config.json, changed since {prefix}.bin; {remedy}")
     begin = tuple(prepared.begin or ())
     if request.chat is None and begin != tokenizer.begin(request.add_bos_token):
         asked = tokenizer.begin(request.add_bos_token)

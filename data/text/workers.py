@@ -18,6 +18,8 @@ from runtime.errors import DataError, StoppedError
 from runtime.signals import end_with_parent, signals_later
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
+DROPPED = "dropped"
+"""Name of the count of tokens that texts lack, since the tokenizer has none for them."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -56,6 +58,7 @@ def tokenized(tokenizer: Tokenizer, texts: Sequence[str], add_bos_token: AddBos 
     """Tokenize documents and end each with the end-of-document token; `counts` are those of the texts."""
     documents = [np.array(tokenizer.document(text, add_bos_token), dtype=np.int64) for text in texts]
     counts = Counter(read=len(texts), text_bytes=sum(len(text.encode()) for text in texts))
+    counts[DROPPED] = sum(map(tokenizer.dropped, texts))
     ids, lengths = joined(tokenizer, documents)
     return Tokens(ids=ids, lengths=lengths, counts=counts)
 

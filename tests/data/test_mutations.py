@@ -70,7 +70,7 @@ def test_a_tokenizer_is_what_it_was_when_the_corpus_was_written(place):
 
     def use():
         tokenizer = load_tokenizer(model)
-        open_indexed(place / "words").check_tokenizer(tokenizer.path, tokenizer.sha256)
+        open_indexed(place / "words").check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
 
     use()
     found = outcomes(model, mutations(model.read_bytes(), 40), use)
@@ -195,7 +195,7 @@ def test_a_named_pipe_is_not_waited_for(name, place, tmp_path):
     os.mkfifo(tmp_path / name)
     request = Request(inputs=(str(place / "a.txt"),), vocab_size=300)
     if name == "words.json":
-        open_indexed(tmp_path / "words").check_tokenizer("none", "0")  # as without a record
+        open_indexed(tmp_path / "words").check_tokenizer("none", "0", None)  # as without a record
     use = {
         "index.json": lambda: LatentFolder(tmp_path),
         "words.json": lambda: prepare(request, tmp_path / "words", progress=False),

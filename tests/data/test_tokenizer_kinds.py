@@ -5,8 +5,10 @@ import json
 import pytest
 from tokenizers import Tokenizer, processors
 
+from data.chat.rows import conversation_of
 from data.chat.template import load_template
 from data.text.begins import check_begins
+from data.text.indexed import open_indexed
 from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
@@ -59,7 +61,8 @@ def told_of_more_entries(folder):
 
 def text_prepared(path, **settings):
     source = path.with_name("texts.jsonl")
-    source.write_text('{"text": "one"}\n{"text": "two"}\n')
+    if not source.exists():
+        source.write_text('{"text": "one"}\n{"text": "two"}\n')
     request = Request(inputs=(str(source),), tokenizer_model=str(path), vocab_size=None, **settings)
     return str(path.with_name("d")), prepare(request, path.with_name("d"), progress=False)[0]
 
@@ -86,6 +89,38 @@ def a_document_with(word, make):
         return "right"
 
     return run
+
+
+def told_apart_later(folder):
+    """Files beside tokenizer.json that change ids of data prepared before; those that do not, do not count."""
+    path = llama_2(folder)
+    prefix, _ = text_prepared(path)
+    config = path.with_name("tokenizer_config.json")
+    before = config.read_text()
+
+    def check():
+        tokenizer = load_tokenizer(path)
+        open_indexed(prefix).check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
+        assert text_prepared(path)[1].documents == 2
+
+    changed(path, model_max_length=77, chat_template="x", pad_token="<unk>")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    check()
+    for changes in (
+        {"added_tokens_decoder": {"2": added("</s>", rstrip=True)}},
+        {"eos_token": "<unk>"},
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {"legacy": True},
+    ):
+        config.write_text(before)
+        check()
+        changed(path, **changes)
+        tokenizer = load_tokenizer(path)
+        with pytest.raises(DataError, match=r"files beside tokenizer .*tokenizer_config\.json"):
+            open_indexed(prefix).check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
+        with pytest.raises(DataError, match=r"files beside .*tokenizer_config\.json, changed"):
+            text_prepared(path)
+    return "refused"
 
 
 def begun(make, begins, **settings):
@@ -155,6 +190,34 @@ def lacking(make, *tokens):
     return lambda folder: changed(without(make(folder), *tokens), added_tokens_decoder=None, eos_token="<|endoftext|>")
 
 
+def told_of_dropped_characters(folder):
+    """A BPE of characters, without bytes and without an unknown token: transformers drops the others in silence."""
+    path = folder / "tokenizer.json"
+    vocab = {character: number for number, character in enumerate("one tw<|imstar_>du\nH")}
+    tokens = [{"id": 40 + number} | added(text) for number, text in enumerate(("</s>", "<|im_start|>", "<|im_end|>"))]
+    path.write_text(
+        json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": tokens})
+    )
+    path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.detokenize(tokenizer.tokenize("oneÜ t"), special=True).replace(" ", "") == "onet"
+    assert [tokenizer.dropped(text) for text in ("one two", "oneÜ ßt")] == [0, 2]
+    assert [tokenizer.dropped("</s>o", special=special) for special in (False, True)] == [1, 0]  # a slash
+    assert text_prepared(path)[1].unknown_tokens == 0
+    path.with_name("d.bin").unlink()
+    path.with_name("texts.jsonl").write_text('{"text": "one Übel"}\n')
+    request = Request(inputs=(str(path.with_name("texts.jsonl")),), tokenizer_model=str(path), vocab_size=None)
+    assert prepare(request, path.with_name("e"), progress=False)[0].unknown_tokens == 3
+
+    source = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    changed(path, chat_template=source)
+    for content, told in (("one", 0), ("Übel", 1)):
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "two"}]
+        encoded = load_template(str(path)).encode(tokenizer, conversation_of(turns))
+        assert ["characters that the tokenizer has no token for" in told for told in encoded.told] == [True] * told
+    return "told"
+
+
 TABLE = [
     ("LLaMA 2's sentences: normalizer of tokenizer.json beside class LlamaTokenizer", alike(llama_2)),
     ("`legacy` true or false", alike(KINDS["LLaMA 2, legacy"])),
@@ -173,6 +236,7 @@ TABLE = [
     ("an end token that only tokenizer_config.json names", alike(KINDS["Qwen 3, end token in no tokenizer.json"])),
     ("a pad token added to the vocabulary", alike(KINDS["LLaMA 2, a pad token added"])),
     ("more entries than the model has", told_of_more_entries),
+    ("characters that a BPE has no token for, nor an unknown one", told_of_dropped_characters),
     ("a tokenizer that puts a begin token first", begun(llama_3, True)),
     ("a tokenizer that has a begin token and does not put it", begun(smollm_2, False)),
     ("the same with `--add-bos-token always`", begun(smollm_2, True, add_bos_token="always")),
@@ -194,6 +258,7 @@ TABLE = [
      refused(lacking(qwen_3, "<|im_end|>"), "ends a turn with '<.im_end.>'", chat_of("Hi"))),
     ("a document whose end token is an ordinary word too",
      refused(words, "a text spells '</s>'", lambda path: load_tokenizer(path).tokenize("a </s>"))),
+    ("flags, class or ends changed in tokenizer_config.json after the data was prepared", told_apart_later),
     ("`auto_map`: a tokenizer in code of its own",
      refused(lambda folder: gpt_2(folder, auto_map={"AutoTokenizer": [None, "code.Own"]}), "auto_map")),
     ("`split_special_tokens`",

@@ -87,6 +87,24 @@ def test_an_export_stops_where_turns_end_in_transformers(run, tmp_path):
     assert beyond.shape[1] == asked["input_ids"].shape[1] + 20
 
 
+def test_an_export_of_adapters_has_the_template_and_the_ends_of_turns(run, tmp_path):
+    _, turn, end = ids_of(run)
+    base = run.parent / "imported"
+    flags = [*FLAGS.split(), "--config", f"{base}/config.toml", "--finetune", "--load", f"{base}", "--lora-rank", "2"]
+    flags += ["--data-path", f"{run.parent}/data", "--train-iters", "2", "--save", f"{tmp_path}/lora"]
+    run_ranks(on_rank, 1, flags)
+    line = export_model(tmp_path / "lora", tmp_path / "out", None, None, 10**9, adapter=True)
+    assert "the chat template of its conversations" in line
+    template = json.loads((run.parent / "data.json").read_text())["chat"]["chat_template"]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template
+    ends = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert ends.eos_token_id == [turn, end]
+    # The base's settings are the default, as the line says.
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", generation_config=ends)
+    assert model.generation_config.eos_token_id == [turn, end]
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == end
+
+
 def test_an_export_may_be_imported_and_asked_again(run, tmp_path, capsys):
     export_model(run, tmp_path / "out", None, None, 10**9)
     import_model(tmp_path / "out", tmp_path / "again")

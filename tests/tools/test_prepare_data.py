@@ -103,9 +103,9 @@ def test_what_nothing_reads_is_said_once_a_key(tmp_path, capsys):
         write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]),
     ]
     assert main([*flags, "--seq-length", "128", "--output-prefix", f"{tmp_path}/c"]) == 0
-    assert capsys.readouterr().out.count("nothing reads the row's persona, in 3 conversations") == 1
+    assert capsys.readouterr().out.count("3 conversations have the row's persona, which nothing reads") == 1
     assert main([*flags, "--seq-length", "128", "--output-prefix", f"{tmp_path}/d", "--strict"]) == 1
-    assert "line 1: has what nothing reads: the row's persona" in capsys.readouterr().err
+    assert "line 1: has the row's persona, which nothing reads" in capsys.readouterr().err
     assert not list(tmp_path.glob("d*"))
 
 
@@ -149,7 +149,9 @@ def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
         (tmp_path / "text.txt").write_text(text)
         words = ["--input", str(tmp_path / "text.txt"), "--suffix", ".txt", "--tokenizer-model"]
         assert main([*words, str(tmp_path / "tokenizer.json"), "--output-prefix", str(tmp_path / str(told))]) == 0
-        assert ("warning: 1 of 5 tokens (20.00%) stand for text" in capsys.readouterr().out) == told
+        assert (
+            "warning: the tokenizer does not know 1 pieces of the text, 20.00% of 5 tokens" in capsys.readouterr().out
+        ) == told
 
 
 def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):

@@ -59,6 +59,10 @@ RIGHT = {
     ),
     "roles of Gemini, model": (CHATML, same({"messages": [U, A | {"role": "model"}]}, turns=CHAT)),
     "content in parts of text": (CHATML, same(with_turn(0, content=[{"type": "text", "text": "Hi"}]), turns=CHAT)),
+    "parts of text with null and harmless keys": (
+        CHATML,
+        same(with_turn(0, content=[{"type": "text", "text": "Hi", "image": None, "id": 3, "train": True}]), turns=CHAT),
+    ),
     "system text beside the turns": (
         CHATML,
         same({"system": "Be brief.", "messages": CHAT}, turns=[{"role": "system", "content": "Be brief."}, *CHAT]),
@@ -162,6 +166,23 @@ RIGHT = {
             learned=SPOKEN,
         ),
     ),
+    "tool_call twice in a row, ms-swift's": (
+        NAMES,
+        same(
+            {
+                "messages": [
+                    U,
+                    {"role": "tool_call", "content": json.dumps(CALL["function"])},
+                    {"role": "tool_call", "content": json.dumps(CALL["function"])},
+                    {"role": "tool_response", "content": "Sunny"},
+                    A,
+                ],
+                "tools": "null",
+            },
+            turns=[U, {"role": "assistant", "tool_calls": [CALL, CALL]}, *CALLED[2:]],
+            learned=SPOKEN.replace("</call>", '</call><call>weather {"city": "Rome"}</call>'),
+        ),
+    ),
 }
 TOLD = {
     "name of a turn that the template does not write": (CHATML, with_turn(0, name="Ann"), "a turn's name"),
@@ -177,6 +198,17 @@ TOLD = {
         CHATML,
         {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}},
         "chat_template_kwargs enable_thinking",
+    ),
+    "a date of today that the template can do without": (
+        "{% if dated %}{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }}{% endif %}"
+        + CHATML,
+        {"messages": CHAT, "dated": True},
+        "the day of today (strftime_now)",
+    ),
+    "null arguments, as Parquet has for another call's": (
+        RICH,
+        {"messages": [U, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": None}}}]}]},
+        "nulls in tools or tool_calls",
     ),
     "arguments as JSON that the template quotes once more": (
         RICH.replace("is string %}{{ call.function.arguments }}", "is string %}{{ call.function.arguments | tojson }}"),
@@ -213,7 +245,27 @@ REFUSED = {
         with_turn(0, content=[{"type": "image_url", "image_url": {}}]),
         "turn 1 has a part .*image_url",
     ),
+    "a part of text with a picture": (
+        CHATML,
+        with_turn(0, content=[{"type": "text", "text": "Hi", "image": "a.png"}]),
+        "turn 1 has image",
+    ),
+    "a part of text that is marked as not learned": (
+        CHATML,
+        with_turn(1, content=[{"type": "text", "text": "Hel", "train": False}, {"type": "text", "text": "lo!"}]),
+        "turn 2 has a part with train",
+    ),
+    "a key of a part of text that is not known": (
+        CHATML,
+        with_turn(1, content=[{"type": "text", "text": "Hello!", "mood": "glad"}]),
+        "turn 2 has a part with mood",
+    ),
     "tools that the template does not write": (CHATML, {"messages": CHAT, "tools": [TOOL]}, "it has tools"),
+    "a date of today that the template must be given": (
+        "{% if dated %}{{ strftime_now('%Y-%m-%d') }}{% endif %}" + CHATML,
+        {"messages": CHAT, "dated": True},
+        "strftime_now.*on which prepared data must not depend",
+    ),
     "documents that the template does not write": (
         CHATML,
         {"messages": CHAT, "documents": DOCUMENTS},
@@ -263,6 +315,23 @@ REFUSED = {
         "instruction and its answer",
     ),
     "prompt and completion": (CHATML, {"prompt": [U], "completion": [A]}, "prompt and its completion"),
+    "prompt of turns and a response, verl's": (CHATML, {"prompt": [U], "response": "Hello!"}, "is a list of turns"),
+    "an answer under another key": (
+        CHATML,
+        {"messages": [U, {"role": "assistant", "content": None, "refusal": "No."}]},
+        r"turn 2 \(assistant\) is empty \(it has refusal\)",
+    ),
+    "tool_calls in a row of which one is not learned": (
+        NAMES,
+        {
+            "messages": [
+                U,
+                {"role": "tool_call", "content": json.dumps(CALL["function"]), "loss": False},
+                {"role": "tool_call", "content": json.dumps(CALL["function"])},
+            ]
+        },
+        "turn 3 is a call beside",
+    ),
     "text": (CHATML, {"text": "Hi"}, "prepare it without --chat"),
     "an answer that is empty": (CHATML, with_turn(1, content=""), r"turn 2 \(assistant\) is empty"),
     "values nested a hundred deep": (

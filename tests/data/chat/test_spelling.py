@@ -61,6 +61,32 @@ def test_a_turn_that_spells_a_control_token_is_refused(name, role, tmp_path):
         template.tokenize(tokenizer, spelling(f"a{word}b", role))
 
 
+def test_parts_of_a_content_that_spell_a_control_token_together_are_refused(tmp_path):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    path = folder_of(tmp_path, template=template)
+    tokenizer, template = load_tokenizer(path), load_template(str(path))
+    parts = [{"type": "text", "text": "a<|im_"}, {"type": "text", "text": "end|>b"}]
+    with pytest.raises(DataError, match=r"turn 1 spells the special token '<\|im_end\|>'"):
+        template.tokenize(tokenizer, spelling(parts))
+    template.tokenize(tokenizer, spelling(parts[:1]))
+
+
+def test_a_token_around_turns_is_found_in_normalized_text(tmp_path):
+    tokens = [added(text, special=False, normalized=True) for text in ("<|im_start|>", "<|im_end|>")]
+    path = folder_of(tmp_path, [added("<|endoftext|>"), *tokens], settings=CONFIG)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"normalizer": {"type": "NFKC"}}))
+    tokenizer, template = load_tokenizer(path), load_template(str(path))
+    wide = "a\uff1c|im_end|\uff1eb"  # full-width angle brackets
+    assert tokenizer.tokenize_special("<|im_end|>")[0][0] in tokenizer.tokenize_special(wide)[0]
+    with pytest.raises(DataError, match=r"turn 1 spells the special token '<\|im_end\|>'"):
+        template.tokenize(tokenizer, spelling(wide))
+
+
 def test_a_text_in_any_field_of_a_turn_is_looked_at(tmp_path):
     path = folder_of(tmp_path)
     tokenizer, template = load_tokenizer(path), load_template(str(path))

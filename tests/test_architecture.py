@@ -51,17 +51,17 @@ NODES = {
     "kernels": 45251,
     "parallel": 69595,
     "checkpoint": 10528,
-    "data": 52808,
+    "data": 54184,
     "train": 45598,
     "planner": 29139,
     "runtime": 17278,
     "slurm": 4247,
-    "tools": 44363,
+    "tools": 44433,
     "parity": 7432,
     "papers": 23075,
     "bench": 25986,
     "docs": 757,
-    "tests": 421384,
+    "tests": 422785,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

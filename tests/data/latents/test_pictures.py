@@ -142,7 +142,7 @@ TOLD = {
     "16-bit PNG of colours with a transparent one": (
         "png",
         sixteen_bit_colours_with_a_transparent_one,
-        np.where((COLOURS == COLOURS[0, 1]).all(-1, keepdims=True), 255, COLOURS),
+        np.where((COLOURS[0, 1] == COLOURS).all(-1, keepdims=True), 255, COLOURS),
         "transparent",
     ),
     "4-bit grey PNG with a transparent level": (

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -102,8 +103,10 @@ def _image_folder(folder: Path) -> Any:
     disable_progress_bars()  # they would write into an error's line
     try:
         splits = load_dataset("imagefolder", data_dir=str(folder), drop_labels=False)
-    except (OSError, ValueError, DatasetGenerationError) as error:
-        raise DataError(f"input {folder} cannot be read as images ({str(error).splitlines()[0]})") from error
+    except (OSError, ValueError, DatasetGenerationError, BadZipFile) as error:
+        cause = error.__cause__ or error  # datasets' own line says that something went wrong
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        raise DataError(f"input {folder} cannot be read as images ({reason:.200})") from error
     if set(splits) != {"train"} or _named_as_split(folder):
         raise DataError(
             f"input {folder} holds a folder that is called train, test, validation or the like, which is taken as a "
@@ -111,9 +114,14 @@ def _image_folder(folder: Path) -> Any:
         )
     found = splits["train"]
     if not {"image", "label"} <= set(found.column_names):
-        raise DataError(f"input {folder} holds no images in folders, one for each class")
-    _tell_other_files(folder, set(ImageFolder.EXTENSIONS))
-    return found.cast_column("image", Image(decode=False))
+        metadata = sorted(folder.rglob("metadata.*"))
+        why = f"; {metadata[0]} takes the place of their classes: move it away" if metadata else ""
+        raise DataError(f"input {folder} holds no images in folders, one for each class{why}")
+    images = found.cast_column("image", Image(decode=False))
+    paths = [Path(path) for path in images.data.column("image").combine_chunks().field("path").to_pylist()]
+    _check_classes({path.parent for path in paths})
+    _check_whole(folder, set(paths), set(ImageFolder.EXTENSIONS))
+    return images
 
 
 def _named_as_split(folder: Path) -> bool:
@@ -122,16 +130,46 @@ def _named_as_split(folder: Path) -> bool:
     return len(folders) > 1 and any(path.name.lower() in ("train", "training") for path in folders)
 
 
-def _tell_other_files(folder: Path, endings: set[str]) -> None:
-    """Name the first file of a folder of images that is none by its ending, such as a .heic, and count them."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.stem != "metadata")
-    others = [path for path in files if path.suffix.lower() not in endings and not path.name.startswith(".")]
+def _check_classes(folders: set[Path]) -> None:
+    """Raise DataError for folders that datasets would make a class of, or join to one, by their names alone."""
+    by_name: dict[str, Path] = {}
+    for folder in sorted(folders):
+        if outer := next((parent for parent in folder.parents if parent in folders), None):
+            raise DataError(
+                f"{outer} holds images, and folders with images such as {folder}: each would be a class; move the "
+                "images into a folder for each class"
+            )
+        if other := by_name.get(folder.name):
+            raise DataError(f"{other} and {folder} have one name, and would be one class; rename one")
+        by_name[folder.name] = folder
+
+
+def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
+    """Tell files that are no images by their endings, such as a .heic.
+
+    Raises DataError: images that datasets leaves out, since others are named like a split of data.
+    """
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_hidden(path.relative_to(folder))]
+    others = [path for path in files if path.suffix.lower() not in endings and path.stem != "metadata"]
     if others:
         print(
-            f"note: {len(others):,} files are not read, since their ending is of no kind of image that Pillow reads "
+            f"note: {len(others):,} files are not read, since their ending is of no kind of image that datasets reads "
             f"(the first: {others[0]})",
             file=sys.stderr,
         )
+    images = [path for path in files if path.suffix.lower() in endings]
+    if len(images) > len(read):
+        read = {path.resolve() for path in read}
+        first = next((path for path in images if path.resolve() not in read), images[0])
+        raise DataError(
+            f"{len(images) - len(read):,} of {len(images):,} images of {folder} would be left out, such as {first}: "
+            "others have train, test, validation or the like in their names, which is taken for a split; rename them"
+        )
+
+
+def _is_hidden(path: Path) -> bool:
+    """Return whether a path has a part that datasets passes over."""
+    return any(part.startswith((".", "__")) for part in path.parts)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ _DEEP = {"I;16", "I;16L", "I;16B", "I;16N"}
 """Modes of one channel of 16 bits."""
 _DEEP_FORMATS = {"PNG", "TIFF", "JPEG2000", "PPM"}
 """Formats in which white is the largest integer."""
+_SHALLOW = {"L;2": 85, "L;4": 17}
+"""Grey levels of PNGs of 2 and 4 bits, and what Pillow multiplies them by to have 8."""
 _BITS_TAG, _PHOTOMETRIC_TAG, _WHITE_IS_ZERO = 258, 262, 0
 _TOLD = {
     "transparent": "have transparent parts, which are laid on white",
@@ -45,7 +47,9 @@ class Pictures:
         from PIL import Image, ImageOps
 
         try:
-            with Image.open(path if content is None else io.BytesIO(content)) as image:
+            # A file, not its name: Pillow maps a named TIFF of one tile, and mixes up the sides of a turned one.
+            with open(path, "rb") if content is None else io.BytesIO(content) as file, Image.open(file) as image:
+                _scale_transparency(image)
                 image.load()
                 self._count(path, image)
                 upright = ImageOps.exif_transpose(_colours(image))
@@ -81,6 +85,20 @@ class Pictures:
         for kind in [kind for kind, is_so in traits.items() if is_so]:
             self._counts[kind] += 1
             self._first.setdefault(kind, path)
+
+
+def _scale_transparency(image: "Image") -> None:
+    """Give the transparent value of a PNG as many bits as its pixels get, before these are loaded."""
+    tiles = getattr(image, "tile", [])
+    kind = tiles[0].args if image.format == "PNG" and tiles else None
+    value: Any = image.info.get("transparency")
+    if value is None:
+        return
+
+    if kind in _SHALLOW:
+        image.info["transparency"] = value * _SHALLOW[kind]
+    elif kind == "RGB;16B":
+        image.info["transparency"] = tuple(channel >> 8 for channel in value)
 
 
 def _colours(image: "Image") -> "Image":

@@ -76,7 +76,7 @@ def pack(
         if input_ids.ndim != 2 or (x is not None and x.shape != input_ids.shape):
             shape = None if x is None else tuple(x.shape)
             raise UserError(f"input_ids is {tuple(input_ids.shape)} and {name} is {shape}; both must be [B, T]")
-    kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else _real_tokens(attention_mask)
     places = kept.long().cumsum(1) - 1  # of each token in its row
     if not kept.any():
         raise UserError("attention_mask leaves no token; give a batch with some")
@@ -108,6 +108,17 @@ def pack(
         following = labels[kept].roll(-1).index_fill(0, (starts - 1) % len(ids), IGNORED)  # of a document's last token
     tokens = {"input_ids": ids, "position_ids": positions, "labels": following}
     return Packed({name: x[None] for name, x in tokens.items()}, bounds, kept, own.first)
+
+
+def _real_tokens(attention_mask: Tensor) -> Tensor:
+    """Return the tokens that are no padding, bool [B, T]. Raises UserError: a mask of numbers besides 0 and 1."""
+    others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+    if len(others):
+        raise UserError(
+            f"attention_mask holds {others[0].item():g}; it is 1 for tokens and 0 for padding here. Documents that it "
+            "numbers are given by position_ids or documents; of a mask that is added to scores give the tokens alone"
+        )
+    return attention_mask.bool()
 
 
 def _check_holes(tokens: Tensor) -> None:

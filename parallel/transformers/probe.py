@@ -129,12 +129,18 @@ def _logits(output: Any) -> Tensor:
 
 
 def _padding_id(model: nn.Module) -> int | None:
-    """Return the token that the model takes for padding, by its configuration or embeddings."""
-    named = getattr(getattr(model, "config", None), "pad_token_id", None)
-    if named is None:
-        embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
-        named = getattr(embeddings, "padding_idx", None)
-    return named if isinstance(named, int) and named >= 0 else None
+    """Return the token that the model takes for padding, by its configuration or embeddings.
+
+    None for one without an embedding, such as a [PAD] that was added to the tokenizer alone.
+    """
+    embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if padding is None:
+        padding = getattr(embeddings, "padding_idx", None)
+    weight = getattr(embeddings, "weight", None)
+    if not isinstance(padding, int) or weight is None or not 0 <= padding < len(weight):
+        return None
+    return padding
 
 
 def _own_positions(

@@ -1,3 +1,4 @@
+import re
 import warnings
 
 import numpy as np
@@ -94,6 +95,37 @@ def test_folders_that_datasets_takes_as_splits_are_refused_since_others_would_be
         (tmp_path / "moved").rename(images / other / name)
     assert "taken as a split" in error(capsys, "--input", images, "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("stray.png", "images holds images, and folders with images such as"),
+        ("cat/young/1.png", "cat holds images, and folders with images such as"),
+        ("others/cat/1.png", "have one name, and would be one class"),
+        ("cat/train_1.png", "4 of 5 images of .* would be left out, such as .*cat/0.png"),
+        ("train station/1.png", "4 of 5 images of .* would be left out"),
+        ("metadata.jsonl", "metadata.jsonl takes the place of their classes"),
+        ("more.zip", "cannot be read as images .*zip"),
+    ],
+)
+def test_images_that_would_be_another_class_or_none_are_refused(images, tmp_path, capsys, name, why):
+    path = images / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = (images / "cat" / "0.png").read_bytes()
+    path.write_bytes(b'{"file_name": "cat/0.png", "words": "a cat"}\n' if name == "metadata.jsonl" else content)
+    assert re.search(why, error(capsys, "--input", images, "--output", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_images_alone_is_one_class_and_hidden_files_are_none(images, tmp_path, capsys):
+    content = (images / "cat" / "0.png").read_bytes()
+    for name in (".DS_Store", "._0.png", ".more/0.png", "__MACOSX/0.png"):
+        (images / "cat" / name).parent.mkdir(exist_ok=True)
+        (images / "cat" / name).write_bytes(content)
+    assert main(["--input", str(images / "cat"), "--size", "8", "--output", str(tmp_path / "out")]) == 0
+    assert LatentFolder(tmp_path / "out").labels.tolist() == [0, 0]
+    assert capsys.readouterr().err == ""
 
 
 def error(capsys, *arguments):

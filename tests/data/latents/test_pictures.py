@@ -48,16 +48,35 @@ def cmyk(path):
     image.save(path)
 
 
-def sixteen_bit_colours(path):
-    """Write a PNG of 16 bits a channel, which Pillow does not: its samples are 257 times those of COLOURS."""
-    rows = b"".join(b"\0" + (row.astype(">u2") * 257).tobytes() for row in COLOURS)
+def written(path, depth, colour_type, rows, transparent=b""):
+    """Write a PNG of 4 x 4 pixels by hand, of kinds that Pillow does not write."""
 
     def chunk(kind, content):
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
-    header = struct.pack(">IIBBBBB", 4, 4, 16, 2, 0, 0, 0)
-    content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    header = struct.pack(">IIBBBBB", 4, 4, depth, colour_type, 0, 0, 0)
+    content = chunk(b"IHDR", header)
+    if transparent:
+        content += chunk(b"tRNS", transparent)
+    lines = b"".join(b"\0" + row for row in rows)
+    content += chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+
+
+def sixteen_bit_colours(path, transparent=b""):
+    """Write a PNG of 16 bits a channel, whose samples are 257 times those of COLOURS."""
+    written(path, 16, 2, [(row.astype(">u2") * 257).tobytes() for row in COLOURS], transparent)
+
+
+def sixteen_bit_colours_with_a_transparent_one(path):
+    sixteen_bit_colours(path, (COLOURS[0, 1].astype(">u2") * 257).tobytes())
+
+
+def four_bit_grey_with_a_transparent_level(path):
+    """Write levels 0 to 15, of which 3 is transparent."""
+    levels = GREY // 16
+    rows = [bytes([16 * row[0] + row[1], 16 * row[2] + row[3]]) for row in levels.tolist()]
+    written(path, 4, 0, rows, struct.pack(">H", 3))
 
 
 def pgm(path):
@@ -118,6 +137,18 @@ TOLD = {
         "png",
         deep_with_a_transparent_value,
         np.where(GREY[0, 1] == GREY, 255, GREY),
+        "transparent",
+    ),
+    "16-bit PNG of colours with a transparent one": (
+        "png",
+        sixteen_bit_colours_with_a_transparent_one,
+        np.where((COLOURS[0, 1] == COLOURS).all(-1, keepdims=True), 255, COLOURS),
+        "transparent",
+    ),
+    "4-bit grey PNG with a transparent level": (
+        "png",
+        four_bit_grey_with_a_transparent_level,
+        np.where(GREY // 16 == 3, 255, GREY // 16 * 17),
         "transparent",
     ),
     "WebP with transparent parts": (
@@ -213,6 +244,17 @@ def test_a_camera_held_otherwise_gives_an_upright_picture(tmp_path, orientation,
     Image.fromarray(DEEP if deep else COLOURS).save(tmp_path / f"a.{ending}", exif=exif, **options)
     wanted = spread(turned[orientation](GREY if deep else COLOURS))
     np.testing.assert_allclose(pixels(Pictures(), tmp_path / f"a.{ending}"), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+def test_a_scan_that_is_no_square_is_turned_whole(tmp_path, orientation):
+    """Pillow mixes up the sides of such a TIFF, if it opens it by its name."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    wide = np.repeat(np.array([[10, 200, 90, 30, 150, 60]], np.uint8), 4, axis=0)
+    Image.fromarray(wide).save(tmp_path / "a.tiff", exif=exif)
+    column = wide[0, 1:5] if orientation in (5, 6) else wide[0, 4:0:-1]
+    np.testing.assert_allclose(pixels(Pictures(), tmp_path / "a.tiff"), spread(np.stack([column] * 4, 1)), atol=1e-4)
 
 
 def test_a_jpeg_of_a_camera_is_upright(tmp_path):

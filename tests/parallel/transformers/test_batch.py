@@ -46,6 +46,12 @@ def test_padding_is_left_out(left):
     assert found["bounds"] == (0, 2, 6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
+def test_a_mask_of_any_dtype_leaves_out_a_row_of_padding_alone(dtype):
+    found = packed(attention_mask=torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0]]).to(dtype))
+    assert found == {"input_ids": [9, 10, 11], "position_ids": [0, 1, 2], "labels": [10, 11, IGNORED], "bounds": (0, 3)}
+
+
 def test_ranks_have_the_labels_of_the_whole():
     whole = pack(IDS, IDS.masked_fill(IDS == 10, IGNORED), None, None, None)
     batch = part(whole, context_parallel("zigzag", seq_len=8, documents=whole.bounds, multiple=6))
@@ -68,6 +74,9 @@ def test_a_batch_without_labels_has_none():
         ({"position_ids": POSITIONS.expand(3, 2, 4)}, r"position_ids is \(3, 2, 4\)"),
         ({"ids": IDS[0], "labels": IDS[0]}, r"input_ids is \(4,\)"),
         ({"attention_mask": torch.zeros(2, 4)}, "attention_mask leaves no token"),
+        ({"attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])}, "attention_mask holds 2; "),
+        ({"attention_mask": torch.tensor([[0.0, 0, 0, -torch.inf]] * 2)}, "attention_mask holds -inf; "),
+        ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask is \(2, 1, 4, 4\)"),
     ],
 )
 def test_a_wrong_batch_is_refused(wrong, said):

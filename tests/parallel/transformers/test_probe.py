@@ -193,6 +193,18 @@ def test_a_method_or_option_that_layers_cannot_have_is_refused(options, said):
         shard(model_of("Llama", 2), **options)
 
 
+@pytest.mark.parametrize("padding", [0, 3, "the model's entries", -1])
+def test_padding_may_be_any_token_also_one_that_the_tokenizer_has_alone(padding):
+    model = made("LlamaForCausalLM").double()
+    entries = model.config.vocab_size
+    model.config.pad_token_id = padding if isinstance(padding, int) else entries
+    ids, labels = tokens(16)
+    expected = model(ids, labels=labels).loss
+    cp = shard(model)
+    batch = cp.batch(ids, labels)
+    torch.testing.assert_close(cp.loss(model(**batch.inputs), batch), expected, check_dtype=False)
+
+
 def test_weights_that_are_not_there_cannot_be_tried():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(model_of("Llama", 2).config)

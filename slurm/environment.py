@@ -59,6 +59,6 @@ def check_torch(gpus: int, container: str | None = None) -> None:
     build = f"torch {version}, whose torch.version.cuda is None: it is built for CPUs" if version else "no torch"
     raise UserError(
         f"{python} has {build}, and the job asks for {counted(gpus, 'GPU')} a node; make venv TORCH=torch=={TORCH} "
-        "installs PyTorch's build for GPUs, which needs none on this machine; or name another interpreter in PYTHON, "
+        "installs PyTorch's build for GPUs, also on a machine without one; or name another interpreter in PYTHON, "
         "or an image with --container; --device cpu after the entry trains on CPUs"
     )

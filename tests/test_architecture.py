@@ -51,17 +51,17 @@ NODES = {
     "kernels": 45251,
     "parallel": 69679,
     "checkpoint": 10528,
-    "data": 54323,
+    "data": 54362,
     "train": 45598,
     "planner": 29139,
     "runtime": 17278,
     "slurm": 4247,
-    "tools": 44812,
+    "tools": 44864,
     "parity": 7432,
     "papers": 23075,
     "bench": 25986,
     "docs": 757,
-    "tests": 423692,
+    "tests": 423856,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

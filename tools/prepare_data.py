@@ -190,18 +190,20 @@ def _check(args: argparse.Namespace) -> int:
     from data.text.record import TOKENIZER
     from data.tokenizer import load_tokenizer
 
-    lengths = open_indexed(args.check).document_lengths  # before a tokenizer, which a prefix never written lacks too
+    indexed = open_indexed(args.check)  # before a tokenizer, which a prefix never written lacks too
+    what = "conversation" if indexed.holds_conversations else "document"
+    lengths = indexed.lengths if indexed.holds_conversations else indexed.document_lengths
     if args.plot:
         from tools.common.report import save
 
         refuse_folder("--plot", args.plot)
-        save(draw(lengths, args.check), args.plot, "--plot")
+        save(draw(lengths, args.check, what), args.plot, "--plot")
     trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
     tokenizer = load_tokenizer(args.tokenizer_model or (trained if trained.exists() else f"{args.check}.model"))
     print(check_prefix(args.check, tokenizer))
     if args.inspect:
         texts = shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty())
-        for line in chain(texts, share_lines(lengths)):
+        for line in chain(texts, share_lines(lengths, what)):
             print(line)
     return 0
 
@@ -299,7 +301,7 @@ def shown(prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: 
 
 
 def shares(lengths: "np.ndarray", longer: "Sequence[int] | np.ndarray") -> "np.ndarray":
-    """Return the share of all tokens that lies in documents longer than each of some lengths, float64."""
+    """Return the share of all tokens that lies in texts longer than each of some lengths, float64."""
     import numpy as np
 
     ascending = np.sort(lengths)
@@ -307,15 +309,15 @@ def shares(lengths: "np.ndarray", longer: "Sequence[int] | np.ndarray") -> "np.n
     return 1 - before[np.searchsorted(ascending, longer, side="right")] / before[-1]
 
 
-def share_lines(lengths: "np.ndarray") -> Iterator[str]:
+def share_lines(lengths: "np.ndarray", what: str) -> Iterator[str]:
     """Yield a line for each of LONGER, with its share as a figure and as a bar."""
-    yield "tokens in documents longer than"
+    yield f"tokens in {what}s longer than"
     for longer, share in zip(LONGER, shares(lengths, LONGER), strict=True):
         yield f"{longer:>9,} {share:7.2%} {'█' * round(_BAR * share)}".rstrip()
 
 
-def draw(lengths: "np.ndarray", name: str) -> "Figure":
-    """Draw the share of the tokens in longer documents over the length, with LONGER marked."""
+def draw(lengths: "np.ndarray", name: str, what: str) -> "Figure":
+    """Draw the share of the tokens in longer texts over the length, with LONGER marked."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -329,8 +331,8 @@ def draw(lengths: "np.ndarray", name: str) -> "Figure":
         axes.plot(longer, 100 * share, "o", color=PALETTE[0])
         axes.annotate(f"{share:.1%} > {longer >> 10}K", (longer, 100 * share), (6, 6), textcoords="offset points")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens of a document", ylabel="% of tokens in longer documents", ylim=(0, 108))
-    axes.set_title(f"{name}: {len(lengths):,} documents, {int(lengths.sum(dtype=np.int64)):,} tokens", color=INK)
+    axes.set(xlabel=f"tokens of a {what}", ylabel=f"% of tokens in longer {what}s", ylim=(0, 108))
+    axes.set_title(f"{name}: {len(lengths):,} {what}s, {int(lengths.sum(dtype=np.int64)):,} tokens", color=INK)
     plain(axes)
     return figure
 

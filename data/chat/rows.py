@@ -102,7 +102,9 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
     lists = {name: row[name] for name in ("messages", "conversations") if not says_nothing(row.get(name))}
     if len(lists) == 2 and lists["messages"] != lists["conversations"]:
         raise DataError("has messages and conversations, which are two conversations; leave one out")
-    turns = next(iter(lists.values()), None)
+    key, turns = next(iter(lists.items()), ("", None))
+    if isinstance(turns, str):
+        raise DataError(f"has {key} as a text; give the turns as a list, a text of JSON as json.loads reads it")
     if not isinstance(turns, list):
         raise DataError(_without_turns(row))
     systems = {name: row[name] for name in _SYSTEM if not says_nothing(row.get(name))}
@@ -120,7 +122,7 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
 def _without_turns(row: Mapping[str, Any]) -> str:
     """Say what to do with a row of another kind."""
     given = {key for key, value in row.items() if not says_nothing(value)}
-    wanted = 'give them as a list under "messages" or "conversations"'
+    kind = 'give them as a list under "messages" or "conversations"'
     if given & {"chosen", "rejected"}:
         kind = 'it is a pair of preferences: write "chosen", as turns, under "messages" and leave "rejected" out'
     elif {"prompt", "completion"} <= given:
@@ -128,13 +130,11 @@ def _without_turns(row: Mapping[str, Any]) -> str:
     elif isinstance(row.get("prompt"), list):
         kind = 'its prompt is a list of turns: write them and the answer under "messages"'
     elif given & {"instruction", "output", "response", "answer"}:
-        kind = "it is an instruction and its answer: write both as turns of user and assistant"
+        kind = 'it is an instruction and its answer: write both as turns of user and assistant under "messages"'
     elif given & {"text", "content"}:
         kind = "it is text: prepare it without --chat"
-    else:
-        kind = wanted
     names = f" (it has {', '.join(sorted(map(str, given))[:8])})" if given else ""
-    return f"has no turns{names}; {kind if kind == wanted else f'{kind}, or {wanted}'}"
+    return f"has no turns{names}; {kind}"
 
 
 def _is_left(row: Mapping[str, Any], key: str, value: Any, reads: Reads, turns: Sequence[Any]) -> bool:

@@ -241,9 +241,9 @@ def _checked(request: Request, source: Corpus | Rows, progress: bool) -> int | N
             bar.update(step)
     if not size and request.inputs:
         what = "text" if request.chat is None else "conversation"
-        raise DataError(
-            f"there is no {what} in {', '.join(request.inputs)}; check the paths and --suffix {request.suffix}"
-        )
+        folders = any(Path(name).is_dir() for name in request.inputs)
+        suffix = f" and --suffix {request.suffix}" if folders else ""
+        raise DataError(f"there is no {what} in {', '.join(request.inputs)}; check the paths{suffix}")
     if not size:
         raise DataError(f"{stdlib_folder()} holds no Python sources on this machine; give other text by --input")
     return size

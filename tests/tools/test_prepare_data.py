@@ -132,7 +132,7 @@ def test_long_texts_are_shown_abridged(tmp_path, capsys):
     out = capsys.readouterr().out
     begin = f"<|user|>\n{'a' * 391}\n"
     assert f"{begin}... 1,233 of 2,033 characters left out, which --whole shows ...\n⟦bbb" in out
-    assert f"⟦{'b' * 395}</s>⟧\n\ntokens in documents longer than\n    1,024 100.00% █" in out
+    assert f"⟦{'b' * 395}</s>⟧\n\ntokens in conversations longer than\n    1,024 100.00% █" in out
     assert main([*shows, "--whole"]) == 0
     assert f"{'a' * 1000}</s>\n<|assistant|>\n⟦{'b' * 1000}</s>⟧\n" in capsys.readouterr().out
 
@@ -227,13 +227,26 @@ def test_help_waits_for_nothing_large():
     assert run.stdout.endswith("LOADED set()\n")
 
 
+def test_the_lengths_that_inspect_shows_of_conversations_are_not_those_of_samples(tmp_path, capsys):
+    tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
+    turns = [{"role": "user", "content": "a" * 300}, {"role": "assistant", "content": "b" * 300}]
+    source.write_text(4 * (json.dumps({"messages": turns}) + "\n"))
+    flags = ["--input", str(source), "--output-prefix", f"{tmp_path}/c", "--tokenizer-model", tokenizer]
+    assert main(["--chat", *flags, "--seq-length", "3000"]) == 0
+    capsys.readouterr()
+    assert main(["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "--- conversation 1 of 4" in shown, "the sample is to be longer than 1,024 tokens"
+    assert "tokens in conversations longer than\n    1,024   0.00%" in shown
+
+
 def test_shares_of_long_documents_are_those_of_counting():
     lengths = np.random.default_rng(0).integers(0, 200_000, 300).astype(np.int32)
     lengths[:4] = LONGER  # a document of just so many tokens is not longer
     longer = np.array([0, 1, *LONGER, 199_999, 10**6])
     want = [sum(int(length) for length in lengths if length > one) / int(lengths.sum()) for one in longer]
     assert np.allclose(shares(lengths, longer), want, rtol=0, atol=1e-12)
-    assert list(share_lines(np.array([1024, 1025, 5000, 92951]))) == [
+    assert list(share_lines(np.array([1024, 1025, 5000, 92951]), "document")) == [
         "tokens in documents longer than",
         "    1,024  98.98% ████████████████████████████████████████",
         "    4,096  97.95% ███████████████████████████████████████",

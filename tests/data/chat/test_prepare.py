@@ -151,6 +151,7 @@ BAD = {
     "no object": ("3", "has no turns"),
     "no turns": ('{"messages": []}', "has no turns"),
     "missing": ('{"text": "x"}', "has no turns"),
+    "turns as JSON": ('{"messages": "[]"}', "has messages as a text; give the turns as a list"),
     "turn is text": ('{"messages": ["x"]}', "turn 1 is no object"),
     "empty turn": (lines(said("Hi", " ")), r"turn 2 \(assistant\) is empty"),
     "no content": ('{"messages": [{"role": "user"}]}', r"turn 1 \(user\) is empty"),

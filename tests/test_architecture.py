@@ -51,7 +51,7 @@ NODES = {
     "kernels": 45251,
     "parallel": 69679,
     "checkpoint": 10528,
-    "data": 54362,
+    "data": 54379,
     "train": 45598,
     "planner": 29139,
     "runtime": 17278,

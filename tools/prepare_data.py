@@ -165,7 +165,7 @@ def _prepare(args: argparse.Namespace) -> int:
         print(f"note: {count:,} conversations have {key}; --strict refuses them")
     if args.chat and not prepared.turn_ends:
         print("note: no token of its own ends the assistant's turns, so that generation may not stop after them")
-    sft = f" --sft --reset-attention-mask --reset-position-ids --seq-length {args.seq_length}" if args.chat else ""
+    sft = f" --sft --seq-length {args.seq_length}" if args.chat else ""
     tokenizer = tokenizer_of(request, prefix)
     print(f"train on it with --data-path {prefix} --tokenizer-model {tokenizer}{sft}")
     return 0

@@ -121,6 +121,12 @@ def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
         if not path.is_file():
+            text = prefix.removesuffix(LOSS_MASK)
+            if text != prefix and Path(f"{text}.idx").is_file():
+                raise DataError(
+                    f"{path} does not exist; --sft reads conversations that tools/prepare_data.py --chat wrote, and "
+                    f"{text} holds text: leave out --sft"
+                )
             hint = "give the prefix without .bin or .idx" if prefix.endswith((".bin", ".idx")) else "check the path"
             raise DataError(f"{path} does not exist; {hint}, or write it with tools/prepare_data.py")
     size = index.stat().st_size

@@ -176,8 +176,7 @@ class _Source:
     ) -> None:
         if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
             raise DataError(
-                f"{prefix} holds conversations, of which not all is learned ({prefix}{LOSS_MASK}.idx); give --sft "
-                "--reset-attention-mask --reset-position-ids"
+                f"{prefix} holds conversations, of which not all is learned ({prefix}{LOSS_MASK}.idx); give --sft"
             )
         # Absolute: GPTDataset names caches by the path as given.
         self.prefix = os.path.abspath(prefix)

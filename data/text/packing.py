@@ -5,7 +5,6 @@ fragments of S and a rest; a fragment is a document of its own, whose last label
 Texts that end inside of a document of the `.idx` are not packed apart, but told apart.
 """
 
-import os
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable
@@ -194,10 +193,6 @@ class Conversations(PackedSamples):
         missing: Callable[[int], str | None] = lambda token: None,
     ) -> None:
         mask = prefix + LOSS_MASK
-        if not os.path.exists(f"{mask}.idx"):
-            raise DataError(
-                f"{mask}.idx does not exist; --sft reads conversations that tools/prepare_data.py --chat wrote"
-            )
         self.indexed = check_indexed(prefix, vocab_size, missing=missing) if check else open_indexed(prefix)
         masked = check_indexed(mask, 2) if check else open_indexed(mask)
         if check and not (

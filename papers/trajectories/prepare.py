@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{written.tasks:,} tasks, {written.tokens:,} tokens in {written.samples:,} samples, "
         f"{written.learned:,} of them actions, which carry loss; {written.left_over:,} episodes are left over"
     )
-    sft = f"--sft --reset-attention-mask --reset-position-ids --seq-length {written.seq_length}"
+    sft = f"--sft --seq-length {written.seq_length}"
     print(f"train on it with --data-path {prefix} --tokenizer-model {prefix}{TOKENIZER}/tokenizer.json {sft}")
 
 

@@ -83,7 +83,7 @@ def test_conversations_are_prepared_checked_and_shown(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "4 conversations read: 3 kept whole, 0 split, 0 truncated, 1 refused" in out
     assert f"listed in {tmp_path}/c.refused.txt" in out
-    assert "--sft --reset-attention-mask --reset-position-ids --seq-length 128" in out
+    assert "--sft --seq-length 128" in out
     assert main(["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]) == 0
     out = capsys.readouterr().out
     held = "c: 3 conversations, 93 tokens (uint16), packed into 1 samples of up to 93 tokens"

@@ -258,7 +258,7 @@ def test_conversations_and_text_are_not_taken_for_each_other(tmp_path):
     with pytest.raises(DataError, match=r"samples of 171 tokens and seq_length is 100; give --seq-length 171"):
         build_datasets(DataConfig(data_path=(path,), sft=True, **both), 100, 1, tokenizer)
     (tmp_path / "out" / "chats_loss_mask.idx").unlink()
-    with pytest.raises(DataError, match=r"chats_loss_mask\.idx does not exist; --sft reads"):
+    with pytest.raises(DataError, match=r"chats_loss_mask\.idx does not exist; --sft reads.*: leave out --sft"):
         build_datasets(DataConfig(data_path=(path,), sft=True, **both), 200, 1, tokenizer)
 
 

@@ -61,7 +61,7 @@ NODES = {
     "papers": 23075,
     "bench": 25986,
     "docs": 757,
-    "tests": 423856,
+    "tests": 423847,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

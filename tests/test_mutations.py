@@ -13,7 +13,6 @@ from checkpoint.api import load_model
 from checkpoint.manifest import STARTS, fingerprint, read_manifest
 from checkpoint.search import find_checkpoint
 from runtime.files import LOCK, owned
-from runtime.locks import alive
 from tests.endings import end
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import LOSSES, read_curves
@@ -302,7 +301,6 @@ def test_what_a_run_notes_of_its_starts_and_failures(name, line, mutation, run, 
 def test_a_lock_that_is_no_file(kind, run):
     (run / LOCK).touch()
     ANY_FILE[kind](run / LOCK)
-    assert alive(run / LOCK) is None
 
     def begin():
         with owned(run):

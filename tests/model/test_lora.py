@@ -47,12 +47,14 @@ def test_merged_weights_compute_what_adapters_do(kind):
     config = adapted(KINDS[kind])
     model = model_of(config)
     state = model.state_dict()
+    # The queries of a delta rule are normalised in float32, which makes digits scarce.
+    bound = 1e-4 if config.recurrent else 1e-5
     for scale, same in ((config.lora_scale, True), (1.0, False)):  # the second is a control
         weights, read = merge(state, state.__getitem__, scale)
         whole = build_model(config.merged()).double()
         whole.load_state_dict({name: read(name) for name in weights})
-        assert (whole(TOKENS) - model(TOKENS)).abs().max().item() < 1e-5 or not same
-        assert torch.allclose(whole(TOKENS), model(TOKENS), atol=1e-5) == same
+        assert (whole(TOKENS) - model(TOKENS)).abs().max().item() < bound or not same
+        assert torch.allclose(whole(TOKENS), model(TOKENS), atol=bound) == same
 
 
 def test_merging_changes_nothing_of_what_it_reads():

@@ -157,7 +157,7 @@ def steps(rank, world_size, cases):
 def test_a_step_over_ranks_is_that_of_one_process(name):
     softmax = one_process("hybrid").gradients
     assert "layers.1.attention.wu.weight" not in softmax
-    assert softmax["layers.1.attention.wk.weight"].abs().max() > 100 * GRADIENT
+    assert softmax["layers.1.attention.wk.weight"].abs().max() > 30 * GRADIENT
     for result in run_ranks(steps, int(name[0]), CASES[name]):
         for case, (got, _) in zip(CASES[name], result, strict=True):
             check_step(got, one_process(case.kind), case)

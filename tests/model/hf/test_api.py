@@ -103,6 +103,8 @@ def test_transformers_loads_what_is_saved(tmp_path, config, dtype):
     assert theirs.config.max_position_embeddings == longest
     expected = theirs(TOKENS).logits
     bound = 1e-5 if dtype == torch.float32 else 0.05
+    if config.recurrent and dtype == torch.float32:
+        bound *= 20  # as above
     assert (expected - model(TOKENS)).norm() < bound * expected.norm()
     loaded, state, _ = load_hf(tmp_path / "out")
     assert loaded == config_from_hf(config_to_hf(config, {"max_position_embeddings": longest}))

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from data.hugging_face import backend_with_unknown, json_beside, load_folder, make_special, unknown_id
-from data.hugging_face import special_tokens as special_tokens
-from data.hugging_face import tokenizer_config as tokenizer_config
 from data.text.indexed import writing
 from runtime.errors import DataError
 from runtime.files import sha256

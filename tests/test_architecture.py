@@ -49,19 +49,19 @@ NODES = {
     "entry": 1688,
     "model": 38784,
     "kernels": 45251,
-    "parallel": 69679,
+    "parallel": 69762,
     "checkpoint": 10528,
-    "data": 54379,
+    "data": 54232,
     "train": 45598,
     "planner": 29139,
     "runtime": 17278,
     "slurm": 4247,
-    "tools": 44864,
+    "tools": 44840,
     "parity": 7432,
     "papers": 23075,
     "bench": 25986,
     "docs": 757,
-    "tests": 423847,
+    "tests": 423858,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

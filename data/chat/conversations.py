@@ -5,12 +5,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.chat.rows import Turn, conversation_of, turns_of
+from data.chat.rows import conversation_of
 from data.text.corpus import Row
 from runtime.errors import DataError
 from runtime.files import write_text
-
-__all__ = ["NAMED", "NamedTemplate", "Turn", "train_chat_tokenizer", "turns_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, 
     def texts() -> Iterator[str]:
         for where, row in rows:
             try:
-                yield from [text for _, text in conversation_of(row).texts()]
+                yield from [text for _, _, text in conversation_of(row).texts()]
             except DataError as error:
                 if not skip_refused:
                     raise DataError(f"{where}: {error}") from error

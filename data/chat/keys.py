@@ -42,8 +42,8 @@ HARMLESS = frozenset(_HARMLESS_WORDS.split())
 _HARMLESS_ENDS = re.compile(r".+_(?:id|ids|uuid|hash|score|scores|rating|time|timestamp|at|count|url|version|lang)")
 _LINKS = ("tool_call_id",)
 _PICTURES = re.compile(
-    r"(?:.*_)?(?:images?|imgs?|pictures?|photos?|pixel_values|audios?|speech|waveforms?|videos?|media|attachments?)"
-    r"(?:_.*|urls?|paths?|files?)?",
+    r"(?:.*_)?(?:images?|imgs?|pictures?|photos?|pixel_values|audios?|waveforms?|videos?|attachments?)"
+    r"(?:_.*|urls?|paths?|files?)?|speech|media",
     re.I,
 )
 _PREFERENCE_WORDS = """

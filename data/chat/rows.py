@@ -48,24 +48,19 @@ class Conversation:
     unread: Sequence[str] = ()
     """Keys of the row and its turns that nothing reads, each once."""
 
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield all text that the template is given, each with where it stands."""
+    def texts(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the turn, the field and the text of all that the template is given."""
         for number, turn in enumerate(self.turns, start=1):
-            for key, value in turn.items():
-                if key != "role":
-                    yield from ((f"turn {number}", text) for text in _texts(value))
-        for name, value in self.variables.items():
-            yield from ((f"its {name}", text) for text in _texts(value))
+            spoken = {key: value for key, value in turn.items() if key != "role"}
+            for field_name, text in _texts(spoken):
+                yield f"turn {number}", field_name, text
+        for field_name, text in _texts(self.variables):
+            yield "the conversation", field_name, text
 
 
 def said(turns: Sequence[Turn]) -> Conversation:
     """Return turns as a conversation of which every turn of the assistant's is learned."""
     return Conversation(turns=turns, learned=[turn["role"] == "assistant" for turn in turns])
-
-
-def turns_of(row: Any) -> list[Turn]:
-    """Return the turns of a row, as of `conversation_of` with a template that reads roles and contents alone."""
-    return list(conversation_of(row).turns)
 
 
 def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: B008, it is frozen
@@ -208,7 +203,7 @@ def _turn(where: str, turn: Any, reads: Reads) -> _Read:
             raise DataError(f"{where} has the role {name} and tool_calls; write its calls once")
         calls, content = spoken_calls(where, content), None
     content = _content(where, content, reads)
-    empty = not any(text.strip() for text in _texts(content))
+    empty = not any(text.strip() for _, text in _texts(content, "content"))
     if empty and not calls and role in ("system", "developer", "user", "assistant"):
         others = [str(key) for key, value in turn.items() if key not in (*_TURN, *MARKS) and not says_nothing(value)]
         beside = f" (it has {', '.join(others[:8])})" if others else ""
@@ -301,17 +296,18 @@ def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
 def _learned(mark: bool | None, read: Sequence[_Read]) -> list[bool]:
     """Return which turns are learned, by the mark of the row and those of the turns. Raises DataError."""
     learned = []
-    for number, one in enumerate(read, start=1):
-        ours = one.turn["role"] == "assistant"
-        if one.mark and not ours:
+    for number, part in enumerate(read, start=1):
+        ours = part.turn["role"] == "assistant"
+        if part.mark and not ours:
             raise DataError(
-                f"turn {number} ({one.turn['role']}) is marked as learned, and only the assistant's turns are; remove "
+                f"turn {number} ({part.turn['role']}) is marked as learned, and only the assistant's turns are; remove "
                 "the mark"
             )
-        if one.mark and mark is False:
+        if part.mark and mark is False:
             raise DataError(f"turn {number} is marked as learned and its row as not; leave one of the marks out")
-        learned.append(ours and (one.mark if one.mark is not None else mark is not False))
-    if all(one.turn["role"] != "assistant" for one in read):
+        wanted = mark is not False if part.mark is None else part.mark
+        learned.append(ours and wanted)
+    if all(part.turn["role"] != "assistant" for part in read):
         raise DataError("no turn is the assistant's, so that nothing carries loss; leave it out")
     if not any(learned):
         raise DataError("every turn of the assistant is marked as not learned, so that nothing carries loss")
@@ -334,14 +330,15 @@ def _check_values(turns: Sequence[Turn], variables: Mapping[str, Any]) -> None:
             values += [(where, part, depth + 1) for part in value]
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, keys of objects too, at most _DEEPEST levels deep."""
+def _texts(value: Any, field_name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the field and the text of all that a value holds, the keys of inner objects too."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
+        yield field_name, value
+    elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _texts(key)
-            yield from _texts(part)
-    elif isinstance(value, (list, tuple)):
+            if field_name:
+                yield field_name, str(key)
+            yield from _texts(part, f"{field_name}.{key}" if field_name else str(key))
+    elif isinstance(value, list | tuple):
         for part in value:
-            yield from _texts(part)
+            yield from _texts(part, field_name)

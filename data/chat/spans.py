@@ -17,9 +17,11 @@ def between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
     """Return a text without its first two marks, and what is between them; None if they do not alternate."""
     begin, end = marks[:2]
     pieces = re.split(f"([{begin}{end}])", text)
-    at = list(accumulate(map(len, pieces[::2])))  # the characters before each mark
-    alternate = pieces[1::2] == [begin, end] * (len(pieces) // 4)
-    return "".join(pieces[::2]), list(zip(at[::2], at[1::2], strict=False)) if alternate else None
+    unmarked = "".join(pieces[::2])
+    if pieces[1::2] != [begin, end] * (len(pieces) // 4):
+        return unmarked, None
+    before = list(accumulate(map(len, pieces[::2])))  # the characters before each mark
+    return unmarked, list(zip(before[::2], before[1::2], strict=False))
 
 
 def tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> tuple[np.ndarray, np.ndarray]:

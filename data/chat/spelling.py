@@ -6,9 +6,7 @@ they become tokens as in transformers.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
 
 from data.chat.rows import Conversation
 from data.tokenizer import HuggingFaceTokenizer
@@ -16,60 +14,53 @@ from runtime.errors import DataError
 
 Render = Callable[..., str]
 """Turns and ``prompt`` -> the text of a conversation."""
+Search = Callable[[str], str | None]
+"""A text -> the control token that it spells, if any."""
 _USER, _ANSWER = "Is it so?", "So it is."
 """Contents of a conversation whose other tokens are the template's own."""
 _LIKE_A_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>|<(?:eos|end)[\w-]*>")
 """Text that a template can only mean as a token."""
 
 
-def refuse_spelled(render: Render, source: str, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> None:
-    """Raise DataError if a text of a conversation spells a control token of the tokenizer or of the template.
+def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
+    """Raise DataError if a text of a conversation spells a control token.
 
     Args:
-        render: the template's.
-        source: its text, by which the tokens that it writes are remembered.
+        spelled_in: as of ``control_tokens``.
     """
-    spelled_in = _structure(_Once(render), source, tokenizer)
-    parts: list[tuple[str, Any]] = [(f"turn {number}", turn) for number, turn in enumerate(conversation.turns, start=1)]
-    parts.append(("the conversation", conversation.variables))
-    for name, part in parts:
-        for where, text in _texts(part):
+    texts: dict[tuple[str, str], list[str]] = {}
+    for where, field, text in conversation.texts():
+        texts.setdefault((where, field), []).append(text)
+
+    for (where, field), parts in texts.items():
+        whole = ["".join(parts)] if len(parts) > 1 else []  # as a template joins the parts of a content
+        for text in parts + whole:
             spelled = spelled_in(text)
             if spelled is not None:
                 raise DataError(
-                    f"{name} spells the special token {spelled!r} in its {where}, which would end a turn; spell it "
+                    f"{where} spells the special token {spelled!r} in its {field}, which would end a turn; spell it "
                     "another way"
                 )
 
 
-class _Once:
-    """A function that a cache does not tell from another."""
-
-    def __init__(self, call: Render) -> None:
-        self.call = call
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Once)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@lru_cache(maxsize=16)
-def _structure(render: _Once, source: str, tokenizer: HuggingFaceTokenizer) -> Callable[[str], str | None]:
-    """Return the search for control tokens, and for the added tokens that a template writes around turns.
+def control_tokens(render: Render, tokenizer: HuggingFaceTokenizer) -> Search:
+    """Return the search for a tokenizer's control tokens, and for the added tokens that a template writes around turns.
 
     The latter are all tokens of a user's turn, and the first one that begins an answer and that ends one. Later ones of
     the assistant's turns, such as <think>, are words that a content may have.
 
-    Raises DataError: a turn ends with the text of a token that the tokenizer does not have.
+    Args:
+        render: the template's.
+
+    Raises:
+        DataError: a turn ends with the text of a token that the tokenizer does not have.
     """
     user = {"role": "user", "content": _USER}
     answer = {"role": "assistant", "content": _ANSWER}
     try:
-        asked = render.call([user])
-        prompt = render.call([user], prompt=True)
-        whole = render.call([user, answer])
+        question = render([user])
+        prompt = render([user], prompt=True)
+        whole = render([user, answer])
     except DataError:
         return tokenizer.spelled  # it asks for other turns; the conversation's own will tell
 
@@ -82,23 +73,8 @@ def _structure(render: _Once, source: str, tokenizer: HuggingFaceTokenizer) -> C
             "learned as ordinary text, at which nothing stops; name it in added_tokens_decoder of a "
             "tokenizer_config.json beside it, or give another template"
         )
-    texts = set(added.findall(asked))
-    texts |= set(added.findall(prompt.removeprefix(asked))[:1])
+    texts = set(added.findall(question))
+    texts |= set(added.findall(prompt.removeprefix(question))[:1])
     texts |= set(added.findall(end)[:1])
     texts = {text for text in texts if not text.isspace() and not tokenizer.is_paired(text)}
     return tokenizer.search_for(texts)
-
-
-def _texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text in a turn, at any depth, with the name of its field."""
-    if isinstance(value, str):
-        yield where, value
-    elif isinstance(value, Mapping):
-        for name, part in value.items():
-            yield where or "keys", str(name)
-            yield from _texts(part, f"{where}.{name}" if where else str(name))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part, where)
-        parts = [part.get("text") for part in value if isinstance(part, Mapping)]
-        yield where, "".join(part for part in parts if isinstance(part, str))  # as a template joins them

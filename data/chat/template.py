@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,9 +25,10 @@ from data.chat.keys import Reads
 from data.chat.prefixes import spans_by_prefixes
 from data.chat.rows import Conversation, Turn, said
 from data.chat.spans import Spans, between, spans_of_turns, tokens_of, turn_ends
-from data.chat.spelling import refuse_spelled
+from data.chat.spelling import Search, control_tokens, refuse_spelled
 from data.chat.stand_ins import StandIns, check_written
-from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, special_tokens, tokenizer_config
+from data.hugging_face import special_tokens, tokenizer_config
+from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from runtime.bounds import UnboundedError, bounded
 from runtime.errors import DataError
 
@@ -122,13 +123,17 @@ class ChatTemplate:
         encoded = self.encode(tokenizer, turns if isinstance(turns, Conversation) else said(turns))
         return encoded.ids, encoded.learned
 
+    def refuse_spelled(self, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> None:
+        """Raise DataError if a text of a conversation spells a control token of the tokenizer or of the template."""
+        refuse_spelled(_control_tokens(self, tokenizer), conversation)
+
     def encode(self, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> Encoded:
         """Return the tokens of a conversation, and which of them are learned.
 
         Raises DataError: the template fails, drops or changes a turn, or does not say exactly what is the assistant's;
         a text spells a special token.
         """
-        refuse_spelled(self.render, self.source, tokenizer, conversation)
+        self.refuse_spelled(tokenizer, conversation)
         text = self._text(conversation.turns, conversation)
         # Begin and end of what is generated, and of a turn's number.
         marks = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:4]
@@ -249,6 +254,11 @@ def _noting(dates: list[str]) -> Callable[[str], str]:
         return form
 
     return written
+
+
+@lru_cache(maxsize=16)
+def _control_tokens(template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> Search:
+    return control_tokens(template.render, tokenizer)
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:

@@ -66,11 +66,11 @@ def pack(
     position_ids: Tensor | None,
     documents: Sequence[int] | Tensor | None,
     attention_mask: Tensor | None,
-    own: Positions = FROM_ZERO,
+    model_positions: Positions = FROM_ZERO,
 ) -> Packed:
     """Pack a batch; arguments and errors as for ``Sharded.batch``. Labels are shifted here, before any cut.
 
-    ``own`` are the positions that the model takes by itself.
+    ``model_positions`` are those that the model takes by itself.
     """
     for name, x in (("labels", labels), ("position_ids", position_ids), ("attention_mask", attention_mask)):
         if input_ids.ndim != 2 or (x is not None and x.shape != input_ids.shape):
@@ -93,21 +93,22 @@ def pack(
                 f"documents are {tuple(documents)}; give the lengths of the documents, 1 or more, {len(ids)} tokens "
                 "together"
             )
+        _check_rows(bounds, kept)
     starts = torch.tensor(bounds[:-1], device=ids.device)
     if documents is not None and position_ids is None:
         lengths = torch.tensor(documents, device=ids.device)
         positions = torch.arange(len(ids), device=ids.device) - starts.repeat_interleave(lengths)
-    if own.padding is not None and (ids == own.padding).any():
+    if model_positions.padding is not None and (ids == model_positions.padding).any():
         raise UserError(
-            f"input_ids have the padding token {own.padding}, which has no position in this model and does not count "
-            "for the others; leave it out by attention_mask"
+            f"input_ids have the padding token {model_positions.padding}, which has no position in this model "
+            "and does not count for the others; leave it out by attention_mask"
         )
-    positions = _from_first(positions, starts, own.first, position_ids is not None)
+    positions = _from_first(positions, starts, model_positions.first, position_ids is not None)
     following = torch.full_like(ids, IGNORED)
     if labels is not None:
         following = labels[kept].roll(-1).index_fill(0, (starts - 1) % len(ids), IGNORED)  # of a document's last token
     tokens = {"input_ids": ids, "position_ids": positions, "labels": following}
-    return Packed({name: x[None] for name, x in tokens.items()}, bounds, kept, own.first)
+    return Packed({name: x[None] for name, x in tokens.items()}, bounds, kept, model_positions.first)
 
 
 def _real_tokens(attention_mask: Tensor) -> Tensor:
@@ -130,6 +131,18 @@ def _check_holes(tokens: Tensor) -> None:
             f"attention_mask has padding between the tokens of row {rows[0]}; padding stands before or after them "
             "here: move it there, or give the parts as rows or documents of their own"
         )
+
+
+def _check_rows(bounds: Sequence[int], tokens: Tensor) -> None:
+    """Raise UserError if a document [begin, end) of the packed tokens goes over the end of a row of tokens [B, T]."""
+    lengths = tokens.sum(1)
+    ends = lengths.cumsum(0)
+    for row, end in enumerate(ends[lengths > 0].tolist()):
+        if end not in bounds:
+            raise UserError(
+                f"documents are lengths whose sums pass over the end of row {row}, after {end} tokens, so that a "
+                "document would join two rows; let a document end with each row"
+            )
 
 
 def _from_first(positions: Tensor, starts: Tensor, first: int, given: bool) -> Tensor:

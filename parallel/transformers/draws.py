@@ -182,17 +182,17 @@ def local_noise(
         generator = torch.Generator(device).manual_seed((seed + first * STRIDE) % SEEDS)
         torch.rand(1)
 
-    places = tokens.flatten().nonzero()[:, 0].to(device)  # of the packed tokens in the rows
+    in_rows = tokens.flatten().nonzero()[:, 0].to(device)  # of the packed tokens
     positions = context.positions.to(device)
-    real = positions < len(places)
-    mine = places[positions[real]]
+    real = positions < len(in_rows)
+    local = in_rows[positions[real]]
 
     noise = torch.zeros(len(positions), width, dtype=dtype, device=device)
     part = noise[real]
     for start in range(0, rows * length, BLOCK):
         count = min(BLOCK, rows * length - start)
         block = torch.empty(count, width, dtype=dtype, device=device).uniform_(-limit, limit, generator=generator)
-        inside = (mine >= start) & (mine < start + count)
-        part[inside] = block[mine[inside] - start]
+        inside = (local >= start) & (local < start + count)
+        part[inside] = block[local[inside] - start]
     noise[real] = part
     return noise[None]

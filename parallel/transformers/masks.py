@@ -38,8 +38,8 @@ def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **othe
             "it"
         )
     if use_vmap or "allow_is_bidirectional_skip" in others:
-        found = "a mask of its own over the causal one" if use_vmap else "a mask that is not causal"
-        raise UserError(f"the model makes {found}, such as for images; context parallelism has causal masks alone")
+        kind = "a mask of its own over the causal one" if use_vmap else "a mask that is not causal"
+        raise UserError(f"the model makes {kind}, such as for images; context parallelism has causal masks alone")
 
 
 def stated_mask(*, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **others: Any) -> Tensor:
@@ -79,8 +79,8 @@ def _statement(visible: Callable[..., Tensor], near: Tensor, window: int | None)
 
 def _causal(like: Tensor, window: int | None) -> Tensor:
     """Return a causal mask with a window, [T, T]."""
-    places = torch.arange(len(like), device=like.device)
-    distances = places[:, None] - places[None]
+    positions = torch.arange(len(like), device=like.device)
+    distances = positions[:, None] - positions[None]
     return (distances >= 0) & in_window(distances, window)
 
 

@@ -17,8 +17,7 @@ from parallel.context import ContextParallel, context_parallel
 from parallel.context.methods import METHODS, method_of
 from parallel.transformers.batch import Batch, check_same, pack, part
 from parallel.transformers.check import Report, compare
-from parallel.transformers.configs import attentions, restore, separate, set_attentions
-from parallel.transformers.configs import configs as _configs
+from parallel.transformers.configs import attentions, configs, restore, separate, set_attentions
 from parallel.transformers.draws import Draws
 from parallel.transformers.layers import CONTEXT, NAME, install
 from parallel.transformers.probe import probe
@@ -140,7 +139,7 @@ class Sharded:
         """
         if self.model not in model.modules() and model not in self.model.modules():
             raise UserError("the model is not the one that shard was called with, nor holds it; check that one")
-        if any(config._attn_implementation != NAME for config in _configs(self.model)):
+        if any(config._attn_implementation != NAME for config in configs(self.model)):
             raise UserError("the model has its own attention within paused(), and the ranks none; check it outside")
         return compare(model, batch, self.group, self.paused)
 
@@ -157,12 +156,12 @@ class Sharded:
 
 def _check_settings(model: nn.Module, ranks: int) -> None:
     """Raise UserError for a setting of the model that a forward of a few tokens does not show."""
-    if any(config._attn_implementation == NAME for config in _configs(model)):
+    if any(config._attn_implementation == NAME for config in configs(model)):
         raise UserError(
             "the model is sharded already; use what that call of shard returned, or, for another group or method, "
             "call shard again within its paused()"
         )
-    for config in _configs(model):
+    for config in configs(model):
         for name, reason in REFUSED.items():
             if getattr(config, name, False):
                 raise UserError(f"{type(config).__name__}.{name} is set: {reason}")

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from data.chat.conversations import Turn
+from data.chat.rows import Turn
 from data.chat.template import ChatTemplate
 from data.ruler.examples import fill
 from data.ruler.texts import below, different, distinct

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from data.chat.rows import Turn
+from data.chat.rows import Turn, said
 from data.chat.template import ChatTemplate
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
@@ -18,9 +18,7 @@ def asked(template: ChatTemplate, tokenizer: HuggingFaceTokenizer, turns: Sequen
 
     Raises DataError: a turn spells a special token, or the template fails.
     """
-    for number, turn in enumerate(turns, start=1):
-        if turn["role"] != "assistant" and (spelled := tokenizer.spelled(turn["content"])):
-            raise DataError(f"turn {number} spells the special token {spelled!r}; spell it another way")
+    template.refuse_spelled(tokenizer, said([turn for turn in turns if turn["role"] != "assistant"]))
     return tokenizer.tokenize_special(template.render(turns, prompt=True))[0]
 
 

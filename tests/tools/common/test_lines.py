@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from data.chat.conversations import turns_of
+from data.chat.rows import conversation_of
 from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
@@ -92,7 +92,7 @@ def test_a_seed_gives_the_same_bytes_anywhere(tmp_path, tokenizer, capsys):
     assert "6 conversations" in capsys.readouterr().out
     assert hashlib.sha256(first.read_bytes()).hexdigest()[:16] == "94efef82faa2d7a0"
     rows = [json.loads(line) for line in first.read_text().splitlines()]
-    assert all(length(tokenizer, turns_of(row)) <= 400 for row in rows)
+    assert all(length(tokenizer, conversation_of(row).turns) <= 400 for row in rows)
     records = {row["messages"][0]["content"] for row in rows}
     other = [json.loads(line) for line in written(tmp_path, tokenizer, "b.jsonl", "--seed", "2").open()]
     assert len(records | {row["messages"][0]["content"] for row in other}) == 12

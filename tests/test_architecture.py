@@ -56,7 +56,7 @@ NODES = {
     "planner": 29139,
     "runtime": 17278,
     "slurm": 4247,
-    "tools": 44840,
+    "tools": 44816,
     "parity": 7432,
     "papers": 23075,
     "bench": 25986,

@@ -11,13 +11,14 @@ Processes share the prompts (context parallelism), unless flags let them share t
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpoint.manifest import CheckpointError
 from data.chat.conversations import NAMED
 from data.chat.rows import Turn
+from data.chat.template import ChatTemplate
 from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from model.generate import DivergedError, Draw
 from planner.choice import method_to_read
@@ -52,8 +53,8 @@ def main(argv: list[str]) -> None:
     chat = parser.add_argument_group("conversations").add_argument
     talks = "ask by the chat template and print the answer; without a prompt, ask for one after the other"
     chat("--chat", action="store_true", help=talks)
-    template = f"default: that of the run's conversations, else the tokenizer's; a file, or {', '.join(NAMED)}"
-    chat("--chat-template", metavar="FILE|NAME", help=template)
+    templates = f"default: that of the run's conversations, else the tokenizer's; a file, or {', '.join(NAMED)}"
+    chat("--chat-template", metavar="FILE|NAME", help=templates)
     chat("--system", metavar="TEXT", help="what the system says before the first question")
     add_mesh(parser)
     args = parser.parse_args(argv)
@@ -71,37 +72,50 @@ def main(argv: list[str]) -> None:
     run = open_run(args.load, args.ckpt_step)
     tokenizer = run.tokenizer
     stop = list(dict.fromkeys([*run.ends, *(_token(tokenizer, text) for text in args.stop)]))
-    ask = _chat_prompts(run, args) if args.chat else None
+    template = run.template(args.chat_template) if args.chat else None
     texts = [] if talks_on else _prompts(args)
-    prompts = [] if talks_on else [run.tokenizer.tokenize(text) if ask is None else ask(text) for text in texts]
+    prompts = [_prompt(tokenizer, template, args.system, text) for text in texts]
     with opened(args.load, args.ckpt_step, choose=method_to_read, **mesh_of(args)) as writer:
         if talks_on:
-            _talk(writer, run, args, stop, draw)
+            assert template is not None
+            _talk(writer, tokenizer, template, args, stop, draw)
         else:
             _sample(writer, run, args, texts, prompts, stop, draw)
 
 
-def _chat_prompts(run: Run, args: argparse.Namespace) -> Callable[[str], list[int]]:
-    """Return the way from a question to a prompt's tokens. Raises DataError: there is no template."""
-    template, tokenizer = run.template(args.chat_template), run.tokenizer
+def _prompt(
+    tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer,
+    template: ChatTemplate | None,
+    system: str | None,
+    text: str,
+) -> list[int]:
+    """Return the tokens of a text to continue, or of a question by a template. Raises DataError."""
+    if template is None:
+        return tokenizer.tokenize(text)
     assert isinstance(tokenizer, HuggingFaceTokenizer)  # or there would be no template
-    return lambda text: asked(template, tokenizer, [*_system(args), {"role": "user", "content": text}])
+    return asked(template, tokenizer, [*_system(system), {"role": "user", "content": text}])
 
 
-def _system(args: argparse.Namespace) -> list[Turn]:
-    return [{"role": "system", "content": args.system}] if args.system else []
+def _system(text: str | None) -> list[Turn]:
+    return [{"role": "system", "content": text}] if text else []
 
 
-def _talk(writer: Writer, run: Run, args: argparse.Namespace, stop: Sequence[int], draw: dict[str, Any]) -> None:
-    """Answer what is asked on the terminal; collective."""
-    template, tokenizer = run.template(args.chat_template), run.tokenizer
+def _talk(
+    writer: Writer,
+    tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer,
+    template: ChatTemplate,
+    args: argparse.Namespace,
+    stop: Sequence[int],
+    draw: dict[str, Any],
+) -> None:
+    """Answer questions from the terminal; collective."""
     assert isinstance(tokenizer, HuggingFaceTokenizer)
 
     def answer(prompt: list[int]) -> str:
         (ids,) = _written(writer, [prompt], args, stop, draw)
         return _continuation(tokenizer, prompt, ids).strip()
 
-    talk(template, tokenizer, _system(args), answer)
+    talk(template, tokenizer, _system(args.system), answer)
 
 
 def _written(
@@ -121,8 +135,8 @@ def _continuation(
     tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer, prompt: Sequence[int], ids: Sequence[int]
 ) -> str:
     """Return the text of new tokens, which can depend on the piece before."""
-    known = [i for i in ids if i < tokenizer.vocab_size]  # padding of the vocabulary has no text
-    return tokenizer.detokenize([*prompt, *known])[len(tokenizer.detokenize(prompt)) :]
+    in_vocabulary = [i for i in ids if i < tokenizer.vocab_size]  # padding of the vocabulary has no text
+    return tokenizer.detokenize([*prompt, *in_vocabulary])[len(tokenizer.detokenize(prompt)) :]
 
 
 def _sample(

@@ -6,8 +6,9 @@ from torch import nn
 
 from parallel.context import make_plan
 from parallel.transformers import shard
+from parallel.transformers.configs import configs
 from parallel.transformers.probe import probe
-from parallel.transformers.shard import _check_settings, _configs
+from parallel.transformers.shard import _check_settings
 from runtime.errors import UserError
 from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
 
@@ -74,10 +75,10 @@ def made(name, config=None, **others):
 )
 def test_what_ranks_cannot_do_is_refused_by_layer_and_reason(model, said):
     model = model()
-    before = [config._attn_implementation for config in _configs(model)]
+    before = [config._attn_implementation for config in configs(model)]
     with pytest.raises(UserError, match=said):
         shard(model)
-    assert [config._attn_implementation for config in _configs(model)] == before
+    assert [config._attn_implementation for config in configs(model)] == before
 
 
 @pytest.mark.parametrize(

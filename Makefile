@@ -11,7 +11,7 @@
 #   PY      an interpreter that has everything already; then no environment is made
 
 VENV   ?= .venv
-CONFIG ?= configs/llama_tiny.toml
+CONFIG ?= configs/models/llama_tiny.toml
 RUN    ?= runs/$(basename $(notdir $(CONFIG)))
 NPROC  ?=
 ARGS   ?=
@@ -95,7 +95,7 @@ ruler: RUN = runs/ruler
 ruler: $(DEV) ## A tiny LLaMA from random weights taught RULER's single needles at 1K tokens, scored there and beyond (a quarter of an hour)
 	PY="$(PY)" NPROC="$(or $(NPROC),2)" bash configs/runs/ruler_tiny.sh "$(RUN)"
 
-dit: CONFIG = configs/dit_tiny.toml
+dit: CONFIG = configs/models/dit_tiny.toml
 dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then pictures. Goes on where RUN holds a checkpoint
 	@$(call start,pretrain_dit.py)
 	@fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit pretrain_dit.py --config "$(CONFIG)" $(ARGS)) && set -x && \

@@ -1,6 +1,6 @@
 """Pretrain a diffusion transformer on latents of images or long videos, shared over processes by context parallelism.
 
-torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/dit_tiny.toml
+torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/models/dit_tiny.toml
 """
 
 if __name__ == "__main__":  # before torch, whose import takes seconds in which a launcher may be killed

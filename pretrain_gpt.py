@@ -1,6 +1,6 @@
 """Pretrain a language model on long sequences, shared over processes by context parallelism.
 
-torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/llama_tiny.toml
+torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/models/llama_tiny.toml
 """
 
 if __name__ == "__main__":  # before torch, whose import takes seconds in which a launcher may be killed

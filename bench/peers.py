@@ -5,7 +5,7 @@
     python -m bench.peers --only attention --lengths 2048 4096
 
 Attention: forward + backward, causal, 8 heads of 64 in float32, 2 processes pinned to a core each. Training: steps of
-configs/llama_tiny.toml in one process with a thread for each core, ours as it is and with --compile. Every contestant
+llama_tiny in one process with a thread for each core, ours as it is and with --compile. Every contestant
 computes the same: outputs and gradients of the attention are compared before they are timed; in training everyone has
 the same shapes, micro-batches, mean loss over all tokens, clipping to norm 1 and torch's fused AdamW in float32, and
 each its own draw of weights. A package that cannot run here is listed with its reason.
@@ -41,7 +41,7 @@ from train.batches import summed
 from train.optim import reduce_and_clip
 
 OURS = ("zigzag", "striped")
-CONFIG = Path("configs/llama_tiny.toml")
+CONFIG = Path("configs/models/llama_tiny.toml")
 FLAGS: tuple[list[str], ...] = ([], ["--compile"])
 """More flags of our training, each measured."""
 SETTLE = 2

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from checkpoint.manifest import STARTS
 from data.latents.folder import write_latents
 from data.text.indexed import open_indexed, write_index, writing
 from data.text.prepare import Request, prepare
@@ -28,6 +27,7 @@ from runtime.errors import UserError
 from runtime.machine import commit_of, describe, stamp
 from slurm.submit import build_parser, checked, read_site, script, submit
 from tools.common.report import read_records, write_records
+from train.checkpoint.manifest import STARTS
 from train.watching.metrics import METRICS, read_metrics
 
 Figures = Mapping[str, float | int | str | None]
@@ -98,7 +98,7 @@ class Job:
     def command(self, data: Path) -> list[str]:
         """Return the entry and the flags of all runs but --save."""
         entry = "pretrain_dit.py" if self.latents else "pretrain_gpt.py"
-        named = ["--config", f"configs/{self.config}.toml", *self.flags.split()]
+        named = ["--config", f"configs/models/{self.config}.toml", *self.flags.split()]
         if self.latents:
             reads = ["--data-path", str(latents_of(data, self.latents)), "--split", "1,0"]
             reads += ["--latent-shape", *map(str, self.latents)]

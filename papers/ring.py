@@ -18,7 +18,7 @@ from tools.common.arguments import run_command
 from train.config.language import load_config, parse_args
 
 K = 1024
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "models"
 
 
 @lru_cache

@@ -60,7 +60,7 @@ def test_commands_run_fail_or_have_a_reason_and_other_rows_stay(checkout):
     ("text", "reason"),
     [
         ("make pretrain", None),
-        ("python -m tools.plan --config configs/llama3_8b.toml --bf16 --fits", None),
+        ("python -m tools.plan --config configs/models/llama3_8b.toml --bf16 --fits", None),
         ("python -m slurm.submit --dry-run --nodes 4 pretrain_gpt.py --bf16 --save runs/long_run", None),
         ("python -m tools.plot losses runs/a --output docs/images/longer.png", None),
         ("torchrun --nproc-per-node 8 pretrain_gpt.py --bf16", "GPU"),

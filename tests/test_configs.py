@@ -72,7 +72,7 @@ def mixer(model, layer):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_models_have_their_number_of_parameters(name):
-    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    model = load_config(ROOT / "configs" / "models" / f"{name}.toml").model
     model = replace(model, vocab_size=model.vocab_size or 4096)
     width, ffn, gpt = model.hidden_size, model.ffn_size, model.model_type == "gpt"
     norms = {"transnormer": 0, "gpt": 4}.get(model.model_type, 2) * width
@@ -84,7 +84,7 @@ def test_models_have_their_number_of_parameters(name):
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name.startswith(("gemma3", "olmo3"))])
 def test_one_layer_of_several_sees_all_tokens(name):
-    model = load_config(ROOT / "configs" / f"{name}.toml").model
+    model = load_config(ROOT / "configs" / "models" / f"{name}.toml").model
     every = 6 if model.model_type == "gemma3" else 4
     whole = [layer for layer in range(model.num_layers) if model.window(layer) is None]
     assert whole == list(range(every - 1, model.num_layers, every))
@@ -106,7 +106,7 @@ def test_the_examples_of_the_help_are_valid(entry, monkeypatch):
     shown = examples(entry.INTRODUCTION)
     assert len(shown) >= 3
     for processes, flags in shown:
-        words = ["configs/llama_tiny.toml" if word == "runs/zigzag/config.toml" else word for word in flags]
+        words = ["configs/models/llama_tiny.toml" if word == "runs/zigzag/config.toml" else word for word in flags]
         entry.validate(entry.parse_args(words), processes)
 
 

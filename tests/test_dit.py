@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import pretrain_dit
-from checkpoint.api import load_model
 from model.dit import DiT
 from model.registry import architecture_of
 from runtime.ranks import run_ranks
@@ -16,6 +15,7 @@ from tests.parity.cases import DIFFUSION, REFERENCE, chosen_cases
 from tests.parity.run import GRADIENTS, compare, equal, trained
 from tests.pretraining import DIT, curve, pretrain_digits
 from tools.common.cases import Case, case_of
+from train.checkpoint.api import load_model
 from train.config.diffusion import load_config
 from train.watching.metrics import METRICS, read_metrics
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import saving
-from checkpoint.search import POINTER, find_checkpoint
 from parallel.data import Runner
 from runtime.ranks import run_ranks
 from runtime.watchdog import EXCLUDE, FOLDER
@@ -23,6 +21,8 @@ from tests.pretraining import carried_on, curve, flags_of, on_rank
 from tests.runtime.test_signals import runs
 from tests.slurm.test_submit import RUN, printed
 from tests.starts import PATIENCE, ROOT, children, wait_until
+from train.checkpoint import saving
+from train.checkpoint.search import POINTER, find_checkpoint
 from train.loop import Trainer
 from train.watching.metrics import METRICS
 from train.watching.validation import Validation

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.api import CheckpointConfig
 from data.tokenizer import load_tokenizer
 from model.config import ModelConfig
 from model.hf import load_hf, save_hf
@@ -16,6 +15,7 @@ from model.registry import architecture_of, build_model
 from runtime.errors import UserError
 from tests.pretraining import differences, pretrain
 from tools.convert_hf import export_model, import_model
+from train.checkpoint.api import CheckpointConfig
 from train.config.language import load_config, parse_args
 from train.resume import find_start
 

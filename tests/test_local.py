@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import checkpoint.saving
+import train.checkpoint.saving
 from runtime.ranks import run_ranks
 from tests.pretraining import curve, flags_of, on_rank
 from train.watching.saving import Saving
@@ -39,8 +39,10 @@ def _on_node(rank, size, arguments, nodes, at=None):
         save(saving, step)
 
     Saving.after = unless_killed
-    folder, of_run = f"{nodes}{2 * rank // size}", checkpoint.saving.local_folder
-    checkpoint.saving.local_folder = lambda _, save: of_run(folder, save)  # all nodes have the first one's settings
+    folder, of_run = f"{nodes}{2 * rank // size}", train.checkpoint.saving.local_folder
+    train.checkpoint.saving.local_folder = lambda _, save: of_run(
+        folder, save
+    )  # all nodes have the first one's settings
     every = "1" if size == 2 or beside else "3"
     tier = ["--non-persistent-save-interval", every, "--non-persistent-local-ckpt-dir", folder]
     with redirect_stderr(io.StringIO()) as notes, redirect_stdout(io.StringIO()) as said:

@@ -9,9 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.api import load_model
-from checkpoint.manifest import CheckpointError
-from checkpoint.search import find_checkpoint
 from model.config import ModelConfig
 from model.hf import save_hf
 from model.hf.adapter import peft_name, write_adapter
@@ -23,6 +20,9 @@ from tests.parity.run import compare, equal, trained
 from tests.pretraining import differences
 from tools.common.cases import Case, case_of, cases_of
 from tools.convert_hf import export_model, import_model, main
+from train.checkpoint.api import load_model
+from train.checkpoint.manifest import CheckpointError
+from train.checkpoint.search import find_checkpoint
 from train.config.flags import ConfigError
 from train.config.language import load_config, parse_args, validate
 from train.resume import find_start

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.api import load_model
-from checkpoint.manifest import STARTS, fingerprint, read_manifest
-from checkpoint.search import find_checkpoint
 from runtime.files import LOCK, owned
 from tests.endings import end
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import LOSSES, read_curves
+from train.checkpoint.api import load_model
+from train.checkpoint.manifest import STARTS, fingerprint, read_manifest
+from train.checkpoint.search import find_checkpoint
 from train.config.entries import Config
 from train.config.language import parse_args
 from train.resume import progress_of

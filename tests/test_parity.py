@@ -28,7 +28,7 @@ SCORES = ("--attention-backend", "reference")
 
 
 def config(kind, *more):
-    return ("--config", str(ROOT / "configs" / f"{kind}_tiny.toml"), *more)
+    return ("--config", str(ROOT / "configs" / "models" / f"{kind}_tiny.toml"), *more)
 
 
 LINEAR = ("transnormer", "linear_transformer")

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from checkpoint.search import POINTER
 from runtime.ranks import run_ranks
 from tests.pretraining import flags_of, on_rank, pretrain, pretrain_digits
 from tests.starts import ROOT, children, free_port, wait_until
+from train.checkpoint.search import POINTER
 from train.config.language import load_config
 from train.loop import Trainer
 from train.watching.metrics import METRICS, read_metrics

@@ -9,11 +9,11 @@ from datetime import timedelta
 
 import pytest
 
-from checkpoint.search import find_checkpoint
 from data.tokenizer import load_tokenizer
 from runtime.processes import launched_world_size
 from tests.endings import end
 from tools import convert_hf, plan, plot, prepare_data, prepare_latents, sample, sample_dit
+from train.checkpoint.search import find_checkpoint
 from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config

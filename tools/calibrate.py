@@ -3,7 +3,7 @@ r"""Measure the devices at hand, and the links between the processes started, an
 python -m tools.calibrate --out laptop.toml --links configs/clusters/cpu.toml      # alone: links as in that file
 torchrun --nproc-per-node 4 -m tools.calibrate --out laptop.toml --links configs/clusters/cpu.toml
 srun --nodes 2 --ntasks-per-node 8 python -m tools.calibrate --out pod.toml --name "our pod"
-python -m tools.plan --config configs/llama_tiny.toml --cluster laptop.toml --context-parallel-size 4 \
+python -m tools.plan --config configs/models/llama_tiny.toml --cluster laptop.toml --context-parallel-size 4 \
     --vocab-size 8192
 python -m tools.calibrate --ceilings               # copies and matrix products on all cores; no file
 

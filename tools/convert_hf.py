@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 
-from checkpoint.api import save_checkpoint, stored_weights
-from checkpoint.manifest import Manifest, checkpoint_folder, read_manifest
-from checkpoint.search import checkpoint_of, find_checkpoint
 from data.fingerprint import digest
 from data.text.config import DataConfig
 from data.text.record import CHAT
@@ -33,6 +30,9 @@ from model.registry import architecture_of, num_parameters
 from parallel.context.config import ContextConfig
 from runtime.errors import UserError, with_article
 from tools.common.arguments import one_line_errors, parser_for, run_command
+from train.checkpoint.api import save_checkpoint, stored_weights
+from train.checkpoint.manifest import Manifest, checkpoint_folder, read_manifest
+from train.checkpoint.search import checkpoint_of, find_checkpoint
 from train.config.derive import IMPORTED, config_as_trained, default_method, with_vocabulary
 from train.config.diffusion import load_config as load_dit_config
 from train.config.entries import Config, DiTRunConfig

@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint.api import load_model
-from checkpoint.manifest import CheckpointError
 from data.loader import IGNORE_INDEX, Batch
 from data.text.corpus import Corpus, input_files
 from data.text.documents import document_ends
@@ -42,6 +40,8 @@ from tools.common.arguments import parser_for, positive
 from tools.common.report import markdown, write_results
 from tools.common.runs import Run, add_begin, add_mesh, mesh_of, open_run
 from train.assemble import build_runner
+from train.checkpoint.api import load_model
+from train.checkpoint.manifest import CheckpointError
 from train.config.derive import complete, fitted
 from train.config.entries import Config
 from train.config.flags import ConfigError

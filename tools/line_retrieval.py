@@ -27,8 +27,8 @@ from tools.common.report import markdown
 from tools.common.runs import Run, add_scoring
 
 if TYPE_CHECKING:
-    from tools.common.answers import Answer, Cell, Place
-    from tools.common.lines import Maker
+    from tools.ruler.answers import Answer, Cell, Place
+    from tools.ruler.lines import Maker
     from train.generation import Writer
 
 SPARE = 8
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
         run_entry(lambda argv: score_lines(_parse(argv)))
     args = _parse(argv)
     if args.command == "model":
-        from tools.common.tiny import tokenizer_of_words, write_model
+        from tools.ruler.tiny import tokenizer_of_words, write_model
 
         print(write_model(args.folder, args.hidden_size, args.seed, tokenizer_of_words, args.model_type))
     else:
@@ -56,7 +56,7 @@ def make(args: argparse.Namespace) -> None:
     from data.chat.template import load_template
     from data.tokenizer import HuggingFaceTokenizer, load_tokenizer
     from runtime.errors import DataError
-    from tools.common.lines import Maker, Task, write_rows
+    from tools.ruler.lines import Maker, Task, write_rows
 
     if args.output.suffix != ".jsonl":
         raise DataError(f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; rename it")
@@ -93,9 +93,9 @@ def places(makers: "Sequence[Maker]", depths: Sequence[float], table: int | None
 
     ``table`` has the model's learned positions, beyond which no answer goes.
     """
-    from data.ruler.examples import Prompts
     from runtime.together import raise_together
-    from tools.common.answers import Place
+    from tools.ruler.answers import Place
+    from tools.ruler.examples import Prompts
 
     def ask(maker: "Maker", place: int, writer: "Writer", numbers: Sequence[int]) -> "list[Answer]":
         prompting = Prompts(maker.tokenizer, maker.template)
@@ -121,8 +121,8 @@ def score_lines(args: argparse.Namespace) -> None:
     """Score a run and write what was found; collective. Raises UserError."""
     from data.tokenizer import HuggingFaceTokenizer
     from runtime.together import is_first
-    from tools.common.answers import heat_map, score_run, write_scores
-    from tools.common.lines import Maker, Task
+    from tools.ruler.answers import heat_map, score_run, write_scores
+    from tools.ruler.lines import Maker, Task
 
     def asked(run: Run, lengths: Sequence[int]) -> "Iterator[Place]":
         template = run.template(args.chat_template)
@@ -152,7 +152,7 @@ def entry(cell: "Cell") -> dict[str, Any]:
 
 def table(cells: "Sequence[Cell]") -> list[str]:
     """Return the lines of a Markdown table: a row for each length, a column for each depth, and all of a length."""
-    from tools.common.answers import grid
+    from tools.ruler.answers import grid
 
     depths, lengths, found = grid(cells)
     rows = []

@@ -1,16 +1,17 @@
 r"""Plan a run: its time, its memory and its fastest arrangement on a cluster, predicted and with --profile measured.
 
 python -m tools.plan qwen3_8b --seq-length 1048576 --world-size 8 --cluster h100
-python -m tools.plan --config configs/llama2_7b.toml --cluster configs/clusters/a100_pod.toml --context-parallel-size 32
-python -m tools.plan --config configs/llama2_7b.toml --cluster configs/clusters/h100_pod.toml --world-size 64 --all
-python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/h100_pod.toml --world-size 8 --longest
-python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/h100_pod.toml --fewest \
+python -m tools.plan --config llama2_7b --cluster configs/clusters/a100_pod.toml --context-parallel-size 32
+python -m tools.plan --config llama2_7b --cluster configs/clusters/h100_pod.toml --world-size 64 --all
+python -m tools.plan --config llama3_8b --cluster configs/clusters/h100_pod.toml --world-size 8 --longest
+python -m tools.plan --config llama3_8b --cluster configs/clusters/h100_pod.toml --fewest \
     --seq-length 1048576
-python -m tools.plan --config configs/llama3_8b.toml --cluster configs/clusters/h100_pod.toml --fits --bf16 \
+python -m tools.plan --config llama3_8b --cluster configs/clusters/h100_pod.toml --fits --bf16 \
     --context-parallel-size 8
-torchrun --nproc-per-node 4 -m tools.plan --config configs/llama_tiny.toml --context-parallel-size 4 --profile
+torchrun --nproc-per-node 4 -m tools.plan --config llama_tiny --context-parallel-size 4 --profile
 
-A name first is that of a file of configs/: what it takes, as --all ranks it, with the command that starts it. Takes
+A name first is that of a model of configs/models: what it takes, as --all ranks it, with the command that starts it.
+Takes
 every flag of pretrain_gpt.py, or of pretrain_dit.py, besides these. Without --cluster, a file or a name such as h100,
 the device at hand decides, and for a named model without a GPU h100; without --world-size the processes started, or as
 many as the sizes of the mesh multiply to, for a named model one node.
@@ -22,7 +23,6 @@ import math
 import os
 import sys
 from dataclasses import asdict, replace
-from difflib import get_close_matches
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -33,7 +33,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from data.tokenizer import load_tokenizer
 from planner.choice import combine_prediction_and_profile, with_layout
-from planner.cluster import CLUSTERS, Cluster, default_cluster, endless, load_cluster
+from planner.cluster import Cluster, default_cluster, endless, load_cluster
 from planner.dry_run import rehearsed, verdict
 from planner.extremes import changes, fewest, longest, of_length
 from planner.levers import described, memory_of, mesh_of, method_of, settings
@@ -50,12 +50,11 @@ from tools.fit import parsed
 from tools.prepare_data import DEFAULT_VOCAB_SIZE
 from train.config.derive import with_joined_ranks, with_vocabulary
 from train.config.entries import Config
-from train.config.flags import ConfigError, write_toml
+from train.config.flags import ConfigError, model_file, write_toml
 from train.config.language import validate
 from train.config.sizes import validate_sizes
 from train.run import exit_status
 
-CONFIGS = CLUSTERS.parent
 DEFAULT_TOP = 10
 ASSUMED = "h100"
 """The cluster of a named model where neither a flag nor a GPU says another."""
@@ -93,7 +92,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
 
     Raises UserError: flags that do not fit, or too few processes to profile on.
     """
-    model = model_file(argv[0]) if argv and not argv[0].startswith("-") else None
+    model = str(model_file(argv[0])) if argv and not argv[0].startswith("-") else None
     args, rest = build_parser().parse_known_args(argv[1:] if model else argv)
     args.model = model
     refuse_folder("--write", args.write)
@@ -138,16 +137,6 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if args.longest and any(word.partition("=")[0].replace("_", "-") == "--seq-length" for word in rest):
         raise ConfigError("longest finds seq_length, and seq_length names it; leave one of them out")
     return args, config, world_size, cluster
-
-
-def model_file(name: str) -> str:
-    """Return the path of a model's file under configs/; ConfigError lists the names there are, the likely first."""
-    path = CONFIGS / f"{name.lower().replace('-', '_')}.toml"
-    if not path.is_file():
-        names = sorted(file.stem for file in CONFIGS.glob("*.toml"))
-        there = ", ".join(dict.fromkeys([*get_close_matches(path.stem, names), *names]))
-        raise ConfigError(f"the model is {name}; name one of {there}, or give --config FILE")
-    return os.path.relpath(path)
 
 
 def vocabulary(tokenizer: str, model: str | None) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoint.manifest import CheckpointError
 from data.chat.conversations import NAMED
 from data.chat.rows import Turn
 from data.chat.template import ChatTemplate
@@ -27,6 +26,7 @@ from runtime.together import is_first
 from tools.common.arguments import at_least, parser_for, positive, refuse_folder
 from tools.common.runs import Run, add_begin, add_mesh, mesh_of, open_run
 from tools.common.talk import asked, talk
+from train.checkpoint.manifest import CheckpointError
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import run_entry

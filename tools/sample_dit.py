@@ -16,9 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.api import load_model
-from checkpoint.manifest import CheckpointError, read_manifest
-from checkpoint.search import checkpoint_of
 from data.latents.dataset import Vae
 from model.registry import architecture_of
 from parallel.mesh import Mesh, distributed_mesh
@@ -28,6 +25,9 @@ from runtime.files import replacing
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.common.arguments import parser_for, positive
+from train.checkpoint.api import load_model
+from train.checkpoint.manifest import CheckpointError, read_manifest
+from train.checkpoint.search import checkpoint_of
 from train.config.common import LoopConfig
 from train.config.diffusion import diffusion_of, load_config
 from train.config.entries import DiTRunConfig

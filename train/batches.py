@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from checkpoint.saving import Saves
 from data.loader import Batch, Batching
 from parallel.mesh import Mesh
 from runtime.errors import UserError
 from runtime.signals import ASKING, StopRequest
 from runtime.together import is_first, raise_together
 from train.assemble import Run
+from train.checkpoint.saving import Saves
 from train.config.common import CommonConfig
 from train.watching import DATA, UPDATE, Step, Watcher
 

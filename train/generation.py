@@ -21,9 +21,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.api import CheckpointConfig, load_model
-from checkpoint.manifest import read_manifest
-from checkpoint.search import checkpoint_of
 from kernels.blocks import merged
 from kernels.cache import States
 from model.attention import Attention, LinearCore
@@ -36,6 +33,9 @@ from parallel.pipeline.stages import stage_layers
 from runtime.processes import launched_world_size
 from runtime.together import raise_together
 from train.attention import Context, context_of
+from train.checkpoint.api import CheckpointConfig, load_model
+from train.checkpoint.manifest import read_manifest
+from train.checkpoint.search import checkpoint_of
 from train.config.derive import Method, config_as_trained, fitted, with_method
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_file

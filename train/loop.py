@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint.saving import Saves
-from checkpoint.search import saved_iterations
 from data.loader import Batch, Samples, batches
 from parallel.data import Runner
 from runtime.progress import counted
@@ -20,6 +18,8 @@ from runtime.together import is_first
 from runtime.watchdog import Watchdog
 from train.assemble import Run, build_runner
 from train.batches import Batches, Clock, Prefetcher, summed
+from train.checkpoint.saving import Saves
+from train.checkpoint.search import saved_iterations
 from train.config.common import CommonConfig
 from train.optim import reduce_and_clip, schedule_of
 from train.resume import Start

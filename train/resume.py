@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpoint.api import compare_architecture, load_checkpoint, load_model
-from checkpoint.manifest import MANIFEST, CheckpointError, is_count, read_manifest
-from checkpoint.saving import newest_checkpoint
 from model.hf.api import open_hf
 from model.lora import is_adapter
 from model.registry import architecture_of
 from parallel.data import copy_whole
 from runtime.errors import printable
 from runtime.together import from_first, is_first, raise_together
+from train.checkpoint.api import compare_architecture, load_checkpoint, load_model
+from train.checkpoint.manifest import MANIFEST, CheckpointError, is_count, read_manifest
+from train.checkpoint.saving import newest_checkpoint
 from train.config.common import CommonConfig
 from train.config.flags import spelled
 from train.optim import Ema, OptimizerConfig, Schedule, schedule_of

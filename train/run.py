@@ -14,10 +14,6 @@ from typing import NoReturn
 
 import torch
 
-from checkpoint.api import CheckpointConfig
-from checkpoint.drafts import remove_drafts
-from checkpoint.manifest import STARTS, fingerprint
-from checkpoint.search import POINTER, saved_iterations
 from model.hf.folder import CONFIG, carry, new_folder
 from parallel.mesh import idle_gpus
 from runtime.errors import LaunchError, UserError, printable
@@ -27,6 +23,10 @@ from runtime.signals import end_with_launcher
 from runtime.slurm import AGAIN, leave_ending
 from runtime.together import first_to_report, from_first, is_first, raise_together, report_unresponsive_ranks
 from train import adamw
+from train.checkpoint.api import CheckpointConfig
+from train.checkpoint.drafts import remove_drafts
+from train.checkpoint.manifest import STARTS, fingerprint
+from train.checkpoint.search import POINTER, saved_iterations
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError, read_toml, write_toml
 from train.watching.health import FAILURES, Progress, read_failures

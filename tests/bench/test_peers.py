@@ -17,7 +17,7 @@ SMALL = ("--num-layers", "1", "--seq-length", "64", "--global-batch-size", "2", 
 
 def two_steps(rank, world_size, data):
     pytest.importorskip("transformers", reason="measures Hugging Face's models")
-    with steps_of(["transformers"], Path("configs/llama_tiny.toml"), Path(data), SMALL) as steps:
+    with steps_of(["transformers"], Path("configs/models/llama_tiny.toml"), Path(data), SMALL) as steps:
         losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
         return losses, measured({name: clocked(step) for name, step in steps.items()}, 2)
 

@@ -23,8 +23,6 @@ from typing import IO, Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from checkpoint.manifest import STARTS
-from checkpoint.search import POINTER, find_checkpoint, saved_iterations
 from data.text.prepare import prepare
 from data.text.record import Request
 from runtime.errors import UserError
@@ -34,6 +32,8 @@ from runtime.progress import clock_time
 from tests.chaos.victim import HOOKS, PLAN, marked
 from tests.starts import ROOT
 from tools.common.arguments import one_line_errors, parser_for, run_command
+from train.checkpoint.manifest import STARTS
+from train.checkpoint.search import POINTER, find_checkpoint, saved_iterations
 from train.watching.metrics import METRICS, read_metrics
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from checkpoint import drafts, tensors
 from runtime import files
+from train.checkpoint import drafts, tensors
 
 PLAN, PIDS = "CHAOS", "CHAOS_PIDS"
 HOOKS: dict[str, tuple[Any, str]] = {

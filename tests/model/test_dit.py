@@ -28,7 +28,7 @@ CONFIGS["wallfacer_dit_1b"] = 1_028_981_824
 
 
 def shape_of(config):
-    return tomllib.loads((ROOT / "configs" / f"{config}.toml").read_text())["model"]
+    return tomllib.loads((ROOT / "configs" / "models" / f"{config}.toml").read_text())["model"]
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['model']}-{row['patch']}")

@@ -27,7 +27,6 @@ import torch
 from data.text.prepare import prepare
 from data.text.record import Request
 from parallel.context import LINEAR_METHODS, METHODS
-from parity.own import Run, merged
 from runtime.errors import UserError
 from tests.chaos.victim import PLAN, marked
 from tests.nccl.rank import CASES, LINKS, result
@@ -37,6 +36,7 @@ from tests.parity.run import compare
 from tests.steps import Step, asked, check, launched
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.cases import Case
+from tools.parity.own import Run, merged
 
 BOUNDS = {"cuda": 10.0, "cpu": 1.0}
 """Times the bounds of `make parity`; a GPU adds up in other orders, by how much is not measured."""

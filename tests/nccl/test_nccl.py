@@ -10,13 +10,13 @@ import pretrain_gpt
 import tests.nccl.__main__ as nccl
 from kernels.attention import select_backend
 from parallel.context import LINEAR_METHODS, METHODS
-from parity.own import merged
-from parity.rank import RankResult
 from runtime.errors import UserError
 from tests.nccl.rank import result
 from tests.parity.cases import reference_of
 from tools.common.cases import Case
 from tools.common.report import read_records
+from tools.parity.own import merged
+from tools.parity.rank import RankResult
 
 ROWS = [("llama", Case(cp=2, method=name)) for name in ("ring", "zigzag")]
 

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from checkpoint.api import load_checkpoint
 from kernels.loss import cross_entropy_sum
 from model.attention import sdpa
 from model.config import ModelConfig
@@ -29,6 +28,7 @@ from parallel.tensor.split import split_model
 from planner.choice import with_layout
 from tests.parallel.tiny import ARCHITECTURE, equal, gradients_of, save, weights_of, whole_tensors
 from train.attention import context_of
+from train.checkpoint.api import load_checkpoint
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken
 

@@ -24,7 +24,7 @@ from tests.parity.bugs import alike_shards
 from train.config.language import parse_args
 
 LLAMA3_8B = parse_args(
-    ["--config", "configs/llama3_8b.toml", "--data-path", "x", "--tokenizer-model", "x", "--save", "x"]
+    ["--config", "configs/models/llama3_8b.toml", "--data-path", "x", "--tokenizer-model", "x", "--save", "x"]
 )
 
 

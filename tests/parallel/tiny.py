@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from checkpoint.api import save_checkpoint
-from checkpoint.manifest import Manifest, read_manifest, write_manifest
+from train.checkpoint.api import save_checkpoint
+from train.checkpoint.manifest import Manifest, read_manifest, write_manifest
 
 VOCABULARY, WIDTH = 7, 6  # neither is divisible by 4 ranks: shards are uneven, and one rank's are empty
 ARCHITECTURE = {"num_layers": 2, "sizes": (VOCABULARY, WIDTH)}

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from data.loader import Samples
 from data.text.prepare import Request, prepare
-from parity.own import LOSS, NORM, Run, furthest, merged
-from parity.rank import RankResult, train
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import describe, in_words
@@ -36,6 +34,8 @@ from runtime.ranks import run_ranks
 from tests.parity.cases import DIFFUSION, KINDS, chosen_cases, flags_of, reference_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.cases import Case
+from tools.parity.own import LOSS, NORM, Run, furthest, merged
+from tools.parity.rank import RankResult, train
 from train.watching.metrics import loss_name
 
 GRADIENTS = 3e-7
@@ -108,7 +108,7 @@ def train_masked(
     sabotage: Callable[[], None] | None = None,
     diffusion: bool = False,
 ) -> RankResult:
-    """Train on masked samples, as ``parity.rank.train``, and note by how much the process grew."""
+    """Train on masked samples, as ``tools.parity.rank.train``, and note by how much the process grew."""
     before = _peak_mb()
     found = train(rank, world_size, flags, sabotage, diffusion, wrap=Masked)
     found.memory_mb = _peak_mb() - before

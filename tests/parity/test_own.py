@@ -9,13 +9,13 @@ import torch
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
 from parallel.mesh import SIZES
-from parity.own import compared, report
-from parity.rank import samples_of
-from parity.shrink import shrunk
 from tests.parity import bugs
-from tools.parity import configured
+from tools.parity.__main__ import configured
+from tools.parity.own import compared, report
+from tools.parity.rank import samples_of
+from tools.parity.shrink import shrunk
 
-ROOT = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2] / "configs" / "models"
 RING = "llama_tiny --context-parallel-method ring --context-parallel-size 3 --global-batch-size 2"
 LEGACY = "llama_tiny --data-parallel-sharding-strategy legacy_ddp"
 LABEL = (bugs.label_lost, "llama_tiny --global-batch-size 2", "batch: labels")

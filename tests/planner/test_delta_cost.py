@@ -80,7 +80,7 @@ def test_documents_that_no_rank_shares_cost_nothing_more():
 
 
 def config_of(**sizes):
-    one = load_config("configs/qwen3_5_9b.toml")
+    one = load_config("configs/models/qwen3_5_9b.toml")
     return replace(one, model=replace(one.model, num_layers=8), mesh=replace(one.mesh, **sizes))
 
 

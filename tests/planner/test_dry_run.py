@@ -22,7 +22,7 @@ from train.run import exit_status
 
 H100 = ("--cluster", str(CLUSTERS / "h100_pod.toml"))
 MOVED = ("--recompute-granularity", "full", "--recompute-offload", "--loss-chunk-size", "64")
-TINY = ROOT / "configs" / "llama_tiny.toml"
+TINY = ROOT / "configs" / "models" / "llama_tiny.toml"
 SHAPES_ALONE = ("llama3_8b", "transnormer_7b")
 FILES = [path for path in sorted((ROOT / "configs").rglob("*.toml")) if path.parent != CLUSTERS]
 
@@ -44,14 +44,22 @@ def run(path, *flags):
 
 
 def test_the_report_and_the_commands(capsys):
-    run(ROOT / "configs" / "llama_tiny.toml", "--world-size", "8", "--context-parallel-size", "4", "--bf16", *H100)
+    run(
+        ROOT / "configs" / "models" / "llama_tiny.toml",
+        "--world-size",
+        "8",
+        "--context-parallel-size",
+        "4",
+        "--bf16",
+        *H100,
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("dry run of 8 processes on H100 80GB pod")
     row = next(line for line in lines if line.startswith("| 0 | 0 |"))
     figures = [float(cell) for cell in row.strip("| ").split(" | ")]
     assert figures[10] == pytest.approx(sum(figures[2:10]), abs=5e-3)
     assert sum("is not on this machine" in line for line in lines) == 2
-    command = f"pretrain_gpt.py --config {ROOT / 'configs' / 'llama_tiny.toml'} --vocab-size 1000 "
+    command = f"pretrain_gpt.py --config {ROOT / 'configs' / 'models' / 'llama_tiny.toml'} --vocab-size 1000 "
     command += "--context-parallel-size 4 --bf16"
     assert lines[-2] == f"start: torchrun --standalone --nproc-per-node 8 {command}"
     assert lines[-1] == f"or: python -m slurm.submit --cluster {H100[1]} --nodes 1 {command}"
@@ -141,7 +149,7 @@ def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
 )
 def test_what_a_run_would_be_refused_for(flags, said):
     with pytest.raises(UserError, match=re.escape(said)) as error:
-        run(ROOT / "configs" / "llama_tiny.toml", *flags)
+        run(ROOT / "configs" / "models" / "llama_tiny.toml", *flags)
     assert "\n" not in str(error.value)
 
 
@@ -196,7 +204,7 @@ def test_every_configuration_at_its_size(path, capsys, tmp_path):
 @pytest.mark.slow
 def test_70b_on_512_gpus_takes_less_than_a_minute(capsys):
     began = time.process_time()  # of this process, whatever else the machine does
-    run(ROOT / "configs" / "llama2_70b.toml", "--world-size", "512", *H100)
+    run(ROOT / "configs" / "models" / "llama2_70b.toml", "--world-size", "512", *H100)
     seconds = time.process_time() - began
     print(capsys.readouterr().out, f"{seconds:.1f} s")
     assert seconds < 60

@@ -18,7 +18,7 @@ from train.config.language import load_config
 
 H100 = load_cluster(CLUSTERS / "h100_pod.toml")
 SMALL = replace(H100, memory_gb=12, gpus_per_node=4)
-CONFIG = load_config("configs/llama3_8b.toml")
+CONFIG = load_config("configs/models/llama3_8b.toml")
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ LARGER, AGAIN = "--context-parallel-size 16 --global-batch-size 2", "--recompute
 )
 def test_levers_are_pulled_in_the_order_of_the_page(size, memory_gb, flags):
     """LLaMA 2 13B on 524,288 tokens and 16 A100."""
-    one, cluster = load_config("configs/llama2_13b.toml"), load_cluster(CLUSTERS / "a100_pod.toml")
+    one, cluster = load_config("configs/models/llama2_13b.toml"), load_cluster(CLUSTERS / "a100_pod.toml")
     one = replace(one, train=replace(one.train, seq_length=1 << 19, bf16=True))
     one = replace(one, mesh=replace(one.mesh, context_parallel_size=size))
     found, seconds = changes(one, 16, replace(cluster, memory_gb=memory_gb), None)

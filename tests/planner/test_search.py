@@ -81,7 +81,7 @@ def test_all_arrangements_of_four_processes():
 
 def test_settings_are_varied_until_it_fits():
     """LLaMA 3 8B at 512K on 8 H100, which was once refused: 40.9 by full recomputation."""
-    whole, cluster = load_config("configs/llama3_8b.toml"), load_cluster(CLUSTERS / "h100_pod.toml")
+    whole, cluster = load_config("configs/models/llama3_8b.toml"), load_cluster(CLUSTERS / "h100_pod.toml")
     mesh = replace(whole.mesh, context_parallel_size=8)
     asked = replace(whole, mesh=mesh, train=replace(whole.train, seq_length=1 << 19, bf16=True))
     assert rank([asked], 8, cluster).candidates == []

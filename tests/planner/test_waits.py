@@ -41,7 +41,7 @@ CASES = {
     **{f"{model}, {name}": (*LINEAR, model, METHOD, name) for model in LINEAR_KINDS for name in LINEAR_METHODS},
     **{f"{model}, lasp, packed": (*LINEAR, model, METHOD, "lasp", *PACKED) for model in LINEAR_KINDS},
     "hybrid": (
-        *("--config", "configs/transnormer_hybrid_tiny.toml", "--num-layers", "2"),
+        *("--config", "configs/models/transnormer_hybrid_tiny.toml", "--num-layers", "2"),
         *("--softmax-every", "2", "--hybrid-softmax-layout", "zigzag"),
     ),
     "window": ("--window-size", "16,0", "--softmax-type", "learnable", *BY["zigzag"]),
@@ -51,7 +51,16 @@ SLOW = {*BY, "transnormer, lasp2", "transnormer, ulysses", "linear_transformer, 
 SOME = "wallfacer", "exchange"
 """Methods for a diffusion transformer: its attention is a language model's, without a mask."""
 DIT = (
-    *("--config", "configs/dit_tiny.toml", "--device", "cpu", "--num-layers", "1", "--context-parallel-size", "4"),
+    *(
+        "--config",
+        "configs/models/dit_tiny.toml",
+        "--device",
+        "cpu",
+        "--num-layers",
+        "1",
+        "--context-parallel-size",
+        "4",
+    ),
     *("--hidden-size", "32", "--num-attention-heads", "4", "--micro-batch-size", "4", "--global-batch-size", "4"),
 )
 
@@ -186,9 +195,7 @@ def reads_of_a_step(monkeypatch, data, more):
 
     for name in ("item", "tolist", "cpu", "__float__"):
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
-    flags = (
-        "--config configs/llama_tiny.toml --num-layers 1 --hidden-size 32 --seq-length 32 --context-parallel-size 1 "
-    )
+    flags = "--config llama_tiny --num-layers 1 --hidden-size 32 --seq-length 32 --context-parallel-size 1 "
     flags += "--train-iters 4 --save none --save-interval none --eval-iters 0"
     own = ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
     with trainer_of(pretrain_gpt, [*flags.split(), *own], Steps()) as trainer:

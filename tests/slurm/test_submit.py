@@ -16,7 +16,7 @@ from tests.slurm.cluster import VirtualError, start
 from tests.starts import ROOT
 
 CLUSTERS = ROOT / "configs" / "clusters"
-RUN = ["pretrain_gpt.py", "--config", str(ROOT / "configs" / "llama_tiny.toml"), "--global-batch-size", "64"]
+RUN = ["pretrain_gpt.py", "--config", str(ROOT / "configs" / "models" / "llama_tiny.toml"), "--global-batch-size", "64"]
 RUN += ["--save", "runs/here"]
 IMAGE = ["--container", "i.sqsh", "--container-mounts", "/data:/data"]
 

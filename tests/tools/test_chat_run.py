@@ -5,8 +5,6 @@ import json
 import pytest
 import torch
 
-from checkpoint.manifest import read_manifest
-from checkpoint.search import find_checkpoint
 from data.chat.convert import Chat
 from data.text.prepare import prepare
 from data.text.record import Request
@@ -16,6 +14,8 @@ from tests.data.test_tokenizer import write_hugging_face
 from tests.pretraining import on_rank
 from tools import sample
 from tools.convert_hf import export_model, import_model
+from train.checkpoint.manifest import read_manifest
+from train.checkpoint.search import find_checkpoint
 from train.run import exit_status
 
 transformers = pytest.importorskip("transformers")

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.api import load_model, save_checkpoint, stored_weights
-from checkpoint.search import find_checkpoint
 from model.hf.dit import dit_to_original, save_dit
 from model.hf.folder import Weights
 from model.registry import architecture_of, build_model
 from tests.model.hf.hugging_face import CONFIGS, TOKENS, hugging_face, transformers
 from tests.model.models import IMAGE, VIDEO, random_dit
 from tools.convert_hf import export_model, import_model, main
+from train.checkpoint.api import load_model, save_checkpoint, stored_weights
+from train.checkpoint.search import find_checkpoint
 from train.config.diffusion import load_config as load_dit_config
 from train.config.entries import DiTRunConfig
 from train.config.flags import write_toml

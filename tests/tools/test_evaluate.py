@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpoint.api import load_model, save_checkpoint
 from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig
@@ -19,6 +18,7 @@ from tests.data.families import llama_3
 from tests.data.text.corpora import write_pair
 from tools.common.runs import open_run
 from tools.evaluate import buckets, documents, main
+from train.checkpoint.api import load_model, save_checkpoint
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
 LENGTH, TRAINED = 200, 96

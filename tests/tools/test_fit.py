@@ -39,7 +39,7 @@ def test_the_quick_start_fits_any_machine(entry, gpus, processes, added, monkeyp
 
 
 def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch):
-    for path in sorted((ROOT / "configs").glob("*_tiny.toml")):
+    for path in sorted((ROOT / "configs" / "models").glob("*_tiny.toml")):
         entry = "pretrain_dit.py" if path.stem == "dit_tiny" else "pretrain_gpt.py"
         parse, validate = ENTRIES[entry].parse_args, ENTRIES[entry].validate
         for gpus in (0, 1, 2, 3, 4, 8, 16):
@@ -50,13 +50,13 @@ def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch):
 
 def test_without_the_gpu_that_is_asked_for_a_process_is_started_to_say_so(monkeypatch):
     stub(monkeypatch, 0)
-    flags = ["--config", str(ROOT / "configs/llama_tiny.toml"), "--device", "cuda"]
+    flags = ["--config", str(ROOT / "configs/models/llama_tiny.toml"), "--device", "cuda"]
     assert fit("pretrain_gpt.py", flags, None)[0] == 1
 
 
 def test_what_is_asked_for_stays(monkeypatch):
     stub(monkeypatch, 1)
-    flags = ["--config", str(ROOT / "configs/llama_tiny.toml")]
+    flags = ["--config", str(ROOT / "configs/models/llama_tiny.toml")]
     assert fit("pretrain_gpt.py", [*flags, "--device", "cpu"], 1) == (1, ["--context-parallel-size", "1"])
     assert fit("pretrain_gpt.py", [*flags, "--context-parallel-size", "2"], 1) == (1, ["--bf16"])
     assert fit("pretrain_gpt.py", [*flags, "--attention-backend", "reference"], 2) == (2, [])
@@ -81,11 +81,11 @@ def test_make_starts_what_fits(fails, status, tmp_path):
     command = ["make", "pretrain", f"PY={python}", f"RUN={tmp_path / 'run'}", "ARGS=--lr 1e-3"]
     made = ended(command)
     assert made.returncode == status, made.stderr
-    started = "--nproc-per-node 8 pretrain_gpt.py --config configs/llama_tiny.toml --bf16 --save"
+    started = "--nproc-per-node 8 pretrain_gpt.py --config configs/models/llama_tiny.toml --bf16 --save"
     assert (started in made.stdout) == (status == 0)
 
 
 def test_the_command_itself():
-    command = [sys.executable, "-m", "tools.fit", "pretrain_gpt.py", "--config", "configs/llama_tiny.toml"]
+    command = [sys.executable, "-m", "tools.fit", "pretrain_gpt.py", "--config", "configs/models/llama_tiny.toml"]
     said = ended([*command, "--device", "cpu"])
     assert (said.returncode, said.stdout, said.stderr) == (0, "4\n", "")

@@ -6,19 +6,19 @@ import re
 import pytest
 import torch
 
-from checkpoint.api import save_checkpoint
 from data.chat.template import load_template
-from data.ruler.examples import Prompts
 from data.tokenizer import load_tokenizer
 from model.config import ModelConfig
 from model.registry import architecture_of, build_model
 from runtime.ranks import RankError, run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tools import line_retrieval as command
-from tools.common.answers import Cell, ask_all, heat_map
 from tools.common.arguments import UsageError
-from tools.common.lines import Maker, Task
 from tools.line_retrieval import SPARE, depths_of, entry, places, score_lines, table
+from tools.ruler.answers import Cell, ask_all, heat_map
+from tools.ruler.examples import Prompts
+from tools.ruler.lines import Maker, Task
+from train.checkpoint.api import save_checkpoint
 
 
 class Knowing:

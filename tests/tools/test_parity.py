@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from parity.own import Difference
-from tools import parity
-from tools.parity import main
+from tools.parity import __main__ as parity
+from tools.parity.__main__ import main
+from tools.parity.own import Difference
 
-TINY = str(Path(__file__).parents[2] / "configs" / "llama_tiny.toml")
+TINY = str(Path(__file__).parents[2] / "configs" / "models" / "llama_tiny.toml")
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_named_model_has_a_card_without_a_flag_and_one_that_nobody_published_i
     ],
 )
 def test_a_plans_sources_are_those_of_the_kernel_that_runs(cluster, flags, kernel, error):
-    config = parse_args(["--config", "configs/llama3_8b.toml", *flags.split()])
+    config = parse_args(["--config", "configs/models/llama3_8b.toml", *flags.split()])
     _, rates, off, *_ = sources(config, load_cluster(cluster))
     assert f" {kernel};" in rates
     assert re.search(error, off)
@@ -124,7 +124,7 @@ def test_a_plans_sources_are_those_of_the_kernel_that_runs(cluster, flags, kerne
     ("processes", "nodes", "each"), [(5, 1, 5), (8, 1, 8), (24, 3, 8), (12, 2, 6), (9, 3, 3), (11, 11, 1)]
 )
 def test_the_command_starts_as_many_processes_as_were_planned(processes, nodes, each):
-    config = parse_args(["--config", "configs/llama3_8b.toml"])
+    config = parse_args(["--config", "configs/models/llama3_8b.toml"])
     words = " ".join(command(config, config, processes, load_cluster("h100"), "FILE")).split()
     assert words[words.index("--nproc-per-node") + 1] == str(each)
     assert ("--nnodes" in words) == (nodes > 1)

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from data.chat.template import load_template
-from data.ruler.examples import Maker, Prompts, answer_of
-from data.ruler.tasks import TASKS, Case, Sources
 from data.tokenizer import load_tokenizer
 from runtime.ranks import run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tests.tools.test_line_retrieval import run_of
-from tools import ruler as command
 from tools.common import answers
-from tools.common.answers import Cell, ask_all
-from tools.common.tiny import LEARNED, UNKNOWN, repeated, tokenizer_of_needles
-from tools.ruler import entry, place_of, score_tasks, table
+from tools.ruler import __main__ as command
+from tools.ruler.__main__ import entry, place_of, score_tasks, table
+from tools.ruler.answers import Cell, ask_all
+from tools.ruler.examples import Maker, Prompts, answer_of
+from tools.ruler.tasks import TASKS, Case, Sources
+from tools.ruler.tiny import LEARNED, UNKNOWN, repeated, tokenizer_of_needles
 
 
 class Knowing:

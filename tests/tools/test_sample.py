@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from checkpoint.api import save_checkpoint
 from data.fingerprint import digest
 from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig
@@ -16,6 +15,7 @@ from tests.data.families import begins_with
 from tests.model.models import generate
 from tests.starts import ended
 from tools import sample
+from train.checkpoint.api import save_checkpoint
 from train.generation import Writer
 from train.run import exit_status
 

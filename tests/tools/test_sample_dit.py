@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.manifest import CheckpointError
 from data.latents.dataset import Vae
 from pretrain_dit import main as pretrain
 from runtime.errors import DataError
@@ -18,6 +17,7 @@ from tests.parallel.tiny import rewrite_manifest
 from tools.common.arguments import UsageError
 from tools.common.training import PEAK
 from tools.sample_dit import config_of, fitted, main
+from train.checkpoint.manifest import CheckpointError
 from train.config.flags import ConfigError
 from train.run import exit_status
 from train.sampling import Sampler

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint.api import load_checkpoint
-from checkpoint.manifest import checkpoint_folder
 from parallel.data import DataParallelConfig, Strategy, finish_gradients, set_gradient_sync, to_local
 from parallel.mesh import distributed_mesh
 from runtime.errors import UserError
@@ -24,6 +22,8 @@ from tests.train import apex_stub
 from tests.train.test_host_moments import everything, model, steps
 from train import adamw
 from train.adamw import ApexAdamW
+from train.checkpoint.api import load_checkpoint
+from train.checkpoint.manifest import checkpoint_folder
 from train.objectives.language import NextToken
 from train.optim import OptimizerConfig, build_optimizer
 from train.watching.metrics import METRICS

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from checkpoint.api import save_checkpoint
 from kernels.cache import States
 from model.config import ModelConfig
 from model.generate import Draw
@@ -16,6 +15,7 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
 from train import generation
+from train.checkpoint.api import save_checkpoint
 from train.config.entries import Config
 from train.config.flags import write_toml
 from train.generation import opened

@@ -7,9 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint.api import load_checkpoint, save_checkpoint
-from checkpoint.manifest import checkpoint_folder
-from checkpoint.tensors import tensors_of
 from parallel.data import to_local
 from parallel.offload import Slabs, pinned_bytes
 from runtime.ranks import run_ranks
@@ -17,6 +14,9 @@ from tests.parallel.streams import streams
 from tests.parallel.unequal import loss_sum, sharded
 from train import adamw
 from train.adamw import MOMENTS, HostAdamW
+from train.checkpoint.api import load_checkpoint, save_checkpoint
+from train.checkpoint.manifest import checkpoint_folder
+from train.checkpoint.tensors import tensors_of
 from train.optim import OptimizerConfig, build_optimizer
 
 SIZES = ((33, 7), (7,), (50, 40), (3,), (0,), (64,))

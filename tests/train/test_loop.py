@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpoint.api import CheckpointConfig
-from checkpoint.manifest import read_manifest
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
 from model.config import ModelConfig
@@ -28,6 +26,8 @@ from runtime.ranks import run_ranks
 from runtime.signals import StopRequest
 from tests.starts import ROOT
 from train.assemble import Run
+from train.checkpoint.api import CheckpointConfig
+from train.checkpoint.manifest import read_manifest
 from train.config.entries import Config, TrainConfig
 from train.loop import Trainer, what_is_left
 from train.objectives.language import NextToken

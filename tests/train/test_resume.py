@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.api import CheckpointConfig
-from checkpoint.manifest import CheckpointError
 from data.text.config import DataConfig
 from model.diffusion import DiffusionConfig
 from parallel.mesh import MeshConfig
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
 from tests.train.test_run import with_checkpoint
 from train import resume
+from train.checkpoint.api import CheckpointConfig
+from train.checkpoint.manifest import CheckpointError
 from train.config.derive import IMPORTED, config_as_trained
 from train.config.entries import Config, DiTRunConfig, TrainConfig
 from train.config.flags import ConfigError

@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.api import CheckpointConfig
-from checkpoint.manifest import STARTS, CheckpointError
-from checkpoint.search import find_checkpoint
 from parallel.mesh import MeshError
 from runtime.errors import AbsentError, LaunchError
 from runtime.locks import EndingError, InUseError
@@ -23,6 +20,9 @@ from runtime.slurm import AGAIN, ENDINGS
 from runtime.together import first_to_report
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, ROOT, free_port
+from train.checkpoint.api import CheckpointConfig
+from train.checkpoint.manifest import STARTS, CheckpointError
+from train.checkpoint.search import find_checkpoint
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.api import CheckpointConfig
 from data.latents.dataset import LatentDataConfig
 from model.diffusion import Diffusion, DiffusionConfig
 from model.dit_config import DiTConfig
@@ -13,6 +12,7 @@ from parallel.mesh import MeshConfig, distributed_mesh
 from pretrain_dit import resolve
 from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
+from train.checkpoint.api import CheckpointConfig
 from train.config.common import LoopConfig
 from train.config.diffusion import diffusion_of, validate
 from train.config.entries import DiTRunConfig

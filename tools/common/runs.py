@@ -105,12 +105,12 @@ def open_run(folder: Path, step: int | None = None) -> Run:
 
     Raises UserError: no run or checkpoint is there, or its tokenizer is gone or another one.
     """
-    from checkpoint.manifest import read_manifest
-    from checkpoint.search import checkpoint_of
     from data.fingerprint import digest
     from data.text.record import CHAT
     from data.tokenizer import load_tokenizer
     from runtime.errors import DataError
+    from train.checkpoint.manifest import read_manifest
+    from train.checkpoint.search import checkpoint_of
     from train.config.derive import IMPORTED, config_as_trained, with_vocabulary
     from train.config.flags import ConfigError, config_file
     from train.config.language import load_config

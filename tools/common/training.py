@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.api import CheckpointConfig
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.processes import launched_world_size
 from runtime.progress import duration
 from runtime.together import from_first, is_first
+from train.checkpoint.api import CheckpointConfig
 from train.config.entries import Config
 from train.loop import Trainer
 from train.watching.metrics import RunLog

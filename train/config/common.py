@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from shutil import which
 from typing import Any
 
-from checkpoint.api import CheckpointConfig
 from data.text.config import split_shares
 from kernels.installed import VERSIONS
 from parallel.context.config import ContextConfig
@@ -17,6 +16,7 @@ from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from runtime.errors import at_least, require
 from train import adamw
+from train.checkpoint.api import CheckpointConfig
 from train.config.flags import ConfigError, value_of
 from train.float8 import Float8Config
 from train.optim import OptimizerConfig, schedule_of

@@ -13,17 +13,18 @@ from train.config.sizes import validate_magnitude, validate_mesh
 INTRODUCTION = """\
 Pretrain a diffusion transformer on latents of images or of long videos, shared over processes by context parallelism.
 
-A TOML file under configs/ sets the run and flags override it; "none" unsets a flag that has no default. Examples:
+A model of configs/models, or a TOML file, sets the run and flags override it; "none" unsets a flag that has no default.
+Examples:
 
   handwritten digits on 4 processes, data parallel 2 x context parallel 2; goes on where its folder holds a checkpoint
-    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/dit_tiny.toml --load runs/dit_tiny
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config dit_tiny --load runs/dit_tiny
 
   the same with the heads of 3 processes shared out instead of passing keys and values around, in a folder of its own
-    torchrun --standalone --nproc-per-node 3 %(prog)s --config configs/dit_tiny.toml --context-parallel-size 3 \\
+    torchrun --standalone --nproc-per-node 3 %(prog)s --config dit_tiny --context-parallel-size 3 \\
         --context-parallel-method ulysses --save runs/ulysses
 
   a pipeline of 2: each pair holds half of the layers, and 4 micro-batches follow each other through them
-    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/dit_tiny.toml --pipeline-model-parallel-size 2 \\
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config dit_tiny --pipeline-model-parallel-size 2 \\
         --context-parallel-size 2 --micro-batch-size 8 --global-batch-size 32 --save runs/pipeline
 """
 

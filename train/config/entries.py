@@ -10,7 +10,6 @@ from typing import Any
 from data.fingerprint import digest, fingerprint
 from data.latents.dataset import DIGITS, LatentDataConfig
 from data.latents.folder import latents_fingerprint
-from data.ruler.examples import RulerConfig
 from data.text.config import DataConfig, blend
 from data.text.indexed import LOSS_MASK, open_indexed
 from data.text.record import CHAT, chat_record
@@ -19,6 +18,7 @@ from model.diffusion import DiffusionConfig
 from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig, HybridConfig
 from runtime.errors import at_least
+from tools.ruler.examples import RulerConfig
 from train.config.common import CommonConfig, LoopConfig
 from train.config.flags import ENTRIES
 from train.optim import EmaConfig

@@ -17,6 +17,7 @@ import tomllib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -30,6 +31,7 @@ from train.config.megatron_flags import entries as megatron_flags
 Root = TypeVar("Root")
 EXPECTED = {bool: "true or false", int: "an integer of at most 64 bits", float: "a finite number", str: "a string"}
 LONGEST_TOML = 1_000_000
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 ENTRIES: dict[str, type] = {}
 """Roots by program, to recognise settings that are meant for another one; entries.py names them."""
 METAVAR = {int: "N", float: "X", str: "TEXT"}
@@ -187,8 +189,34 @@ def _hint(root: type, name: str, known: Collection[str], section: str = "") -> s
     return did_you_mean(name, known) or f"known are {', '.join(here)}"
 
 
+@cache
+def model_file(name: str | Path) -> Path:
+    """Return the TOML file that --config names: a path, or a model of configs/models, such as llama3_8b.
+
+    Raises ConfigError listing the models, the most similar first, if a name without a folder is none of them.
+    """
+    path = Path(name)
+    if path.exists() or str(path.parent) not in (".", "configs"):
+        return path
+
+    models = {file.stem: file for file in sorted(MODELS.glob("*.toml"))}
+    model = path.name.lower().removesuffix(".toml").replace("-", "_")
+    if model not in models:
+        if path.suffix == ".toml":
+            return path
+        similar = get_close_matches(model, models)
+        names = ", ".join(dict.fromkeys([*similar, *models]))
+        raise ConfigError(f"the model is {name}; name one of {names}, or give --config FILE")
+
+    file = Path(os.path.relpath(models[model]))
+    if str(path.parent) == "configs" and os.environ.get("RANK", "0") == "0":
+        print(f"note: {path} has moved to {file}, which is read", file=sys.stderr)
+    return file
+
+
 def read_toml(root: type, path: str | Path) -> dict[str, Any]:
     """Read a TOML file's values by field name. Raises ConfigError naming the file, the key and the fix."""
+    path = model_file(path)
     try:
         if kind := not_a_file(Path(path)).replace("a symbolic link", ""):  # a link may lead to a file
             raise ConfigError(f"{path}: it is {kind}; name an existing TOML file")
@@ -264,7 +292,9 @@ def _parser(root: type, introduction: str | None) -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"longmesh {__version__}")
-    parser.add_argument("--config", metavar="FILE", help="TOML file to begin with, such as those under configs/")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file to begin with, or a model of configs/models, such as llama3_8b"
+    )
     table = config_fields(root)
     for section, cls in get_type_hints(root).items():
         docs = attribute_docs(cls) if introduction else {}

@@ -12,21 +12,22 @@ from train.config.sizes import validate_sizes
 INTRODUCTION = """\
 Pretrain a language model on long sequences, shared over processes by context parallelism.
 
-A TOML file under configs/ sets the run and flags override it; "none" unsets a flag that has no default. Examples:
+A model of configs/models, or a TOML file, sets the run and flags override it; "none" unsets a flag that has no default.
+Examples:
 
   the main job: 4 processes, data parallel 2 x context parallel 2; goes on where its folder holds a checkpoint
-    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml --load runs/llama_tiny
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config llama_tiny --load runs/llama_tiny
 
   the same with another method and longer sequences, kept in a folder of its own
-    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml \\
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config llama_tiny \\
         --context-parallel-method zigzag --seq-length 4096 --save runs/zigzag
 
   one data-parallel group of 4: 2 processes share every matrix, and 2 such pairs every sequence
-    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml \\
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config llama_tiny \\
         --tensor-model-parallel-size 2 --context-parallel-size 2 --save runs/tensor
 
   a pipeline of 2: each pair holds half of the layers, and 4 micro-batches follow each other through them
-    torchrun --standalone --nproc-per-node 4 %(prog)s --config configs/llama_tiny.toml \\
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config llama_tiny \\
         --pipeline-model-parallel-size 2 --context-parallel-size 2 --micro-batch-size 1 --save runs/pipeline
 
   go on from its newest whole checkpoint, in one process

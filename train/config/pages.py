@@ -17,8 +17,8 @@ from train.config.flags import METAVAR, attribute_docs, config_fields
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
 TREE = [
-    *("model", "kernels", "runtime", "parallel", "checkpoint", "data", "train"),
-    *("planner", "tools", "parity", "papers", "bench", "slurm"),
+    *("model", "kernels", "runtime", "parallel", "data", "train"),
+    *("planner", "tools", "papers", "bench", "slurm"),
 ]
 MADE_BY = "Made by `python -m train.config.pages`."
 
@@ -95,7 +95,7 @@ def configs_page() -> str:
         "What the TOML files under `configs/` say of themselves. `--config configs/NAME.toml` takes one, and",
         f"[flags](flags.md) override it. {MADE_BY}",
     ]
-    folders = {"Models and runs": "configs", "Long contexts": "configs/runs", "Clusters": "configs/clusters"}
+    folders = {"Models and runs": "configs/models", "Long contexts": "configs/runs", "Clusters": "configs/clusters"}
     for title, folder in ((title, ROOT / name) for title, name in folders.items()):
         lines += ["", f"## {title}", "", "| file | |", "| --- | --- |"]
         lines += [f"| `{path.relative_to(ROOT)}` | {_comment(path)} |" for path in sorted(folder.glob("*.toml"))]
@@ -125,10 +125,10 @@ def code_page() -> str:
         "Folders import downwards only (`tests/test_architecture.py` reads the imports and refuses the rest):",
         "",
         "```",
-        "entry -> planner -> train -> {model, data, checkpoint, parallel} -> kernels -> runtime",
+        "entry -> planner -> train -> {model, data, parallel} -> kernels -> runtime",
         "```",
         "",
-        "`tools`, `papers`, `parity`, `bench` and `slurm` stand on these. Tests mirror the tree by path, and",
+        "`tools`, `papers`, `bench` and `slurm` stand on these. Tests mirror the tree by path, and",
         f"[configurations](../reference/configs.md) have a page of their own. {MADE_BY}",
         "",
         "## Entries",

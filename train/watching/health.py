@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from checkpoint.manifest import is_count
-from checkpoint.search import saved_iterations
 from runtime.errors import UserError, require
 from runtime.files import read_regular, write_text
 from runtime.together import from_first
 from runtime.watchdog import Watchdog
+from train.checkpoint.manifest import is_count
+from train.checkpoint.search import saved_iterations
 from train.watching import Step, Watcher
 
 MOST_SKIPPED_IN_A_ROW = 10

@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from checkpoint.manifest import STARTS, is_count
 from runtime.errors import at_least
 from runtime.files import read_regular, reason, replacing, write_text
+from train.checkpoint.manifest import STARTS, is_count
 from train.config.flags import ConfigError
 from train.watching.profile import PHASES
 

@@ -6,11 +6,11 @@ from typing import Literal
 import torch
 from torch.profiler import record_function
 
-from checkpoint.saving import Saves
 from parallel.data import Runner, reshard
 from runtime.watchdog import Watchdog
 from train.assemble import Run
 from train.batches import StopAgreement, summed
+from train.checkpoint.saving import Saves
 from train.config.common import CommonConfig
 from train.resume import AVERAGED, Start, checkpoint_extra, find_start
 from train.watching import SAVING, Step, Watcher, say

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from data.chat.template import ChatTemplate, load_template, recorded_template
 from data.loader import IGNORE_INDEX, Batch, Samples, evaluation_batches
-from data.ruler.examples import Prompts, makers
-from data.ruler.tasks import Sources
 from data.text.megatron import MockTokenizer
 from data.text.record import CHAT
 from data.tokenizer import Tokenizer
@@ -24,6 +22,8 @@ from parallel.data import Runner
 from runtime.errors import DataError
 from runtime.together import from_first
 from runtime.watchdog import Watchdog
+from tools.ruler.examples import Prompts, makers
+from tools.ruler.tasks import Sources
 from train.assemble import Run
 from train.batches import Batches, summed
 from train.config.common import CommonConfig

@@ -7,8 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.api import load_model
-from checkpoint.search import checkpoint_of
 from model.hf import load_hf
 from model.hf.adapter import read_adapter
 from model.registry import architecture_of, build_model
@@ -16,6 +14,8 @@ from runtime import bounds
 from runtime.errors import UserError
 from tests.model.hf.hugging_face import GPT2, LLAMA, TOKENS, hugging_face, transformers
 from tools.convert_hf import main
+from train.checkpoint.api import load_model
+from train.checkpoint.search import checkpoint_of
 from train.config.language import load_config
 
 LINEARS = ("wq", "wk", "wv", "wo", "gate", "up", "down")

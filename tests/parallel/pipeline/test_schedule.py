@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from checkpoint.api import load_checkpoint
 from model.language import initial_weight
 from model.registry import build_model
 from parallel.context import ContextError
@@ -22,6 +21,7 @@ from tests.parallel.split import GRADIENT, LOSS, config, context, data, own_batc
 from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import ARCHITECTURE, full, save
 from train.assemble import Run, build_runner
+from train.checkpoint.api import load_checkpoint
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken
 

@@ -10,7 +10,7 @@ from train.config.diffusion import load_config, parse_args, validate
 from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError, write_toml
 
-CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*dit_*.toml"))
+CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "models").glob("*dit_*.toml"))
 PROCESSES = {"dit_tiny": 4}
 """Processes that `make dit` starts: a file that sets a global batch has no room for more; the others fit 8."""
 

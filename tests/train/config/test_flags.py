@@ -23,6 +23,24 @@ def test_megatrons_spelling_of_a_flag_and_underscores_are_taken():
     assert parse_args(["--no-use-checkpoint-opt_param-scheduler"]) == parse_args([])
 
 
+@pytest.mark.parametrize("name", ["llama3_8b", "LLaMA3-8B", "configs/llama3_8b.toml", "configs/models/llama3_8b.toml"])
+def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(name, monkeypatch, capsys):
+    monkeypatch.chdir(flags.MODELS.parents[1])
+    flags.model_file.cache_clear()
+    assert parse_args(["--config", name]) == load_config(flags.MODELS / "llama3_8b.toml")
+    assert ("has moved to configs/models/llama3_8b.toml" in capsys.readouterr().err) == ("configs/l" in name)
+
+
+def test_a_file_beside_comes_before_a_model_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama_tiny.toml").write_text("[model]\nnum_layers = 7\n")
+    assert parse_args(["--config", "llama_tiny.toml"]).model.num_layers == 7
+    with pytest.raises(config.ConfigError, match="the model is lama3_8b; name one of llama3_8b, "):
+        parse_args(["--config", "lama3_8b"])
+    with pytest.raises(config.ConfigError, match="elsewhere/llama3_8b.toml"):
+        parse_args(["--config", "elsewhere/llama3_8b.toml"])
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

@@ -12,7 +12,7 @@ from train.config.entries import Config, DiTRunConfig, TrainConfig
 from train.config.flags import attribute_docs
 from train.config.language import load_config, parse_args, validate
 
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if "dit_" not in path.name)
+CONFIGS = sorted(path for path in (ROOT / "configs" / "models").glob("*.toml") if "dit_" not in path.name)
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
 
 

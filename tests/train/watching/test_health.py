@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from checkpoint.api import CheckpointConfig
-from checkpoint.saving import Saves
-from checkpoint.search import find_checkpoint
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.train.test_loop import Samples, checkpoints, infinite_in, run_with, settings
+from train.checkpoint.api import CheckpointConfig
+from train.checkpoint.saving import Saves
+from train.checkpoint.search import find_checkpoint
 from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
 from train.watching.metrics import METRICS, read_metrics
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from checkpoint.manifest import STARTS
 from tests import starts
+from train.checkpoint.manifest import STARTS
 from train.config.flags import ConfigError
 from train.loop import memory_gb
 from train.watching.metrics import METRICS, LoggingConfig, RunLog, check_services, plot_loss, read_metrics

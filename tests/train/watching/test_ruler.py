@@ -5,10 +5,10 @@ import torch
 
 import pretrain_gpt
 from data.loader import IGNORE_INDEX
-from data.ruler.examples import RulerConfig
 from runtime.ranks import run_ranks
 from tests.pretraining import flags_of
 from tools.common.training import Records, trainer_of
+from tools.ruler.examples import RulerConfig
 from train.objectives.language import count_wrong
 
 

@@ -1,0 +1,169 @@
+"""RULER's examples fill their length, and are the same in any process."""
+
+import hashlib
+import json
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from data.chat.template import load_template
+from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
+from tests.data.chat.templates import TEMPLATES, write_tokenizer
+from tools.ruler.examples import Maker, Prompts, fill, left_out, makers
+from tools.ruler.tasks import TASKS, Sources
+from tools.ruler.texts import Questions
+
+GIVEN = [task for task in TASKS if not task.startswith("qa")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATES["chatml"]))
+
+
+def base(tokenizer):
+    return Prompts(tokenizer, None, (tokenizer.eod,))
+
+
+@pytest.mark.parametrize("task", GIVEN)
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_example_fills_its_length(tokenizer, task, chat):
+    """One more piece of the haystack does not fit beside the answer."""
+    prompts = Prompts(tokenizer, load_template(tokenizer.path)) if chat else base(tokenizer)
+    maker = Maker(task, 9000, 1, prompts, Sources())
+    for number in range(3):
+        example = maker.make(number)
+        assert example.ids == prompts.ids(example.question)
+        assert len(example.ids) + example.new_tokens <= 9000
+        more = TASKS[task].make(maker._of(number), example.size + 1)
+        assert len(prompts.ids(more)) + example.new_tokens > 9000
+        text = tokenizer.detokenize(example.ids)
+        assert text.endswith(example.question.text + example.question.prefix) or chat
+        asked = example.question.text, "assistant\n" + example.question.prefix
+        assert not chat or (all(part in text for part in asked) and text.endswith(asked[1]))
+
+
+@pytest.mark.parametrize("task", ["niah_multikey_3", "cwe"])
+def test_seed_number_length_and_purpose_each_draw_another(tokenizer, task):
+    prompts = base(tokenizer)
+    made = [
+        Maker(task, length, seed, prompts, Sources(), purpose).make(number).question.answers
+        for length in (7000, 9000)
+        for seed in (1, 2)
+        for purpose in ("train", "score")
+        for number in (0, 1)
+    ]
+    assert len(set(made)) == 16
+
+
+PINNED = "0f5a1a753eba4d2840c04bdaa1af403e0546d82c83986a03f105507ac77abd51"
+DIGEST = """
+import hashlib, sys
+from tools.ruler.examples import Maker, Prompts
+from tools.ruler.tasks import TASKS, Sources
+from tools.ruler.texts import Questions
+from data.tokenizer import load_tokenizer
+prompts, all = Prompts(load_tokenizer(sys.argv[1])), hashlib.sha256()
+for task in TASKS:
+    if not task.startswith("qa"):
+        example = Maker(task, 9000, 3, prompts, Sources()).make(2)
+        all.update(repr((example.ids, example.question)).encode())
+print(all.hexdigest())
+"""
+
+
+def test_examples_are_these_bytes_in_any_process(tokenizer):
+    """In a process that hashes otherwise, in an order of its own, and on any machine."""
+    command = [sys.executable, "-c", DIGEST, tokenizer.path]
+    found = subprocess.run(command, env={"PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == PINNED
+    together, makers = hashlib.sha256(), {}
+    for task in reversed(GIVEN):  # others are made before
+        makers[task] = Maker(task, 9000, 3, Prompts(tokenizer), Sources())
+        makers[task].make(0)
+    for task in GIVEN:
+        example = makers[task].make(2)
+        together.update(repr((example.ids, example.question)).encode())
+    assert together.hexdigest() == PINNED
+
+
+def test_fill_finds_the_last_that_fits():
+    draw = random.Random(1)
+    for _ in range(300):
+        least, grows = draw.randrange(3), [draw.randrange(1, 40) for _ in range(200)]
+        tokens = [sum(grows[:size]) for size in range(200)]
+        room = draw.randrange(tokens[least], tokens[-1])
+        found = fill(
+            room,
+            lambda size, tokens=tokens: tokens[min(size, 199)] + 40 * max(size - 199, 0),
+            least,
+            draw.randrange(least, 199),
+            draw.choice([0.01, 1, 20, 1e6]),
+        )
+        assert tokens[found] <= room < tokens[found + 1]
+
+
+def test_a_length_without_room_is_refused(tokenizer):
+    with pytest.raises(DataError, match=r"niah_single_1 takes \d+ tokens and 128 for the answer at the least, and"):
+        Maker("niah_single_1", 300, 1, base(tokenizer), Sources())
+
+
+def test_answers_follow_the_prompt(tokenizer):
+    prompts = base(tokenizer)
+    question = Maker("niah_multivalue", 2000, 1, prompts, Sources()).make(0).question
+    ids, prompt = prompts.with_answer(question)
+    assert ids[:prompt] == prompts.ids(question)
+    assert tokenizer.detokenize(ids[prompt:]) == " " + " ".join(question.answers)
+    assert prompts.text([*tokenizer.tokenize(" a\tb\x01c "), tokenizer.vocab_size]) == "a\nb\nc"
+
+
+def questions_of(folder, lengths):
+    """Write questions whose own paragraphs have so many words."""
+    rows = [
+        {"question": f"Who is {n}?", "answers": [f"name{n}"], "paragraphs": [f"name{n} " + "word " * words]}
+        for n, words in enumerate(lengths)
+    ]
+    file = folder / "asked.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Sources(questions={"qa_1": Questions(file)})
+
+
+def test_questions_that_do_not_fit_are_left_out_and_told_and_the_others_keep_their_order(tokenizer, tmp_path):
+    sources = questions_of(tmp_path, [9000, 5, 5, 9000, 5])
+    (maker,) = makers(["qa_1"], [2000], 1, base(tokenizer), sources, samples=7)
+    made = [maker.make(number) for number in range(7)]
+    assert [example.question.answers[0] for example in made] == [f"name{n}" for n in (1, 2, 4, 1, 2, 4, 1)]
+    assert all(len(example.ids) + example.new_tokens <= 2000 for example in made)
+    assert [example.number for example in made] == [*range(7)]
+    (note,) = left_out([maker])
+    assert "qa_1 at 2000 tokens leaves out 2 questions that do not fit" in note
+    assert "Who is 0?" in note
+    again = Maker("qa_1", 2000, 1, base(tokenizer), sources)
+    assert [again.make(number).ids for number in (6, 0)] == [made[6].ids, made[0].ids]
+
+
+def test_questions_of_which_none_fits_are_refused_with_the_least_length(tokenizer, tmp_path):
+    sources = questions_of(tmp_path, [9000, 8000])
+    with pytest.raises(DataError, match=r"qa_1 takes \d+ tokens and 32 for the answer at the least.* leave the task"):
+        makers(["qa_1"], [2000], 1, base(tokenizer), sources, samples=2)
+
+
+def test_an_example_whose_draw_is_too_long_gives_its_number_to_the_next(tokenizer):
+    """At the least length of the first one, some later ones do not fit."""
+    prompts = base(tokenizer)
+    with pytest.raises(DataError) as error:
+        Maker("niah_multikey_1", 50, 1, prompts, Sources())
+    length = int(re.search(r"give (\d+)", str(error.value))[1])
+    while True:
+        try:
+            maker = Maker("niah_multikey_1", length, 1, prompts, Sources())
+            break
+        except DataError:
+            length += 1
+    made = [maker.make(number) for number in range(20)]
+    assert all(len(example.ids) + example.new_tokens <= length for example in made)
+    assert left_out([maker])

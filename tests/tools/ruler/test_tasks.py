@@ -1,0 +1,256 @@
+"""RULER's questions solved by hand: each says its answers, as often and as rarely as the benchmark has them."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from runtime.errors import DataError
+from tools.ruler.tasks import TASKS, Case, Sources
+from tools.ruler.texts import NOISE, Essays, Questions
+
+SQUAD = {
+    "data": [
+        {
+            "paragraphs": [
+                {
+                    "context": f"Article {a}, paragraph {p}.",
+                    "qas": [
+                        {"question": f"Question {a}.{p}?", "answers": [{"text": f"{a}.{p}"}], "is_impossible": p == 2}
+                    ],
+                }
+                for p in range(4)
+            ]
+        }
+        for a in range(5)
+    ]
+}
+HOTPOTQA = [
+    {"question": f"Q{n}?", "answer": f"A{n}", "context": [[f"T{n}", ["One. ", "Two."]], [f"U{n}", ["Three."]]]}
+    for n in range(6)
+]
+LINES = [{"question": f"Q{n}?", "answers": [f"A{n}", "a"], "paragraphs": [f"P{n}"]} for n in range(6)]
+
+
+def asked(task, size, number=0, length=8192, sources=None):
+    return TASKS[task].make(Case(f"test:{number}", number, length, sources or Sources()), size)
+
+
+NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: ([0-9a-f-]+)\.")
+UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+
+
+@pytest.mark.parametrize(
+    ("task", "needles", "asks", "key", "value"),
+    [
+        ("niah_single_1", 1, 1, r"[a-z]+-[a-z]+", r"\d{7}"),
+        ("niah_single_2", 1, 1, r"[a-z]+-[a-z]+", r"\d{7}"),
+        ("niah_single_3", 1, 1, r"[a-z]+-[a-z]+", UUID),
+        ("niah_multikey_1", 4, 1, r"[a-z]+-[a-z]+", r"\d{7}"),
+        ("niah_multikey_2", 51, 1, r"[a-z]+-[a-z]+", r"\d{7}"),
+        ("niah_multikey_3", 51, 1, UUID, UUID),
+        ("niah_multivalue", 4, 4, r"[a-z]+-[a-z]+", r"\d{7}"),
+        ("niah_multiquery", 4, 4, r"[a-z]+-[a-z]+", r"\d{7}"),
+    ],
+)
+def test_each_needle_is_there_once_and_says_the_answers(task, needles, asks, key, value):
+    for number in range(8):
+        question = asked(task, 50, number)
+        found = NEEDLE.findall(question.text)
+        assert len(found) == len({drawn for _, _, drawn in found}) == needles
+        assert all(re.fullmatch(key, k) and re.fullmatch(value, v) for _, k, v in found)
+        query = re.search(r"for (.+) mentioned", question.text)[1]
+        wanted = re.split(r", and |, ", query)
+        assert list(question.answers) == [
+            v for k in wanted for _, other, v in sorted(found, key=lambda row: question.answers.index(row[2])
+            if row[2] in question.answers else -1) if other == k
+        ]  # fmt: skip
+        assert len(question.answers) == asks
+        assert all(question.text.count(answer) == 1 for answer in question.answers)
+        assert query in question.prefix
+
+
+def test_prompts_are_the_benchmarks_word_for_word():
+    question = asked("niah_single_1", 1)
+    (_, key, value) = NEEDLE.search(question.text).groups()
+    needle = f"One of the special magic numbers for {key} is: {value}."
+    lines = re.search(r"afterwards\.\n(.*)\nWhat", question.text, flags=re.DOTALL)[1].split("\n")
+    assert sorted(lines) == sorted([needle, NOISE])
+    assert question.text == (
+        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
+        "the number afterwards.\n" + "\n".join(lines) + f"\nWhat is the special magic number for {key} mentioned in "
+        "the provided text?"
+    )
+    assert question.prefix == f" The special magic number for {key} mentioned in the provided text is"
+    several = asked("niah_multivalue", 1)
+    assert several.text.startswith(
+        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
+        "about the numbers afterwards.\n"
+    )
+    assert re.search(
+        r"\nWhat are all the special magic numbers for \S+ mentioned in the provided text\?$", several.text
+    )
+    assert re.fullmatch(r" The special magic numbers for \S+ mentioned in the provided text are", several.prefix)
+
+
+@pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_1", "niah_single_1"])
+def test_needles_stay_as_the_haystack_grows_and_lie_anywhere(task):
+    small, large = asked(task, 20), asked(task, 400)
+    assert small.answers == large.answers
+    assert NEEDLE.findall(small.text) == NEEDLE.findall(large.text)
+    places = [asked(task, 100, n).text.index(asked(task, 100, n).answers[0]) for n in range(60)]
+    longest = len(asked(task, 100).text)
+    assert min(places) < 0.15 * longest
+    assert max(places) > 0.85 * longest
+
+
+def test_variables_are_tracked_through_the_text():
+    for number in range(8):
+        question = asked("vt", 30, number)
+        shown, text = question.text.split("\n\nMemorize")
+        value = re.search(r"assigned the value (\d+) in the text above\.$", text)[1]
+        given = dict(re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", text))
+        reached = {name for name in given if follow(given, name) == value}
+        assert set(question.answers) == reached
+        assert len(reached) == 5
+        assert f"5 variables are assigned the value {value}, they are: " in question.prefix
+        begin, known = shown.split("they are: ")
+        links = dict(re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", begin))
+        assert sorted(known.split()) == sorted(links)
+        assert {follow(links, name) for name in links} == {re.search(r"the value (\d+) in", begin)[1]}
+
+
+def follow(given, name):
+    while name in given:
+        name = given[name]
+    return name
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(2048, 6, 1), (8192, 30, 3)])
+@pytest.mark.parametrize("size", [10, 1000])
+def test_common_words_are_the_most_common(length, often, seldom, size):
+    question = asked("cwe", size, length=length)
+    *_, listed = question.text.split("Memorize the ones that appear most often.\n")
+    words = re.findall(r"\d+\. (\S+)", listed.split("\nQuestion")[0])
+    times = Counter(words)
+    assert {word for word, _ in times.most_common(10)} == set(question.answers)
+    assert sorted(times.values()) == [seldom] * size + [often] * 10
+    shown = question.text.split(" Answer: The top 10 words that appear most often in the list are: ")[0]
+    assert len(Counter(re.findall(r"\d+\. (\S+)", shown))) == (20 if length < 4096 else 40)
+
+
+def test_frequent_words_follow_the_zeta_distribution():
+    question = asked("fwe", 1000)
+    coded = re.search(r"coded words\. (.*)\nQuestion", question.text)[1].split()
+    (dots, most), *ranked = Counter(coded).most_common()
+    assert (dots, most) == ("...", 607)  # 1000 / zeta(2)
+    assert [times for _, times in ranked[:3]] == [151, 67, 37]
+    assert tuple(word for word, _ in ranked[:3]) == question.answers
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "count", "paragraphs"),
+    [
+        ("squad.json", json.dumps(SQUAD), 15, 20),
+        ("hotpotqa.json", json.dumps(HOTPOTQA), 6, 12),
+        ("lines.jsonl", "\n".join(map(json.dumps, LINES)), 6, 6),
+    ],
+)
+def test_questions_have_their_paragraphs_among_others(tmp_path, name, text, count, paragraphs):
+    (tmp_path / name).write_text(text)
+    given = Questions(tmp_path / name)
+    assert (len(given.asked), len(given.paragraphs)) == (count, paragraphs)
+    for size in (0, 2, 4, 50):
+        for number in range(3):
+            question = asked("qa_1", size, number, sources=Sources(questions={"qa_1": given}))
+            wanted = given.asked[number]
+            found = re.findall(r"^Document (\d+):\n", question.text, flags=re.MULTILINE)
+            assert [int(n) for n in found] == list(range(1, len(wanted.paragraphs) + size + 1))
+            assert all(question.text.count(f":\n{own}\n") == 1 for own in wanted.paragraphs)
+            assert question.text.endswith(f"\n\nQuestion: {wanted.question}")
+            assert question.answers == wanted.answers
+            if wanted.near and size <= len(wanted.near):  # those of the same article come first
+                others = re.findall(r":\n(Article .*)", question.text)
+                assert {other[:9] for other in others} == {wanted.paragraphs[0][:9]}
+
+
+def test_essays_of_a_file_are_read_in_order_again_and_again(tmp_path):
+    (tmp_path / "essays.json").write_text(json.dumps({"text": "First one.  Second\none! Third."}))
+    essays = Essays(tmp_path / "essays.json")
+    assert essays.first(5) == ["First one.", "Second one!", "Third.", "First one.", "Second one!"]
+    question = asked("niah_single_2", 4, sources=Sources(essays))
+    assert NEEDLE.sub("", question.text).count("First one.") == 2
+    made = Essays()
+    assert made.first(50) == Essays().first(80)[:50]
+    assert len(set(made.first(500))) > 490
+
+
+@pytest.mark.parametrize(
+    ("task", "written", "answers", "score"),
+    [
+        ("niah_multivalue", "They are 12, 34 and 5.", ("12", "34", "56", "78"), 0.5),
+        ("niah_single_1", "ABC", ("abc",), 1.0),
+        ("niah_single_1", "", ("abc",), 0.0),
+        ("qa_1", "in Paris", ("paris", "London"), 1.0),
+        ("qa_2", "Rome", ("Paris", "London"), 0.0),
+        ("vt", "AB CD", ("AB", "EF"), 0.5),
+    ],
+)
+def test_scores_are_the_papers(task, written, answers, score):
+    """string_match_all is the share of answers in the text; string_match_part is one of them."""
+    assert TASKS[task].score(written, answers) == score
+
+
+GOOD = {"question": "Who?", "answers": ["Ada"], "paragraphs": ["It was Ada."]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("answers", [""]),
+        ("answers", [" \t"]),
+        ("answers", []),
+        ("answers", ["Ada", ""]),
+        ("question", ""),
+        ("paragraphs", []),
+        ("paragraphs", ["It was Ada.", " "]),
+    ],
+)
+def test_a_question_that_any_text_would_answer_is_refused_by_its_line(tmp_path, field, value):
+    """An empty answer is in every text, so that it would score 100 for any."""
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (GOOD, GOOD | {field: value}, GOOD)))
+    with pytest.raises(DataError, match=rf"q\.jsonl, line 2: {field} "):
+        Questions(file)
+
+
+@pytest.mark.parametrize(
+    "broken", ['{"question": "Who?"', '{"question": "Who?"}', "[]", '{"question": "Who?", "answers": "a"}']
+)
+def test_a_line_that_is_no_question_is_named(tmp_path, broken):
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps(GOOD) + "\n\n" + broken + "\n")
+    with pytest.raises(DataError, match=r"q\.jsonl has .*line 3"):
+        Questions(file)
+
+
+def test_empty_answers_of_the_benchmarks_files_are_refused_by_their_number(tmp_path):
+    squad = {"context": "It was Ada.", "qas": [{"question": "Who?", "answers": [{"text": "Ada"}]}]}
+    without = {"context": "Nobody.", "qas": [{"question": "Who?", "answers": []}]}
+    unanswerable = {"context": "Nobody.", "qas": [{"question": "Who?", "answers": [], "is_impossible": True}]}
+    hotpot = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada."]]]}
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": [squad, unanswerable]}]}))
+    assert len(Questions(tmp_path / "a.json").asked) == 1
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": [squad, without]}]}))
+    with pytest.raises(DataError, match=r"a\.json, question 2: answers is empty"):
+        Questions(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text("\ufeff" + json.dumps([hotpot, hotpot | {"answer": ""}]))
+    with pytest.raises(DataError, match=r"b\.json, question 2: answers holds an empty text"):
+        Questions(tmp_path / "b.json")
+
+
+def test_lines_are_those_of_json_and_not_of_unicode(tmp_path):
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps(GOOD | {"question": "Who\u2028is it?"}, ensure_ascii=False))
+    assert Questions(file).asked[0].question == "Who\u2028is it?"

@@ -1,0 +1,51 @@
+"""Does a run compute on its mesh what one process computes? Yours, shrunk in width but not in kind, on this machine.
+
+python -m tools.parity llama_tiny
+python -m tools.parity runs/mine/config.toml --context-parallel-method ulysses --recompute-granularity full
+python -m tools.parity llama3_8b --pipeline-model-parallel-size 2 --global-batch-size 64 --world-size 64
+
+RUN.toml is any configuration under configs/ or of a run's folder, which --config may name as in training; flags
+override it. The run gets the fewest layers of every kind, narrow heads, a short sequence and at most 8 processes, where
+what was above 1 is 2 or more. It takes two steps on a few samples of its own data (made-up ones where there are none
+yet) in float32 on the CPU, and so does one process with plain attention. Compared are, in the order of a step, initial
+weights, the batch, what every module returns, the loss, every gradient, their norm, the second step and the validation.
+What differs first is named, with its size, and the status is 1. It takes from seconds to a few minutes.
+"""
+
+import sys
+from pathlib import Path
+
+from tools.common.arguments import parser_for, positive, run_command
+from tools.fit import parsed
+from tools.parity.own import compared, report
+from train.config.common import CommonConfig
+from train.run import exit_status
+
+
+def configured(path: Path, flags: list[str]) -> CommonConfig:
+    """Read a configuration of either entry, or of a run's folder, and override it by flags. Raises UserError."""
+    return parsed(["--config", str(path / "config.toml" if path.is_dir() else path), *flags])
+
+
+def parity(argv: list[str]) -> None:
+    """Compare and print; exit with status 1 where something differs. Raises UserError for what cannot run."""
+    parser = parser_for("python -m tools.parity", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN.toml", help="the configuration, or a run's folder")
+    parser.add_argument(
+        "--world-size", type=positive, metavar="N", help="processes of the run (default: dp 2, if it fits)"
+    )
+    words = [word.removeprefix("--config=") for word in argv if word != "--config"]
+    args, flags = parser.parse_known_args(words)
+    found = compared(configured(args.run, flags), args.world_size, say=lambda line: print(line, flush=True))
+    print(report(found), flush=True)
+    if not all(one.within for one in found):
+        raise SystemExit(1)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    return exit_status(parity, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    run_command(main)

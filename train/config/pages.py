@@ -92,7 +92,7 @@ def configs_page() -> str:
     lines = [
         "# Configurations",
         "",
-        "What the TOML files under `configs/` say of themselves. `--config configs/NAME.toml` takes one, and",
+        "What the TOML files under `configs/` say of themselves. `--config` takes one, or the name of a model alone, and",
         f"[flags](flags.md) override it. {MADE_BY}",
     ]
     folders = {"Models and runs": "configs/models", "Long contexts": "configs/runs", "Clusters": "configs/clusters"}

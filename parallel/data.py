@@ -209,8 +209,9 @@ def widen_gradients(model: nn.Module) -> None:
         # torch before 2.13 has one group of parameters a module, or none
         for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
             for parameter in group.fsdp_params:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+                if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):  # autograd itself sums so from 2.15 on
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
 
 def reshard(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from model.language import initial_weight
 from model.registry import build_model
@@ -246,7 +247,8 @@ def in_bfloat16(rank, world_size, widened):
 def test_a_split_backward_sums_gradients_in_float32_too():
     """Over four micro-batches in bfloat16, whose own gradients are the same."""
     assert max(run_ranks(in_bfloat16, 2, True)) < 1e-6
-    assert max(run_ranks(in_bfloat16, 2, False)) > 1e-4
+    if hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):  # from torch 2.15 on autograd sums so without us
+        assert max(run_ranks(in_bfloat16, 2, False)) > 1e-4
 
 
 def test_what_a_user_can_mend_keeps_its_kind_in_a_stage():

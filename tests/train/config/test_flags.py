@@ -37,7 +37,7 @@ def test_a_file_beside_comes_before_a_model_of_its_name(tmp_path, monkeypatch):
     assert parse_args(["--config", "llama_tiny.toml"]).model.num_layers == 7
     with pytest.raises(config.ConfigError, match="the model is lama3_8b; name one of llama3_8b, "):
         parse_args(["--config", "lama3_8b"])
-    with pytest.raises(config.ConfigError, match="elsewhere/llama3_8b.toml"):
+    with pytest.raises(config.ConfigError, match=r"elsewhere/llama3_8b\.toml"):
         parse_args(["--config", "elsewhere/llama3_8b.toml"])
 
 

@@ -12,36 +12,10 @@ import torch
 from kernels.attention import CAUSAL
 from parallel.context import METHODS, ContextError, make_plan
 from parallel.context.geometry import gather_order
+from tests.compositions import EVERY
 
 SIZES = (*range(1, 25), 31, 32, 33, 48, 61, 64)
 BASIC = ("ring", "striped", "zigzag", "allgather")  # the others are these, with no team, one node or all heads
-
-
-VARIANTS = [
-    ("wallfacer", 4, {"team_size": 2}),
-    ("wallfacer", 16, {"team_size": 4}),
-    ("wallfacer", 32, {"team_size": 4, "placement": "p2p_intra"}),
-    ("wallfacer", 36, {"team_size": 3}),
-    ("wallfacer", 64, {"team_size": 4, "placement": "p2p_intra"}),
-    ("wallfacer", 16, {"team_size": 2, "ulysses_degree": 2, "placement": "p2p_intra"}),
-    ("wallfacer", 16, {"team_size": 2, "ulysses_degree": 4}),
-    ("wallfacer", 32, {"team_size": 2, "ulysses_degree": 4, "layout": "striped"}),
-    ("ring", 8, {"ulysses_degree": 2}),
-    ("striped", 8, {"ulysses_degree": 4}),
-    ("zigzag", 6, {"ulysses_degree": 3}),
-    ("allgather", 8, {"ulysses_degree": 2}),
-    ("allgather", 6, {"layout": "striped"}),
-    ("double_ring", 4, {"ranks_per_node": 2}),
-    ("double_ring", 8, {"ranks_per_node": 4, "layout": "striped"}),
-    ("double_ring", 12, {"ranks_per_node": 3}),
-    ("double_ring", 6, {"ranks_per_node": 1}),
-    ("double_ring", 16, {"ranks_per_node": 8, "ulysses_degree": 2}),
-]
-TEAMS = [
-    ("wallfacer", size, {"team_size": team, "layout": layout, "placement": placement})
-    for size, team in ((4, 1), (4, 2), (8, 1), (8, 2), (9, 1), (9, 3), (16, 1), (16, 2), (16, 4))
-    for layout, placement in product(("zigzag", "striped", "contiguous"), ("collect_intra", "p2p_intra"))
-]
 
 
 def coverage(plan, moves="kv"):
@@ -125,10 +99,9 @@ def test_every_size_sends_what_is_received_and_covers_each_pair_once(method):
             np.testing.assert_array_equal(coverage(plan), visible(plan), err_msg=f"size {size}, {plan.mask}")
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("method", "size", "options"), VARIANTS + TEAMS)
-def test_teams_heads_nodes_and_placements_cover_each_pair_once(method, size, options, causal):
-    for documents in (None, (0, 3, size, 3 * size + 1)):
+@pytest.mark.parametrize(("method", "size", "options"), EVERY)
+def test_teams_heads_nodes_and_placements_cover_each_pair_once(method, size, options):
+    for causal, documents in product((True, False), (None, tuple(sorted({0, 3, size, 3 * size + 1})))):
         plan = make_plan(method, seq_len=3 * size + 1, size=size, causal=causal, documents=documents, **options)
         owned = np.concatenate([plan.positions(rank).numpy() for rank in range(size)])
         np.testing.assert_array_equal(np.sort(owned), np.arange(plan.padded_len))
@@ -139,7 +112,7 @@ def test_teams_heads_nodes_and_placements_cover_each_pair_once(method, size, opt
 
 def test_what_ranks_gather_is_joined_in_ascending_positions():
     """The members of a team, and the ranks that exchange heads; so that no rank has to sort."""
-    for method, size, options in VARIANTS + TEAMS:
+    for method, size, options in EVERY:
         plan = make_plan(method, seq_len=5 * size + 1, size=size, **options)
         for rank in range(size):
             for ranks in (plan.geometry.team(rank), plan.geometry.head_group(rank)):
@@ -176,7 +149,7 @@ def test_balanced_methods_give_every_rank_the_same_work_in_every_round(method):
 
 def test_under_full_attention_every_rank_has_the_same_work_in_any_layout():
     """So striped and zigzag bring nothing there, and contiguous blocks are the default of all others."""
-    for method, size, options in VARIANTS:
+    for method, size, options in EVERY:
         plan = make_plan(method, seq_len=size * 16, size=size, causal=False, **options)
         assert len({sum(step.pairs for step in plan.rounds(rank)) for rank in range(size)}) == 1, (method, options)
         own = method if method in ("striped", "zigzag") else "contiguous"
@@ -236,7 +209,7 @@ def test_the_paper_s_worked_example():
 
 
 def test_fewer_bytes_decide_what_the_backward_moves_and_either_can_be_forced():
-    for method, size, options in VARIANTS:
+    for method, size, options in EVERY:
         for kv_heads in (1, 4, 16):
             plans = {
                 choice: make_plan(method, seq_len=8 * size, size=size, backward=choice, **options)

@@ -84,7 +84,9 @@ class Composition(NamedTuple):
 
 def _composition(case: Case) -> Composition:
     options = {
-        option: getattr(case, field) for field, option in _OPTIONS.items() if getattr(case, field) != getattr(Case, field)
+        option: getattr(case, field)
+        for field, option in _OPTIONS.items()
+        if getattr(case, field) != getattr(Case, field)
     }
     if case.more:
         options["layout"] = case.more[-1]

@@ -44,6 +44,8 @@ KINDS = {
     "qwen3_5": (config("qwen3_5", "--softmax-every", "2"), (*CP1, *ALONE)),
 }
 """Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear attention at once."""
+
+
 def rows():
     """Yield kinds, meshes and iterations: four see what twenty do, whose rounding has longer to grow."""
     for kind, case, slow in TRAINED:
@@ -147,9 +149,7 @@ def positions_from_zero(rank, world_size, arguments):
 
 
 @pytest.mark.parametrize(("kind", "wrong"), [("llama", without_the_shift), ("gpt", positions_from_zero)])
-def test_a_wrong_mask_or_position_makes_parity_fail(
-    kind, wrong, default_data, one_process, tmp_path, monkeypatch
-):
+def test_a_wrong_mask_or_position_makes_parity_fail(kind, wrong, default_data, one_process, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.pretraining.run_ranks", lambda _, *given: run_ranks(wrong, *given))
     flags = ("--train-iters", "4")
     got = pretrain(2, default_data, tmp_path / "run", *KINDS[kind][0], *flags, *case_of("cp=2 striped").flags)

@@ -163,16 +163,15 @@ def summed(loss, mesh):
     return total.item()
 
 
-def keep_parts():
-    """Break this process: gradients of what is whole on every tp rank are left as each rank's part."""
-    redistribute = DTensor.redistribute
+def partly_redistributed(redistribute):
+    """A fault: gradients of what is whole on every tp rank are left as each rank's part."""
 
-    def redistributed(self, *args, placements, **kwargs):
-        if self.placements == (Partial(),) and tuple(placements) == (Replicate(),):
-            return DTensor.from_local(self.to_local(), self.device_mesh, placements, run_check=False)
-        return redistribute(self, *args, placements=placements, **kwargs)
+    def redistributed(tensor, *args, placements, **kwargs):
+        if tensor.placements == (Partial(),) and tuple(placements) == (Replicate(),):
+            return DTensor.from_local(tensor.to_local(), tensor.device_mesh, placements, run_check=False)
+        return redistribute(tensor, *args, placements=placements, **kwargs)
 
-    DTensor.redistribute = redistributed
+    return redistributed
 
 
 def train_and_save(rank, world_size, folder, tp, cp, load, data_parallel=ZERO3, *, model_config=None, method="zigzag"):

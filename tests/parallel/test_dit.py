@@ -14,8 +14,9 @@ from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_dit
 from runtime.ranks import run_ranks
-from tests.parallel.split import GRADIENT, LOSS, Step, check_step, difference, keep_parts, mesh_config, summed
+from tests.parallel.split import GRADIENT, LOSS, Step, check_step, difference, mesh_config, partly_redistributed, summed
 from tests.parallel.tiny import full, gradients_of, weights_of
+from tools.common.cases import case_of
 
 IMAGE = DiTConfig(
     num_layers=2,
@@ -29,7 +30,6 @@ VIDEO = DiTConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, latent_shape=(3, 6, 4, 6), patch_size_t=2, num_classes=5
 )
 CONFIGS = [IMAGE, VIDEO]
-MESHES = {"tp2": (2, 2, 1), "tp4": (4, 4, 1), "tp2 cp2": (4, 2, 2), "tp2 dp2": (4, 2, 1)}
 BATCH, SEED = 4, 5
 
 
@@ -87,8 +87,8 @@ def steps(rank, world_size, tp, cp, recompute, method):
 
 
 def check(mesh, recompute, method):
-    ranks, tp, cp = MESHES[mesh]
-    results = run_ranks(steps, ranks, tp, cp, recompute, method)
+    case = case_of(mesh)
+    results = run_ranks(steps, case.ranks, case.tp, case.cp, recompute, method)
     for index, config in enumerate(CONFIGS):
         want = whole_step(config)
         assert all(want.gradients[name].any() for name in want.weights)
@@ -96,17 +96,19 @@ def check(mesh, recompute, method):
             check_step(result[index], want, config)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", ["tp=2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("tp=4", "tp=2 dp=2", "tp=2 cp=2"))]
+)
 def test_one_step_is_that_of_one_process(mesh):
     check(mesh, RecomputeConfig(), "ring")
 
 
 def test_recomputed_layers_and_another_method_are_the_same_step():
-    check("tp2 cp2", RecomputeConfig(recompute_granularity="attention_boundary", ffn_chunk_size=3), "ulysses")
+    check("tp=2 cp=2", RecomputeConfig(recompute_granularity="attention_boundary", ffn_chunk_size=3), "ulysses")
 
 
 def without_the_sum(rank, world_size):
-    keep_parts()
+    DTensor.redistribute = partly_redistributed(DTensor.redistribute)
     with distributed_mesh(mesh_config(tp=2)) as mesh:
         return split_step(mesh, IMAGE, RecomputeConfig(), "ring")
 

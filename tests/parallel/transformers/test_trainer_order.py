@@ -41,11 +41,6 @@ def evaluates(trainer):
     trainer.evaluate()
 
 
-def evaluates_twice(trainer):
-    trainer.evaluate()
-    trainer.evaluate()
-
-
 def predicts(trainer):
     trainer.predict(trainer.eval_dataset)
 
@@ -62,7 +57,7 @@ def computes_a_loss(trainer):
     trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
 
 
-BEFORE = (nothing, evaluates, evaluates_twice, predicts, predicts_what_is_refused, computes_a_loss)
+BEFORE = (nothing, evaluates, predicts, predicts_what_is_refused, computes_a_loss)
 
 
 def weights(trainer):
@@ -85,7 +80,7 @@ def trained(rank, world_size, folder, calls, others):
     return found
 
 
-@pytest.mark.parametrize("others", [{}, {"bf16": True}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("others", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)], ids=["float32", "bf16"])
 def test_ranks_that_evaluate_before_training_train_as_without(tmp_path, others):
     first, *rest = run_ranks(trained, 2, str(tmp_path), BEFORE, others)[0]
     for call, found in zip(BEFORE[1:], rest, strict=True):

@@ -70,7 +70,9 @@ def cases_of(size, schedules=0):
         return cases
     names = [*SCHEDULES]
     chosen = [names if schedules else [names[(i + i // 6 + size) % len(names)]] for i in range(len(cases))]
-    scheduled = [case._replace(schedule=name) for case, schedules_of in zip(cases, chosen, strict=True) for name in schedules_of]
+    scheduled = [
+        case._replace(schedule=name) for case, schedules_of in zip(cases, chosen, strict=True) for name in schedules_of
+    ]
     return scheduled + HEAD_CASES * (size in (2, 3, 4))
 
 

@@ -109,17 +109,6 @@ def test_work_and_rows_of_packed_sequences(length, seq_len, size, most):
     assert np.mean([share_of_a_ring(layout) for layout in layouts]) <= most
 
 
-def test_no_tolerance_is_exact_and_moves_more_rows(monkeypatch):
-    documents = filled(short, 2**17, 0)
-    snapped = share_of_a_ring(balanced(documents, 16))
-    monkeypatch.setattr(circles, "TOLERANCE", 0.0)
-    balancing._arcs.cache_clear()
-    exact = balanced(documents, 16)
-    assert imbalance(exact) <= 1.0002
-    assert share_of_a_ring(exact) > snapped
-    balancing._arcs.cache_clear()
-
-
 def test_a_window_over_one_document_moves_little_more_than_the_halo():
     window = balanced((0, 2**17), 16, window=(1024, 0))
     halo = 15 * 1024 / (15 * 2**17)
@@ -152,14 +141,6 @@ def test_the_best_order_is_chosen(monkeypatch):
     alone = [busiest(lambda lengths, n=n: every(lengths)[n : n + 1]) for n in range(4)]
     np.testing.assert_array_equal(best, np.min(alone, axis=0))
     assert best.sum() < min(map(np.sum, alone))
-
-
-def test_orders_are_permutations_and_fewer_of_many_documents():
-    rng = np.random.default_rng(0)
-    for count, expected in [(1, 1), (3, 1), (4, 4), (2000, 4), (2500, 3), (5000, 1), (20000, 1)]:
-        found = balancing.orders(rng.integers(1, 100, count))
-        assert len(found) == expected
-        assert all((np.sort(order) == np.arange(count)).all() for order in found)
 
 
 def test_equal_layouts_share_what_is_computed():

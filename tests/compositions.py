@@ -93,8 +93,12 @@ def _composition(case: Case) -> Composition:
     return Composition(case.method, case.cp, options)
 
 
+def _spelled_out(lines: str) -> str:
+    return lines.replace("METHODS", "|".join(METHODS))
+
+
 def _read(lines: str) -> list[Composition]:
-    return [_composition(case) for case in cases_of(lines.replace("METHODS", "|".join(METHODS)))]
+    return [_composition(case) for case in cases_of(_spelled_out(lines))]
 
 
 ON_RANKS = _read(_ON_RANKS)
@@ -133,53 +137,30 @@ _TRAINED = """
     transnormer cp=2 lasp
     linear_transformer cp=2 dp=2 lasp2 zero2
     qwen3_5 cp=2 dp=2 exchange zero2
-    nightly llama cp=1|2|4 ring|zigzag|allgather
-    nightly llama cp=1|4 striped
-    nightly llama cp=2 tp=2 zigzag degree=2
-    nightly llama cp=4 double_ring per_node=2 degree=2 attention_boundary --context-parallel-layout striped
-    nightly llama cp=4 ulysses
-    nightly llama cp=2 dp=2 ulysses|zigzag
-    nightly llama tp=2|tp=4
-    nightly llama tp=2 cp=2 attention_boundary
-    nightly llama pp=2 tp=2 attention_boundary GPipe --eval-interval 3
-    nightly llama dp=2 tp=2 ddp|legacy_ddp --eval-interval 3
-    nightly llama dp=2 cp=2 zero1|zero2 --eval-interval 3
-    nightly llama dp=2 cp=2 fsdp copies=2 --eval-interval 3
-    nightly gpt dp=2 allgather
-    nightly gpt dp=2 cp=2 zigzag
-    nightly transnormer|linear_transformer lasp
-    nightly transnormer|linear_transformer dp=2 ddp none
+    nightly llama cp=1|4 METHODS
+    nightly llama cp=2 tp=2 zigzag degree=2 attention_boundary
+    nightly llama cp=4 double_ring per_node=2 degree=2 --context-parallel-layout striped
+    nightly llama tp=4
+    nightly llama pp=2 tp=2 GPipe --eval-interval 3
+    nightly llama dp=2 cp=2 ulysses ddp|zero1|zero2 --eval-interval 3
+    nightly llama dp=2 tp=2 legacy_ddp
+    nightly llama dp=2 cp=2 fsdp copies=2
+    nightly gpt dp=2 cp=1|2 zigzag
     nightly transnormer|linear_transformer dp=4 zero1 none
-    nightly linear_transformer cp=2 lasp
-    nightly transnormer cp=2 dp=2 lasp2 zero2
-    nightly qwen3_5 dp=2 zero1 none
+    nightly transnormer cp=2 dp=2 lasp2 ddp
     nightly qwen3_5 cp=3 zigzag
     nightly qwen3_5 cp=2 tp=2 ring
     nightly qwen3_5 tp=2 pp=2 none
 """
-
-
 _MASKED = """
     gpt pp=2 cp=2 virtual=2 Interleaved1F1B ddp
     transnormer pp=2 tp=2
     nightly llama pp=2 cp=2 tp=2
-    nightly llama cp=2|4 wallfacer|double_ring|ulysses
-    nightly llama cp=4 wallfacer team=2
-    nightly llama cp=4 wallfacer team=2 pp=2
-    nightly llama cp=8 wallfacer team=2 degree=2
-    nightly llama cp=4 double_ring per_node=2 degree=2
     nightly llama pp=2 dp=2 cp=2 virtual=2 InterleavedZeroBubble zero1
-    nightly llama pp=2 dp=2 virtual=2 Interleaved1F1B legacy_ddp
-    nightly llama pp=2 dp=2 tp=2 zero1
     nightly gpt pp=2 dp=2 cp=2 copies=2
-    nightly gpt pp=2 dp=2 cp=2 zigzag zero2
-    nightly gpt pp=2 tp=2 layers=1+3 loss_chunk=50
     nightly linear_transformer pp=2 tp=2 loss_chunk=50
-    nightly qwen pp=2 cp=2 tp=2
-    nightly qwen tp=4 dp=2
     nightly qwen dp=2 cp=2 tp=2 zigzag
     nightly qwen pp=2 tp=2 virtual=2 Interleaved1F1B
-    nightly qwen dp=2 cp=4 ulysses zero1
 """
 _PACKED = """
     llama|windows|gemma3|olmo3|gpt|transnormer|hybrid|linear|delta|kda cp=1
@@ -195,46 +176,30 @@ _PACKED = """
     olmo cp=3 zigzag
     kda cp=3 ring
     nightly hybrid_windows|olmo cp=1
-    nightly llama cp=2 ring
-    nightly llama cp=2 zigzag full
-    nightly windows cp=2 zigzag|ulysses
-    nightly windows tp=2
+    nightly windows cp=2|4 ring|zigzag|ulysses
     nightly gemma3|gpt cp=2 exchange
-    nightly llama pp=2 --micro-batch-size 1
     nightly hybrid_windows cp=2 lasp --hybrid-softmax-layout zigzag
-    nightly delta cp=3 exchange
     nightly llama cp=4 wallfacer team=2
     nightly llama cp=4 double_ring per_node=2
     nightly llama cp=4 exchange degree=2
     nightly llama cp=4 exchange per_node=2
     nightly llama cp=4 allgather ddp
-    nightly llama cp=2 dp=2 exchange --balance-over dp_cp --micro-batch-size 1
-    nightly llama cp=2 tp=2 exchange selective
     nightly llama cp=2 dp=2 striped zero1 --micro-batch-size 1
     nightly llama cp=2 pp=2 exchange --micro-batch-size 1
-    nightly llama tp=2 pp=2 full --micro-batch-size 1
     nightly deep cp=2 pp=2 zigzag Interleaved1F1B virtual=2 --micro-batch-size 1
     nightly gpt cp=2 tp=2 ring loss_chunk=10 ffn_chunk=10
     nightly transnormer cp=4 lasp zero2
-    nightly transnormer cp=2 tp=2 lasp2
     nightly linear cp=2 pp=2 ulysses --micro-batch-size 1
     nightly hybrid cp=4 lasp --hybrid-softmax-method allgather
     nightly hybrid cp=4 lasp2 --context-parallel-layout zigzag
-    nightly transnormer cp=2 tp=2 lasp attention_boundary --context-parallel-layout zigzag
+    nightly llama|windows|delta|gemma3|olmo3|olmo cp=2 tp=2 exchange selective
     nightly llama cp=2 tp=2 pp=2 exchange attention_boundary --micro-batch-size 1
-    nightly llama cp=4 dp=2 exchange full --balance-over dp_cp --micro-batch-size 1
+    nightly llama|windows cp=4 dp=2 exchange full --balance-over dp_cp --micro-batch-size 1
     nightly hybrid cp=2 tp=2 pp=2 lasp --micro-batch-size 1
-    nightly olmo cp=4 zigzag|ring|ulysses|allgather
-    nightly delta cp=2 tp=2 exchange full
+    nightly olmo cp=4 ring|ulysses|allgather
     nightly delta cp=2 dp=2 exchange --balance-over dp_cp --micro-batch-size 1
     nightly kda cp=2 pp=2 zigzag selective --micro-batch-size 1
-    nightly olmo cp=2 tp=2 exchange
-    nightly windows cp=4 ring|zigzag|striped|ulysses|exchange
-    nightly windows cp=2 tp=2 exchange selective
-    nightly gemma3|olmo3 cp=2 tp=2 exchange
-    nightly windows cp=2 pp=2 zigzag full --micro-batch-size 1
     nightly hybrid_windows cp=2 tp=2 lasp2
-    nightly windows cp=4 dp=2 exchange --balance-over dp_cp --micro-batch-size 1
 """
 
 
@@ -244,7 +209,7 @@ def _trained(lines: str) -> list[Trained]:
         slow = line.startswith("nightly ")
         kinds, _, words = line.removeprefix("nightly ").partition(" ")
         for kind in kinds.split("|"):
-            for case in cases_of(words):
+            for case in cases_of(_spelled_out(words)):
                 rows.setdefault((kind, case), Trained(kind, case, slow))
     return [*rows.values()]
 

@@ -115,20 +115,22 @@ def sinks_of(masked, dtype):
 
 
 class Ranks:
-    """Context parallelism of this rank by method and options: groups are made once, whatever the masks."""
+    """Context parallelism of this rank by method and options: groups are made once, whatever the length and mask."""
 
     def __init__(self):
-        self._made: dict[tuple[Any, ...], ContextParallel] = {}
+        self._made: dict[tuple[Any, ...], dict[int, ContextParallel]] = {}
 
     def under(self, method, options, masked):
-        """The one of no documents and no window, whose ``attend`` takes masks, and the one under this mask."""
-        key = method, tuple(options.items()), masked.causal, masked.length
-        if key not in self._made:
-            self._made[key] = context_parallel(
+        """The context without documents and window, whose ``attend`` takes masks, and the one under this mask."""
+        lengths = self._made.setdefault((method, tuple(options.items()), masked.causal), {})
+        if not lengths:
+            lengths[masked.length] = context_parallel(
                 method, seq_len=masked.length, group=dist.group.WORLD, causal=masked.causal, **options
             )
-        one = self._made[key]
-        return one, one.under(documents=masked.documents, window=masked.window)
+        elif masked.length not in lengths:
+            lengths[masked.length] = next(iter(lengths.values())).over(masked.length)
+        whole = lengths[masked.length]
+        return whole, whole.under(documents=masked.documents, window=masked.window)
 
 
 def attended(ranks, method, options, masked, dtype):

@@ -1,5 +1,6 @@
 """Plans, without any process: who owns what, who sends what, and which pairs are computed where."""
 
+import ast
 import pickle
 import random
 from functools import cache
@@ -14,7 +15,7 @@ from parallel.context import METHODS, ContextError, make_plan
 from parallel.context.geometry import gather_order
 from tests.compositions import EVERY
 
-SIZES = (*range(1, 25), 31, 32, 33, 48, 61, 64)
+SIZES = (*range(1, 17), 24, 31, 33, 48)
 BASIC = ("ring", "striped", "zigzag", "allgather")  # the others are these, with no team, one node or all heads
 
 
@@ -168,9 +169,9 @@ def test_striping_halves_the_work_of_the_slowest_rank_as_the_paper_counts_it():
 
 
 def test_tiles_are_as_few_as_the_layout_allows():
-    for method, most in (("ring", 1), ("striped", 1), ("zigzag", 1), ("allgather", 4)):
+    for method, tiles in (("ring", 1), ("striped", 1), ("zigzag", 1), ("allgather", 4)):
         plan = make_plan(method, seq_len=1024, size=8)
-        assert max(len(step.tiles) for rank in range(8) for step in plan.rounds(rank)) == most
+        assert max(len(step.tiles) for rank in range(8) for step in plan.rounds(rank)) == tiles
 
 
 def test_cost_counts_the_bytes_of_each_peer():
@@ -232,43 +233,45 @@ def test_a_plan_from_another_process_is_the_same_plan():
     sent = pickle.loads(pickle.dumps(plan))
     assert (sent, hash(sent)) == (plan, hash(plan))
     assert sent.geometry.method != make_plan("ring", seq_len=64, size=4).geometry.method
+    assert make_plan("wallfacer", seq_len=64, size=4, team_size=2, documents=(0, 10, 64)) is plan
 
 
-def test_plans_are_cached_and_built_without_processes():
-    assert make_plan("zigzag", seq_len=64, size=4) is make_plan("zigzag", seq_len=64, size=4)
+REFUSED = """
+    rign 2 {} | rign.*ring, striped, zigzag, allgather
+    ring 2 {"seq_len": 0} | seq_len is 0
+    ring 0 {} | context_parallel_size is 0
+    wallfacer 8 {"team_size": 3} | context_parallel_team_size is 3, .*do: 1, 2$
+    wallfacer 8 {"team_size": 0} | team_size is 0
+    wallfacer 8 {"team_size": 2, "ulysses_degree": 4} | square 4 does not divide the 2 ranks.*do: 1$
+    ring 8 {"ulysses_degree": 3} | _degree is 3.*do: 1, 2, 4, 8$
+    ulysses 8 {"ulysses_degree": 2} | leaves 4 groups; leave it out
+    ring 8 {"layout": "striped"} | _layout is 'striped' .* takes auto, contiguous$
+    wallfacer 8 {"placement": "near"} | 'near'; use one of collect_intra
+    ring 8 {"placement": "p2p_intra"} | _placement is p2p_intra
+    ring 8 {"backward": "v"} | backward is 'v'; use one of auto, kv, queries
+    ring 8 {"delta_rule_schedule": "star"} | is 'star'; use one of auto, chain
+    double_ring 8 {"ranks_per_node": 3} | _ranks_per_node .* rings of 3.*: 1, 2, 4, 8$
+    double_ring 12 {"ranks_per_node": 6, "ulysses_degree": 4} | is 6, not a multiple of ulysses_degree 4
+    lasp 2 {"causal": False} | lasp has no full mask
+    lasp 2 {"ulysses_degree": 2} | ulysses_degree is 2 with method lasp.*use 1
+    lasp 4 {"team_size": 2} | lasp has no teams
+    lasp2 2 {"layout": "striped"} | _layout is 'striped'.*use contiguous, zigzag or auto
+    lasp2 2 {"layout": "balanced"} | _layout is 'balanced'.*use contiguous, zigzag or auto
+    ring 2 {"documents": (0, 4)} | documents must ascend from 0 to seq_len 8
+    ring 2 {"documents": (0, 5, 4, 8)} | documents must ascend
+    ring 2 {"documents": (0, 4.7, 8)} | must be integers
+    ring 2 {"documents": (0, None, 8)} | must be integers
+    ring 2 {"documents": "08"} | must be integers
+    ring 2 {"documents": 8} | must be integers
+"""
 
 
-@pytest.mark.parametrize(
-    ("method", "size", "options", "message"),
-    [
-        ("rign", 2, {}, "rign.*ring, striped, zigzag, allgather"),
-        ("ring", 2, {"seq_len": 0}, "seq_len is 0"),
-        ("ring", 0, {}, "context_parallel_size is 0"),
-        ("wallfacer", 8, {"team_size": 3}, "context_parallel_team_size is 3, whose square 9.*do: 1, 2$"),
-        ("wallfacer", 8, {"team_size": 0}, "team_size is 0"),
-        ("wallfacer", 8, {"team_size": 2, "ulysses_degree": 4}, "square 4 does not divide the 2 ranks.*do: 1$"),
-        ("ring", 8, {"ulysses_degree": 3}, "_degree is 3.*size 8; .*do: 1, 2, 4, 8$"),
-        ("ulysses", 8, {"ulysses_degree": 2}, "leaves 4 groups; leave it out"),
-        ("ring", 8, {"layout": "striped"}, "_layout is 'striped' with .* ring, which takes auto, contiguous$"),
-        ("wallfacer", 8, {"placement": "near"}, "'near'; use one of collect_intra"),
-        ("ring", 8, {"placement": "p2p_intra"}, "_placement is p2p_intra and .* ring has no teams to place"),
-        ("ring", 8, {"backward": "v"}, "backward is 'v'; use one of auto, kv, queries"),
-        ("ring", 8, {"delta_rule_schedule": "star"}, "is 'star'; use one of auto, chain, tree, gather"),
-        ("double_ring", 8, {"ranks_per_node": 3}, "_ranks_per_node .* rings of 3.* 8 ranks.*: 1, 2, 4, 8$"),
-        ("double_ring", 12, {"ranks_per_node": 6, "ulysses_degree": 4}, "is 6, not a multiple of ulysses_degree 4"),
-        ("lasp", 2, {"causal": False}, "lasp has no full mask"),
-        ("lasp", 2, {"ulysses_degree": 2}, "ulysses_degree is 2 with method lasp.*use 1"),
-        ("lasp", 4, {"team_size": 2}, "lasp has no teams"),
-        ("lasp2", 2, {"layout": "striped"}, "_layout is 'striped'.*use contiguous, zigzag or auto"),
-        ("lasp2", 2, {"layout": "balanced"}, "_layout is 'balanced'.*use contiguous, zigzag or auto"),
-        ("ring", 2, {"documents": (0, 4)}, "documents must ascend from 0 to seq_len 8"),
-        ("ring", 2, {"documents": (0, 5, 4, 8)}, "documents must ascend"),
-        *(("ring", 2, {"documents": wrong}, "must be integers") for wrong in ((0, 4.7, 8), (0, None, 8), "08", 8)),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_reason(method, size, options, message):
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_what_cannot_work_is_refused_with_the_reason(line):
+    given, _, message = line.partition(" | ")
+    method, size, options = given.split(maxsplit=2)
     with pytest.raises(ContextError, match=message):
-        make_plan(method, size=size, **{"seq_len": 8, **options})
+        make_plan(method, size=int(size), **{"seq_len": 8, **ast.literal_eval(options)})
 
 
 def test_heads_that_cannot_be_split_are_refused_with_the_degrees_that_fit():

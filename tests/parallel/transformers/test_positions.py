@@ -10,7 +10,7 @@ from parallel.transformers.check import Wide
 from parallel.transformers.probe import TOKENS
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.families import LENGTH, PACKED, averaged, difference, gradients, tokens, transformers
+from tests.parallel.transformers.families import LENGTH, PACKED, averaged, difference, each_alone, tokens, transformers
 
 BEGINS = {
     "Roberta": 2,
@@ -58,25 +58,13 @@ def model_of(kind):
     return model.double().eval()
 
 
-def alone(model, ids, labels):
-    """Loss and gradients of each document by itself, without position_ids."""
-    total, count, start = 0.0, 0, 0
-    for length in PACKED:
-        logits = model(input_ids=ids[:, start : start + length], use_cache=False).logits[0, :-1]
-        after = labels[0, start + 1 : start + length]
-        total = total + torch.nn.functional.cross_entropy(logits, after, ignore_index=-100, reduction="sum")
-        count += int((after != -100).sum())
-        start += length
-    return [(total / count).detach(), *gradients(total / count, model)]
-
-
 def compared(rank, world_size):
     """Errors of each class on the ranks, whether its check is right, and whether it is with other positions."""
     found = {}
     for kind in BEGINS:
         with Wide():
             model = model_of(kind)
-            truth = alone(model, *tokens(LENGTH))
+            truth = each_alone(model, *tokens(LENGTH), PACKED)
             cp = shard(model, dist.group.WORLD)
             batch = cp.batch(*tokens(LENGTH), documents=PACKED)
             error = difference(averaged(cp.loss(model(**batch.inputs), batch), model), truth)

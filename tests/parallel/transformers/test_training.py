@@ -91,9 +91,8 @@ def test_ways_of_training_give_the_gradients_of_one_process():
 
 
 def test_labels_that_are_shifted_after_cutting_are_seen():
-    found = run_ranks(trained, 2, (plain, shifted_after_cutting), ("Llama",), "zigzag")[0]
-    assert found["Llama", "plain"] < 1e-10
-    assert found["Llama", "shifted_after_cutting"] > 1e-2
+    (error,) = run_ranks(trained, 2, (shifted_after_cutting,), ("Llama",), "zigzag")[0].values()
+    assert error > 1e-2
 
 
 def checked(rank, world_size):
@@ -134,22 +133,16 @@ def test_a_model_is_compared_with_one_process_module_by_module():
     assert str(wrong).endswith("as one process, and 10 is the limit")
 
 
-def test_a_report_with_a_gradient_that_is_not_a_number_is_not_right():
-    for nan in (Row("a", 1, torch.nan, 1e-7), Row("a", 1, 1e-7, torch.nan)):
-        assert not Report(1.0, 1.0, 1.0, 1e-7, [Row("b", 1, 1e-7, 1e-7), nan]).right
-    assert not Report(torch.nan, 1.0, 1.0, 1e-7, [Row("b", 1, 1e-7, 1e-7)]).right
-
-
 def test_a_process_that_was_exact_by_chance_does_not_condemn_the_ranks():
-    """In float32; in bfloat16 a thousand roundings would hide everything."""
-    rows = [Row("a", 1, 2e-5, 1e-7), Row("b", 1, 1e-7, 1e-7)]
-    report = Report(1.0, 1.0, 1.0, 2.0**-23, rows)
+    """In float32; in bfloat16 a thousand roundings would hide everything. What is not a number is never right."""
+    small = Row("b", 1, 1e-7, 1e-7)
+    report = Report(1.0, 1.0, 1.0, 2.0**-23, [Row("a", 1, 2e-5, 1e-7), small])
     assert report.worst > 10
     assert report.right
-    assert "wrong" not in str(report)
     assert str(report).endswith("10 is the limit for errors above 1.2e-04")
-    assert not Report(1.0, 1.0, 1.0, 2.0**-23, [Row("a", 1, 2e-4, 1e-7), rows[1]]).right
-    assert not Report(1.0, 1.0, 1.0, 7.8e-3, [Row("a", 1, 1e-1, 1e-7), rows[1]]).right
+    for row, rounding in (((2e-4, 1e-7), 2.0**-23), ((1e-1, 1e-7), 7.8e-3), ((torch.nan, 1e-7), 1e-7)):
+        assert not Report(1.0, 1.0, 1.0, rounding, [Row("a", 1, *row), small]).right
+    assert not Report(torch.nan, 1.0, 1.0, 1e-7, [small]).right
 
 
 def no_memory():
@@ -186,16 +179,19 @@ def refused(rank, world_size):
 
 
 def test_wrong_uses_are_refused_on_every_rank():
-    said, other = run_ranks(refused, 2)
-    assert said == other
-    for message in said[:4]:
-        assert message.startswith("input_ids, labels or documents of the group's ranks [1] are not those of its rank 0")
-    assert said[4].startswith("the batch has no labels, so no loss")
-    assert said[5].startswith("lm_head.weight is quantised")
-    assert said[6].startswith("the model is not the one that shard was called with")
-    assert said[7].startswith("no parameter of the model is trained")
-    assert said[8].startswith("the group's rank 0 could not compute the model alone, MemoryError: 64 GiB")
-    assert said[9].startswith("the model's weights are sharded; compare before fully_shard")
+    messages, other = run_ranks(refused, 2)
+    assert messages == other
+    beginnings = (
+        *["input_ids, labels or documents of the group's ranks [1] are not"] * 4,
+        "the batch has no labels",
+        "lm_head.weight is quantised",
+        "the model is not the one that shard was called with",
+        "no parameter of the model is trained",
+        "the group's rank 0 could not compute the model alone, MemoryError: 64 GiB",
+        "the model's weights are sharded",
+    )
+    for message, beginning in zip(messages, beginnings, strict=True):
+        assert message.startswith(beginning)
 
 
 def gathered(rank, world_size):

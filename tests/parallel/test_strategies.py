@@ -126,17 +126,19 @@ def test_micro_batches_accumulate_and_each_strategy_divides_and_sends_what_it_sa
         assert totals == [share * size for share in shares(strategy, ranks, copies)], strategy
 
 
-def test_gradients_that_legacy_ddp_does_not_sum_would_be_seen():
+def other_ways(rank, world_size):
+    """legacy_ddp whose gradients nothing sums; ddp and legacy_ddp in bfloat16."""
+    not_summed = accumulated(rank, world_size, "legacy_ddp", finish=False)
+    return [not_summed, *(accumulated(rank, world_size, name, bf16=True) for name in ("ddp", "legacy_ddp"))]
+
+
+def test_what_legacy_ddp_does_not_sum_would_be_seen_and_in_bf16_it_is_ddp_to_the_bit():
     want = accumulated_in_one_process(2)
-    for got, _, _, norm in run_ranks(accumulated, 2, "legacy_ddp", 1, False, False):
-        assert difference(got, want) > 0.1
+    for (not_summed, *_, norm), (ddp, *_), (legacy, *_) in run_ranks(other_ways, 2):
+        assert difference(not_summed, want) > 0.1
         assert abs(norm / gradient_norm_of(want) - 1) > 0.1
-
-
-def test_legacy_ddp_in_bf16_is_ddp_in_bf16_to_the_bit():
-    (want, *_), (got, *_) = (run_ranks(accumulated, 2, name, 1, True)[0] for name in ("ddp", "legacy_ddp"))
-    assert all(torch.equal(got[name], want[name]) for name in want)
-    assert 1e-4 < difference(got, accumulated_in_one_process(2)) < 0.1
+        assert all(torch.equal(legacy[name], ddp[name]) for name in ddp)
+        assert 1e-4 < difference(ddp, want) < 0.1
 
 
 def refused(rank, world_size):

@@ -58,10 +58,10 @@ def model_of(kind):
     return model.double().eval()
 
 
-def compared(rank, world_size):
+def compared(rank, world_size, kinds):
     """Errors of each class on the ranks, whether its check is right, and whether it is with other positions."""
     found = {}
-    for kind in BEGINS:
+    for kind in kinds:
         with Wide():
             model = model_of(kind)
             truth = each_alone(model, *tokens(LENGTH), PACKED)
@@ -74,8 +74,9 @@ def compared(rank, world_size):
     return found
 
 
-def test_models_whose_positions_begin_elsewhere_train_as_without_position_ids():
-    for kind, (first, error, right, wrong) in run_ranks(compared, 2)[0].items():
+@pytest.mark.parametrize("kinds", [("Roberta", "OPT", "GPT2"), pytest.param([*BEGINS], marks=pytest.mark.slow)])
+def test_models_whose_positions_begin_elsewhere_train_as_without_position_ids(kinds):
+    for kind, (first, error, right, wrong) in run_ranks(compared, 2, kinds)[0].items():
         assert first == BEGINS[kind], kind
         assert error < 1e-10, kind
         assert right, kind

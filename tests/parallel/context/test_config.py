@@ -74,5 +74,5 @@ def test_zigzag_under_an_exchange_of_heads_is_refused():
     with pytest.raises(ContextError, match="hybrid_softmax_layout is zigzag"):
         HybridConfig(hybrid_softmax_method="ulysses", hybrid_softmax_layout="zigzag").check("auto", **shared)
     for beside in (ulysses, HybridConfig(hybrid_softmax_layout="contiguous")):
-        with pytest.raises(ContextError, match="context_parallel_layout is zigzag, .* hybrid_softmax_layout is"):
+        with pytest.raises(ContextError, match=r"context_parallel_layout is zigzag, .* hybrid_softmax_layout is"):
             beside.check("zigzag", **shared)

@@ -1,6 +1,7 @@
 """Training a sharded model over two ranks: loss, labels, checkpointing, adapters, FSDP2, and its own check."""
 
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -68,8 +69,9 @@ def shifted_after_cutting(model, cp, batch):
 WAYS = (plain, checkpointed, data_parallel, fully_sharded, in_parts)
 
 
-def trained(rank, world_size, ways, families, method):
-    found = {}
+def trained(ways, families, method):
+    """Errors of each way of training by family; every rank has the same loss."""
+    errors, rank = {}, dist.get_rank()
     for family in families:
         with Wide():
             truth = one_process(family, HEADS, *tokens(LENGTH), PACKED) if rank == 0 else None
@@ -78,24 +80,40 @@ def trained(rank, world_size, ways, families, method):
                 cp = shard(model, dist.group.WORLD, method=method)
                 batch = cp.batch(*tokens(LENGTH), documents=PACKED)
                 mine = way(model, cp, batch)
-                losses = [torch.empty_like(mine[0]) for _ in range(world_size)]
+                losses = [torch.empty_like(mine[0]) for _ in range(dist.get_world_size())]
                 dist.all_gather(losses, mine[0])
                 assert all(torch.equal(x, losses[0]) for x in losses)
-                found[family, way.__name__] = difference(mine, truth) if rank == 0 else 0
-    return found
+                errors[family, way.__name__] = difference(mine, truth) if rank == 0 else 0
+    return errors
 
 
-def test_ways_of_training_give_the_gradients_of_one_process():
-    found = run_ranks(trained, 2, WAYS, ("GptOss", "Qwen3_5"), "zigzag")[0]
-    assert {name: x for name, x in found.items() if not x < 1e-10} == {}
+def everything(rank, world_size):
+    return {
+        "right": trained(WAYS, ("GptOss", "Qwen3_5"), "zigzag"),
+        "wrong": trained((shifted_after_cutting,), ("Llama",), "zigzag"),
+        "checked": checked(),
+        "refused": refused(rank),
+        "gathered": gathered(),
+        "adapted": adapted() if find_spec("peft") else None,
+    }
 
 
-def test_labels_that_are_shifted_after_cutting_are_seen():
-    (error,) = run_ranks(trained, 2, (shifted_after_cutting,), ("Llama",), "zigzag")[0].values()
+@pytest.fixture(scope="module")
+def results():
+    """What each of two ranks finds; transformers is imported once for all."""
+    return run_ranks(everything, 2)
+
+
+def test_ways_of_training_give_the_gradients_of_one_process(results):
+    assert {name: error for name, error in results[0]["right"].items() if not error < 1e-10} == {}
+
+
+def test_labels_that_are_shifted_after_cutting_are_seen(results):
+    (error,) = results[0]["wrong"].values()
     assert error > 1e-2
 
 
-def checked(rank, world_size):
+def checked():
     """Reports of a right model in float64 and float32, and of one whose ranks take other positions."""
     found = []
     for dtype in (torch.float64, torch.float32):
@@ -111,9 +129,9 @@ def checked(rank, world_size):
     return found
 
 
-def test_a_model_is_compared_with_one_process_module_by_module():
+def test_a_model_is_compared_with_one_process_module_by_module(results):
     """Gates of the delta rule are off in transformers' float32, and are not taken for the ranks' fault."""
-    (exact, right, wrong), other = run_ranks(checked, 2)
+    (exact, right, wrong), other = (result["checked"] for result in results)
     assert [exact, right, wrong] == other
     assert max(row.ranks for row in exact.rows) < 1e-10
     assert exact.right
@@ -149,7 +167,7 @@ def no_memory():
     raise MemoryError("64 GiB")
 
 
-def refused(rank, world_size):
+def refused(rank):
     """Messages about wrong uses."""
     model = model_of("Llama", HEADS)
     cp = shard(model, dist.group.WORLD)
@@ -178,8 +196,8 @@ def refused(rank, world_size):
     return said
 
 
-def test_wrong_uses_are_refused_on_every_rank():
-    messages, other = run_ranks(refused, 2)
+def test_wrong_uses_are_refused_on_every_rank(results):
+    messages, other = (result["refused"] for result in results)
     assert messages == other
     beginnings = (
         *["input_ids, labels or documents of the group's ranks [1] are not"] * 4,
@@ -194,7 +212,7 @@ def test_wrong_uses_are_refused_on_every_rank():
         assert message.startswith(beginning)
 
 
-def gathered(rank, world_size):
+def gathered():
     """Logits of padded rows from all ranks."""
     model = model_of("Llama", HEADS).eval()
     ids = torch.stack([tokens(12)[0][0], tokens(12, seed=4)[0][0]])
@@ -208,11 +226,11 @@ def gathered(rank, world_size):
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def test_logits_of_all_ranks_are_those_of_the_batch():
-    assert max(run_ranks(gathered, 2)) < 1e-6
+def test_logits_of_all_ranks_are_those_of_the_batch(results):
+    assert max(result["gathered"] for result in results) < 1e-6
 
 
-def adapted(rank, world_size):
+def adapted():
     """Adapters of a model that is sharded before, and of one that is sharded after."""
     from peft import LoraConfig, get_peft_model
 
@@ -238,9 +256,9 @@ def adapted(rank, world_size):
     return found
 
 
-def test_adapters_are_trained_as_in_one_process():
+def test_adapters_are_trained_as_in_one_process(results):
     pytest.importorskip("peft")
-    assert max(run_ranks(adapted, 2)[0]) < 1e-10
+    assert max(results[0]["adapted"]) < 1e-10
 
 
 def test_check_is_refused_while_paused_and_needs_no_gradient_mode():

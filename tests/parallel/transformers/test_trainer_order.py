@@ -92,7 +92,7 @@ def trained(rank, world_size, folder, others):
     trainer = made_trainer(folder)
     model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
     model._is_accelerate_prepared = True
-    with pytest.raises(UserError, match="^the model to train is a Qwen3ForCausalLM without DDP or FSDP"):
+    with pytest.raises(UserError, match=r"^the model to train is a Qwen3ForCausalLM without DDP or FSDP"):
         trainer.train()
     return results
 

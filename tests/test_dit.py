@@ -14,13 +14,13 @@ from tests.endings import apart, end, refusal
 from tests.parity.cases import DIFFUSION, REFERENCE, chosen_cases
 from tests.parity.run import GRADIENTS, compare, equal, trained
 from tests.pretraining import DIT, curve, pretrain_digits
-from tools.common.cases import Case, case_of
+from tools.common.cases import case_of, cases_of
 from train.checkpoint.api import load_model
 from train.config.diffusion import load_config
 from train.watching.metrics import METRICS, read_metrics
 
 NOWHERE = Path("digits")
-CHOSEN = (Case(cp=3, method="exchange", joined=4), Case(pp=2, method="ring"))
+CHOSEN = tuple(cases_of("cp=3 exchange joined=4\n ring pp=2|tp=2"))
 EXACT = ("diffusion_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "validation_loss")
 
 

@@ -157,37 +157,6 @@ def test_a_wrong_mask_or_position_makes_parity_fail(kind, wrong, default_data, o
     assert differences(got, one_process(kind, *flags)) > 10 * BOUND
 
 
-CHUNKS = "attention_boundary loss_chunk=100 ffn_chunk=100"
-"""Recomputation that keeps the attention, losses and feed-forward layers in chunks."""
-
-
-@pytest.mark.slow  # tests/test_resume.py, test_packed.py and test_dit.py have runs that go on to the bit
-@pytest.mark.parametrize(
-    ("kind", "mesh", "others"),
-    [
-        # the biases of all projections are split
-        ("gpt", "cp=2 tp=2 attention_boundary loss_chunk=50 ffn_chunk=70", ("cp=2", "dp=2 tp=2")),
-        *((kind, f"dp=2 lasp {CHUNKS}", ()) for kind in LINEAR),
-    ],
-)
-def test_a_run_that_stops_changes_no_bit_and_goes_on_elsewhere(kind, mesh, others, default_data, one_process, tmp_path):
-    five = ("--train-iters", "5")
-
-    def train(words, folder, *more):
-        case = case_of(words)
-        return pretrain(case.ranks, default_data, tmp_path / folder, *KINDS[kind][0], *five, *case.flags, *more)
-
-    want, load = one_process(kind, *five), ("--load", str(tmp_path / "run"))
-    whole, stopped = train(mesh, "whole"), train(mesh, "run", "--exit-interval", "3")
-    assert differences(whole, want) <= BOUND
-    assert len(stopped) == 3
-    for other in others:
-        assert differences(train(other, other, *load), want[3:]) <= BOUND
-    exact = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples")
-    got, bits = train(mesh, "run", *load), [[record[name] for name in exact] for record in whole]
-    assert [[record[name] for name in exact] for record in got] == bits
-
-
 def train_with_an_overflow(rank, world_size, arguments):
     """Train, keys and values 1e25 times too large in iteration 3; the iterations skipped and all norms."""
     config = parse_args(arguments)

@@ -11,12 +11,9 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.loss import cross_entropy_sum
 from model.attention import HybridAttention, linear, sdpa
-from model.registry import build_model
 from parallel.context import Traffic, context_parallel
 from parallel.context.config import HybridConfig
 from parallel.context.linear import relayout, state
@@ -24,7 +21,6 @@ from parallel.context.transport import HeadExchange, Transport
 from parallel.data import DataParallelConfig, Strategy
 from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig
-from parallel.tensor import split as tensor
 from parallel.tensor import styles as tensor_styles
 from runtime.ranks import run_ranks
 from tests.parallel.split import (
@@ -313,63 +309,3 @@ def test_what_is_wrong_in_silence_would_be_seen(ranks):
     for (fault, case), got in zip(FAULTS[ranks], run_ranks(broken_steps, ranks, FAULTS[ranks])[0], strict=True):
         bound = (1000 if case.kind == "windowed" else 100) * GRADIENT
         assert difference(got, one_process(case.kind)) > bound, fault
-
-
-class Collectives(TorchDispatchMode):
-    """Elements that this rank sends in collectives of ``size`` ranks: what a ring of them sends, its own part kept."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size, self.matrices, self.numbers = size, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back as what it sends
-        name = func.name()
-        if "all_gather_into_tensor" in name:
-            self.matrices += (self.size - 1) * args[0].numel()
-        elif "reduce_scatter_tensor" in name:
-            self.matrices += (self.size - 1) * args[0].numel() // self.size
-        elif "allreduce_" in name:
-            self.numbers += 2 * (self.size - 1) * args[0][0].numel() // self.size
-        return func(*args, **(kwargs or {}))
-
-
-def elements(rank, world_size, lengths):
-    """Elements that a rank sends in a layer's forward and backward, by method and length; rank 1 has two neighbours."""
-    found = {}
-    wide = 4  # bytes
-    for method in ("lasp", "ulysses", "megatron"):
-        with distributed_mesh(mesh_config(world_size if method == "megatron" else 1)) as mesh:
-            for length in lengths:
-                group = None if method == "megatron" else dist.group.WORLD
-                cp = context_parallel("lasp" if group is None else method, seq_len=length, group=group)
-                layer = build_model(MODELS["transnormer"], cp.attend_linear).layers[1]  # the first doubles q and k
-                if group is None:
-                    model = torch.nn.Module()
-                    model.layers = torch.nn.ModuleDict({"1": layer})
-                    tensor.split_model(model, mesh.tp, head_dim=6, kv_heads=4)
-                x = torch.ones(2, length // world_size, 24, requires_grad=True)
-                counted, sent = [], Collectives(world_size)
-                with sent:
-                    entry = x if group is not None else DTensor.from_local(x, mesh.tp, [Shard(1)], run_check=False)
-                    y = layer(entry, cp.positions)
-                    counted.append((cp.transport.traffic.total // wide, sent.matrices, sent.numbers))
-                    (y if group is not None else y.to_local()).sum().backward()
-                    counted.append((cp.transport.traffic.total // wide, sent.matrices, sent.numbers))
-                (a, b, c), (d, e, f) = counted
-                assert c == f - c == (2 * 3 * 2 * length // 4 if method == "megatron" else 0), (
-                    "the joint norm's squares"
-                )
-                found.setdefault(method, []).append((a + b, d + e - a - b))
-    return found
-
-
-def test_elements_sent_per_layer_and_direction_are_constant_for_lasp_alone():
-    """LASP B d^2 / h; Ulysses (P - 1) / P of 4 B N d / P; Megatron-SP four times (P - 1) / P of B N d."""
-    batch, width, heads, ranks, lengths = 2, 24, 4, 4, [16, 32, 64, 128]
-    found = run_ranks(elements, ranks, lengths)[1]
-    whole = [batch * length * width for length in lengths]
-    assert found["lasp"] == [(batch * width**2 // heads,) * 2] * 4
-    assert found["ulysses"] == [(4 * each * (ranks - 1) // ranks**2,) * 2 for each in whole]
-    assert found["megatron"] == [(4 * each * (ranks - 1) // ranks,) * 2 for each in whole]

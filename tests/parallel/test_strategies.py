@@ -19,10 +19,8 @@ from parallel.data import (
     to_local,
     untracked_replicas,
 )
-from parallel.mesh import distributed_mesh
 from runtime.ranks import run_ranks
-from tests.parallel import split
-from tests.parallel.tiny import equal, gradients_of
+from tests.parallel.tiny import gradients_of
 from tests.parallel.unequal import difference, gradient_norm_of, loss_sum, sharded, whole_model
 from train.optim import gradient_norm
 
@@ -149,44 +147,6 @@ def refused(rank, world_size):
 
 def test_legacy_ddp_over_ranks_that_the_library_sums_over_too_is_refused():
     run_ranks(refused, 2)
-
-
-def of(strategy, copies=1):
-    return DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
-
-
-def step(rank, world_size, tp, cp, config):
-    with distributed_mesh(split.mesh_config(tp, cp)) as mesh:
-        model, found = split.split_step(mesh, split.config(), data_parallel=config)
-        return found, gradient_norm(model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy)).item()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cp", "strategy", "copies"),
-    [pytest.param(8, 2, "zero3", 2, marks=pytest.mark.slow), (4, 2, "zero1", 2), (4, 1, "legacy_ddp", 1)],
-)
-def test_with_tensor_parallelism_a_step_is_that_of_one_process(ranks, cp, strategy, copies):
-    """The first on all dimensions: tp 2, in it 2 ranks that divide the weights, 2 copies."""
-    want = split.whole_step(split.config())
-    for got, norm in run_ranks(step, ranks, 2, cp, of(strategy, copies)):
-        split.check_step(got, want)
-        assert norm == pytest.approx(gradient_norm_of(want.gradients), rel=1e-6)
-
-
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_checkpoint_goes_from_one_strategy_to_another_bit_for_bit(ranks, tmp_path):
-    """From tp 2, with copies on 8 ranks, over zero3 and legacy_ddp to other copies, moments and all."""
-    folders = [tmp_path / name for name in "abcd"]
-    first = run_ranks(split.train_and_save, ranks, folders[0], 2, ranks // 4, None, of("zero2", ranks // 4))[0]
-    # [ranks, tp, cp]
-    meshes = [((2, 1, 1), of("zero3")), ((2, 1, 2), of("legacy_ddp"))]
-    if ranks == 8:
-        meshes.append(((4, 1, 2), of("zero1", 2)))
-    for index, ((size, tp, cp), config) in enumerate(meshes):
-        load = folders[index] / "iter_0000001"
-        for result in run_ranks(split.train_and_save, size, folders[index + 1], tp, cp, load, config):
-            assert equal(result, first)
-    assert first["norm.weight/exp_avg"].count_nonzero() > 0
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,8 @@
 """Meshes of every kind train as one process does, what breaks that is seen, and no process stays behind."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +13,6 @@ from tests.parity import cases as parity_cases
 from tests.parity import run as parity
 from tests.parity.cases import reference_of
 from tests.parity.run import Masked, Row, compare, main
-from tests.starts import ROOT, interruptible, wait_until
 from tools.common.cases import Case
 
 STEPS = 2
@@ -114,38 +108,3 @@ def test_the_command_writes_its_table_and_fails_where_a_row_is_outside(
     assert "wrote" in capsys.readouterr().out
     assert main(["--only", "pp 7"]) == 1
     assert "--only is 'pp 7'" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-@pytest.mark.slow
-@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_process_behind(told, default_data, tmp_path):
-    """Ctrl-C reaches the terminal's foreground processes all at once; SIGTERM reaches make alone."""
-    arguments = f"--data {default_data} --output {tmp_path / 'x.md'} --only dp --kind llama"
-    command = ["make", "parity", f"PY={sys.executable}", f"ARGS={arguments}"]
-    with interruptible():
-        started = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    with started as make:
-        try:
-            wait_until(lambda: len(in_session(make.pid)) >= 7)  # make, parity.run, forkserver, tracker, ranks
-            os.killpg(make.pid, told) if told == signal.SIGINT else make.send_signal(told)
-            wait_until(lambda: not in_session(make.pid))
-            assert make.wait() != 0
-            assert "Traceback" not in make.stderr.read()
-        finally:
-            for pid in in_session(make.pid):
-                os.kill(pid, signal.SIGKILL)
-    assert not (tmp_path / "x.md").exists()
-
-
-def in_session(leader):
-    """Processes of a session that are alive."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = path.read_text().rsplit(")", 1)[1].split()[:4]
-        except OSError:
-            continue
-        if int(session) == leader and state != "Z":
-            found.append(int(path.parent.name))
-    return found

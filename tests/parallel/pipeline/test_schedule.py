@@ -19,9 +19,8 @@ from parallel.tensor.split import split_model
 from runtime.ranks import run_ranks
 from tests.parallel.split import GRADIENT, LOSS, config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
-from tests.parallel.tiny import ARCHITECTURE, full, save
+from tests.parallel.tiny import full
 from train.assemble import Run, build_runner
-from train.checkpoint.api import load_checkpoint
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken
 
@@ -273,31 +272,3 @@ def test_tied_embeddings_that_do_not_meet_would_be_seen():
     model = llama(tied=True)
     results = run_ranks(without_the_other_copy, 2, model, ONE_F_ONE_B, "zero3", {"pipeline_model_parallel_size": 2})
     assert compare(results, model) > 1000 * GRADIENT
-
-
-def saved(rank, world_size, folder, load, pp):
-    """Train two steps, or load; save; everything of this rank's stages by name."""
-    with built(llama(tied=True), ONE_F_ONE_B, "zero3", pipeline_model_parallel_size=pp) as (_, parts, runner, batches):
-        optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-2, fused=True)
-        if load is not None:
-            load_checkpoint(load, parts, optimizer, ARCHITECTURE)
-        for _ in range(2 if load is None else 0):
-            runner.forward_backward(batches, 60)
-            optimizer.step()
-            optimizer.zero_grad()
-        save(folder, 1, parts, optimizer)
-        named = {name: p for part in parts for name, p in part.named_parameters()}
-        moments = {
-            f"{name}/{key}": full(value) for name, p in named.items() for key, value in optimizer.state[p].items()
-        }
-        return {name: full(p) for name, p in named.items()} | moments
-
-
-def test_a_checkpoint_goes_from_two_stages_to_four_bit_for_bit(tmp_path):
-    first = run_ranks(saved, 4, tmp_path / "a", None, 2)
-    second = run_ranks(saved, 4, tmp_path / "b", tmp_path / "a" / "iter_0000001", 4)
-    before = {name: value for result in first for name, value in result.items()}
-    after = {name: value for result in second for name, value in result.items()}
-    assert before.keys() == after.keys()
-    for result in (*first, *second):
-        assert all(torch.equal(value, before[name]) for name, value in result.items())

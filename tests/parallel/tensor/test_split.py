@@ -1,7 +1,5 @@
 """A model split over ranks is the whole model: its weights, loss, gradients, their norm and its checkpoints."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,11 +26,9 @@ from tests.parallel.split import (
     mesh_config,
     partly_redistributed,
     split_step,
-    train_and_save,
     weight_of,
     whole_step,
 )
-from tests.parallel.tiny import equal
 from tests.parallel.unequal import gradient_norm_of
 from tools.common.cases import case_of
 from train.optim import gradient_norm
@@ -206,28 +202,3 @@ def of_another_kind(rank, world_size):
 
 def test_a_module_that_the_plan_does_not_know_is_refused():
     run_ranks(of_another_kind, 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "method", "trained"),
-    [
-        ("llama", "zigzag", "norm.weight"),
-        pytest.param("transnormer", "lasp", "layers.0.attention.lrpe.theta", marks=pytest.mark.slow),
-        pytest.param("linear_transformer", "lasp", "norm.weight", marks=pytest.mark.slow),
-    ],
-)
-def test_a_checkpoint_goes_from_one_mesh_to_another_bit_for_bit(kind, method, trained, tmp_path):
-    """From tp 2 x dp 2, where both shard one dimension, over tp 1 x cp 2 to tp 4, moments and all.
-
-    LRPE's angles are one vector of all heads.
-    """
-    folders = [tmp_path / name for name in "abc"]
-    model = config(model_type=kind, num_query_groups=2 if kind == "llama" else None)
-    of_kind = partial(train_and_save, model_config=model, method=method)
-    first = run_ranks(of_kind, 4, folders[0], 2, 1, None)[0]
-    assert first["embedding.weight"].shape[0] == 37, "no padding is in it"
-    second = run_ranks(of_kind, 2, folders[1], 1, 2, folders[0] / "iter_0000001")[0]
-    third = run_ranks(of_kind, 4, folders[2], 4, 1, folders[1] / "iter_0000001")
-    assert equal(first, second)
-    assert all(equal(first, result) for result in third)
-    assert first[f"{trained}/exp_avg"].all()

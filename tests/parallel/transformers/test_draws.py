@@ -12,7 +12,6 @@ from parallel.transformers.batch import pack, part
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
-from tests.parallel.transformers.test_trainer import alone, environment, losses
 
 RATES = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.0}
 LENGTH = 24
@@ -224,31 +223,3 @@ def test_noise_that_is_drawn_in_blocks_is_that_drawn_at_once(monkeypatch, block)
     assert found.shape[1] == part(whole, context).labels.shape[1] > whole.bounds[-1]
     assert torch.equal(found[0, : whole.bounds[-1]], expected)
     assert not found[0, whole.bounds[-1] :].any()
-
-
-def trained(rank, world_size, folder, resume):
-    """Losses of training with noise and dropout of adapters, and of going on at step 3."""
-    environment(rank, world_size)
-    from transformers import Trainer
-
-    from docs.examples import finetune_text
-
-    kind = finetune_text.LongTrainer if world_size > 1 else alone(Trainer)
-    noisy = {"neftune_noise_alpha": 5.0}
-    runs = [finetune_text.trained(folder, world_size, world_size, kind, **noisy)]
-    if resume:
-        runs.append(
-            finetune_text.trained(
-                f"{folder}/again", world_size, world_size, kind, resume=f"{folder}/checkpoint-3", **noisy
-            )
-        )
-    return [losses(trainer).tolist() for trainer in runs]
-
-
-@pytest.mark.slow  # test_noise_on_embeddings_is_that_of_one_process has a forward of it
-def test_a_trainer_with_noise_has_the_losses_of_one_process_and_resumes(tmp_path):
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
-    on_ranks, resumed = run_ranks(trained, 2, str(tmp_path / "ranks"), True)[0]
-    (expected,) = run_ranks(trained, 1, str(tmp_path / "one"), False)[0]
-    assert on_ranks == pytest.approx(expected, abs=1e-5)
-    assert resumed == pytest.approx(expected, abs=1e-5)

@@ -127,22 +127,6 @@ def test_each_mask_has_its_own_balance():
     assert imbalance(windowed, under=causal) > 1.3
 
 
-def test_the_best_order_is_chosen(monkeypatch):
-    """No order alone makes the busiest place of all drawn sequences less busy than the best of four."""
-    packings = [balanced(filled(lognormal, 2**14, seed), 8) for seed in range(6)]
-    every = balancing.orders
-
-    def busiest(chosen):
-        monkeypatch.setattr(balancing, "orders", chosen)
-        found = [balancing.best(packing) for packing in packings]
-        return np.array([balancing._busiest(pieces, p, 1)[0] for pieces, p in zip(found, packings, strict=True)])
-
-    best = busiest(every)
-    alone = [busiest(lambda lengths, n=n: every(lengths)[n : n + 1]) for n in range(4)]
-    np.testing.assert_array_equal(best, np.min(alone, axis=0))
-    assert best.sum() < min(map(np.sum, alone))
-
-
 def test_every_machine_finds_the_same():
     """A digest of layouts, taken when they were first made: what one rank of many sends, others must expect."""
     digest = hashlib.sha256()
@@ -165,51 +149,3 @@ def test_a_million_tokens_are_planned_in_milliseconds():
         transfers(balanced((0, *inner, 2**20), 64))
         spent.append(time.thread_time() - begin)
     assert min(spent) <= 0.045
-
-
-def check_transfers(packed):
-    """Compare with every pair of a query and a key. Returns how many rows travel."""
-    place = np.empty(packed.seq_len, dtype=np.int64)
-    for rank in range(packed.size):
-        place[packed.positions(rank)] = rank // packed.team_size
-    tokens = np.arange(packed.real)
-    document = np.searchsorted(packed.documents, tokens, "right")
-    ahead = tokens[None, :] - tokens[:, None]
-    left, right = packed.reach
-    sees = (document[:, None] == document[None, :]) & (-left <= ahead) & (ahead <= right)
-    expected = np.zeros((packed.places, packed.seq_len), dtype=np.int64)
-    for reader in range(packed.places):
-        own = place[: packed.real] == reader
-        expected[reader, : packed.real] = sees[own].any(axis=0) & ~own
-    received, until = np.zeros_like(expected), {}
-    rows = transfers(packed)
-    for reader, owner, first, end in zip(*rows, strict=True):
-        assert first < end
-        assert (place[first:end] == owner).all()
-        assert until.get((owner, reader), -1) < first  # else they touch
-        received[reader, first:end] += 1
-        until[owner, reader] = end
-    np.testing.assert_array_equal(received, expected)
-    assert (np.diff((rows.who * packed.places + rows.whose) * packed.seq_len + rows.first) > 0).all()
-    return expected.sum()
-
-
-def test_rows_that_travel_are_seen_and_rows_that_are_seen_travel():
-    rng = np.random.default_rng(0)
-    assert sum(check_transfers(drawn(rng)) for _ in range(100)) > 10_000
-
-
-@pytest.mark.parametrize("side", [0, 1])
-def test_a_halo_one_row_short_is_seen(monkeypatch, side):
-    def short(*of):
-        *sets, first, end = whole(*of)
-        return *sets, first + 1 - side, end - side
-
-    rng, whole, found = np.random.default_rng(0), balancing.rows_seen, 0
-    monkeypatch.setattr(balancing, "rows_seen", short)
-    for _ in range(60):
-        try:
-            check_transfers(drawn(rng))
-        except AssertionError:
-            found += 1
-    assert found > 10

@@ -12,7 +12,7 @@ from parallel.context import METHODS, ContextError, context_parallel, executor, 
 from parallel.context.circulation import Needed
 from parallel.context.transport import HeadExchange, Transport
 from runtime.ranks import run_ranks
-from tests.compositions import compositions
+from tests.compositions import SLOW_RANKS, compositions
 from tests.parallel.context.attended import DOCUMENTS, PLAIN, Masked, Ranks, attended, check, error, inputs, truth
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -64,14 +64,14 @@ def some_cases(size):
     return cases
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (8, 9))])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in SLOW_RANKS)])
 def test_every_method_is_exact_and_sends_what_the_plan_says(size):
     check(size, some_cases(size))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 9])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, *SLOW_RANKS])
 def test_the_same_under_every_mask_and_for_both_directions_of_the_backward(size, dtype):
     every = product(compositions(size), MOVES, (PLAIN, PACKED, *MASKS))
     cases = [(method, {**options, "backward": moves}, mask, dtype) for (method, options), moves, mask in every]

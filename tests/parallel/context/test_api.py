@@ -98,7 +98,7 @@ def steps(rank, world_size, cases):
     for method, options in cases:
         for granularity, again in AGAIN.items():
             if granularity in ("full", "selective") and method != "wallfacer":
-                continue
+                continue  # what the backward gathers again is the same for all
             cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
             got = gradients(llama(cp.attend, granularity), cp, 2)
             sent, cp.transport.traffic = cp.transport.traffic, Traffic()

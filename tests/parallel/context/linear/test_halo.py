@@ -53,7 +53,7 @@ def worst(got, length, documents):
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_ranks_are_exact_and_send_what_the_plan_says(world_size):
     results = run_ranks(convolve_on_ranks, world_size, CASES)
     for index, (layout, length, documents) in enumerate(CASES):

@@ -96,6 +96,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(default_
 BOUND = 1e-6
 PAIRS = """
     gpt: none > pp=2 Interleaved1F1B virtual=2
+    llama: tp=2 > dp=2 zero1
 """
 SLOW_PAIRS = """
     gpt: pp=2 dp=2 cp=2 zero1 > tp=2

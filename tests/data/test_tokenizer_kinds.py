@@ -24,7 +24,7 @@ def alike(make):
 
     def run(folder):
         path = make(folder)
-        assert_alike(*both(path), path, count=40)
+        assert_alike(*both(path), path, count=100)
         return "right"
 
     return run
@@ -136,27 +136,34 @@ def begun(make, begins, **settings):
 
 
 def ends_once(folder):
-    path = gpt_2(folder)
+    """Right: a document ends once, behind another token that the tokenizer puts last."""
+    path = llama_3(folder)
     backend = Tokenizer.from_file(str(path))
-    end = backend.token_to_id("<|endoftext|>")
-    backend.post_processor = processors.TemplateProcessing(
-        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
-    )
-    backend.save(str(path))
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.document("a") == [*tokenizer.tokenize("a"), end]
+    names = ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>")
+    special = [(name, backend.token_to_id(name)) for name in names]
+    begin, end, other = (number for _, number in special)
+    for last, after in (("<|eot_id|>", []), ("<|end_of_text|>", [other])):
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"<|begin_of_text|> $A {last}", special_tokens=special
+        )
+        backend.save(str(path))
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.document("a b") == [begin, *tokenizer.tokenize("a b"), *after, end]
     return "right"
 
 
 def learned_end(folder):
-    path = phi_3(folder)
+    """Right: the token that ends an answer is learned, though it takes the line break after it."""
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
     )
+    path = phi_3(folder)
     ids, learned = chat_of("Hi", template=template)(path)
-    end = load_tokenizer(path).tokenize_special("<|end|>")[0][0]
-    assert ids[learned][-1] == end
+    tokenizer = load_tokenizer(path)
+    text = tokenizer.detokenize(ids[learned].tolist(), special=True)
+    assert text.replace(" ", "") == "Hello!<|end|>"
+    assert ids.tolist().count(tokenizer.tokenize_special("<|end|>")[0][0]) == 2
     return "right"
 
 

@@ -1,14 +1,9 @@
 """Errors of a backend of linear attention against the float64 reference.
 
 An error is the larger of two: Frobenius' relative to the result's norm, and the largest relative to the largest value.
-
-Run as a program, it prints those of Triton's interpreter, which must be chosen before Triton is imported; with the word
-far, those of ``FAR``.
 """
 
-import json
 import math
-import sys
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -133,11 +128,8 @@ def error(a, b):
     return max(((a - b).norm() / b.norm()).item(), ((a - b).abs().max() / b.abs().max()).item())
 
 
-def main():
-    """Print the errors of all cases, those with a fault each, and of outputs in both widths."""
-    if sys.argv[1:] == ["far"]:
-        json.dump({"errors": [errors(case, "triton") for case in (*FAR, *CUT_FAR)]}, sys.stdout)
-        return
+def report():
+    """Return the errors of all cases, those with a fault each, and of outputs in both widths."""
     from kernels.triton import linear_attention as fused
 
     (q, k, v, _), _ = inputs(Case(65, "bfloat16"))
@@ -148,7 +140,11 @@ def main():
     fused.PROGRAMS = 528
     pairs = [[fused.scan(x, k, v, (-0.01,) * 3, reverse=reverse)[1] for x in (q, None)] for reverse in (False, True)]
     alone = [torch.equal(*pair) for pair in pairs]
-    json.dump({"errors": found, "faults": _faults(fused), "widths": widths, "alone": alone}, sys.stdout)
+    return {"errors": found, "faults": _faults(fused), "widths": widths, "alone": alone}
+
+
+def report_far():
+    return {"errors": [errors(case, "triton") for case in (*FAR, *CUT_FAR)]}
 
 
 def _faults(fused):
@@ -181,7 +177,3 @@ class _Undecayed(NamedTuple):
         return lambda states, state, final, rates, *rest, **flags: self.kernel[grid](
             states, state, final, 0 * rates, *rest, **flags
         )
-
-
-if __name__ == "__main__":
-    main()

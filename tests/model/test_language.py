@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from model.linear import Sinusoids, features
 from runtime.ranks import run_ranks
@@ -150,33 +148,6 @@ def test_sinusoids_of_far_positions_are_exact():
     assert Sinusoids(4)(torch.tensor([[10**6]])).flatten().tolist() == pytest.approx(
         [-0.34999350217, -0.30561438888, 0.93675212753, -0.95215536825], abs=1e-9
     )
-
-
-def test_recomputed_and_compiled_layers_change_nothing():
-    """Layers take a plain object beside the tensor: activation checkpointing and torch.compile must accept it."""
-    plain, recomputed, compiled = built(LLAMA), built(LLAMA), built(LLAMA)
-    for index, layer in enumerate(recomputed.layers):
-        recomputed.layers[index] = Recomputed(layer)
-    for layer in compiled.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
-    expected = gradients(plain)
-    for model in (recomputed, compiled):
-        for got, want in zip(gradients(model), expected, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-class Recomputed(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args):
-        return checkpoint(self.layer, *args, use_reentrant=False)
-
-
-def gradients(model):
-    model(tokens()).square().sum().backward()
-    return [p.grad for p in model.parameters()]
 
 
 def fully_sharded(rank, world_size):

@@ -7,7 +7,7 @@ from tests.kernels.delta.cases import BOUND, TRITON, Case, errors_of_triton
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
-from tests.kernels.triton.harness import SHARED, compiled, interpret, meta, on_a_gpu  # noqa: E402
+from tests.kernels.triton.harness import SHARED, compiled, meta, on_a_gpu  # noqa: E402
 
 BOUNDS = {"float32": BOUND, "bfloat16": 1e-2}
 FORWARD = ["solve_kernel", "states_kernel", "output_kernel"]
@@ -15,9 +15,9 @@ BACKWARD = [*FORWARD[:2], "read_back_kernel", "states_back_kernel", "changes_bac
 
 
 @pytest.fixture(scope="module")
-def interpreted():
+def interpreted(interpreted):
     """Errors of all cases, of a wide scan, and with faults."""
-    return interpret("tests.kernels.delta.cases")
+    return interpreted["delta"]
 
 
 @pytest.mark.parametrize("index", range(len(TRITON)))

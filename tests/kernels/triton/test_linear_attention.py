@@ -9,17 +9,16 @@ from tests.kernels.linear_cases import BOUND, CASES, CUT, CUT_FAR, FAR, NAMES, C
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
-from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta  # noqa: E402
+from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta, on_a_gpu  # noqa: E402
 
-PROGRAM = "tests.kernels.linear_cases"
 BOUNDS = 7
 """Place of the kernel's argument ``bounds``."""
 
 
 @pytest.fixture(scope="module")
-def interpreted():
+def interpreted(interpreted):
     """The errors of all cases."""
-    return interpret(PROGRAM)
+    return interpreted["linear"]
 
 
 @pytest.mark.parametrize("index", range(len(CASES + CUT)), ids=[f"{case.length}-{case.dtype}" for case in CASES + CUT])
@@ -30,7 +29,7 @@ def test_kernel_equals_the_reference(index, interpreted):
 
 @pytest.mark.slow
 def test_kernel_equals_the_reference_far_away():
-    for case, found in zip(FAR + CUT_FAR, interpret(PROGRAM, "far", timeout=1200)["errors"], strict=True):
+    for case, found in zip(FAR + CUT_FAR, interpret("far", timeout=1200)["far"]["errors"], strict=True):
         assert within_bounds(case, found), (case, found)
 
 
@@ -74,7 +73,7 @@ def steps(width, value_width, heads, documents):
         scan(*args, decays, None, documents, reverse=True, wide=True)
 
 
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (256, 128)])
 def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, width, value_width, tmp_path):
     """A sequence of 131,072 tokens; width 256 is the first TransNormer layer's, whose LRPE doubles queries and keys."""
@@ -141,20 +140,16 @@ def test_segments_are_whole_chunks_of_one_document():
     assert steps.tolist() == [[1, 192, 192, 192, 192, 167, 1, 0], [0, 1, 0, 0, 0, 0, 1, 0]]
 
 
+LONG = [
+    Case(4097, "bfloat16", documents, programs=programs)
+    for documents in (None, (0, 1000, 4097))
+    for programs in (1, 528)
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
-@pytest.mark.parametrize(
-    "case",
-    [
-        *CASES,
-        *CUT,
-        *(
-            Case(4097, "bfloat16", documents, programs=programs)
-            for documents in (None, (0, 1000, 4097))
-            for programs in (1, 528)
-        ),
-    ],
-)
+@on_a_gpu
+@pytest.mark.parametrize("case", [*CASES, *CUT, *LONG])
 def test_kernel_equals_the_reference_on_a_gpu(case):
     found = errors(case, "triton", "cuda")
     if case.dtype == "float32":

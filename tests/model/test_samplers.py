@@ -78,7 +78,7 @@ def perfect(diffusion, mean, std):
 
 @pytest.mark.parametrize(("objective", "method"), METHODS)
 def test_a_perfect_model_gives_the_distribution_back(objective, method):
-    diffusion, mean, std, steps = of(objective), 0.4, 0.3, 1000 if method == "ddpm" else 100
+    diffusion, mean, std, steps = of(objective), 0.4, 0.3, 1000 if method == "ddpm" else 200
     start = drawn(4000, 1, 2)
     noises = lambda step: drawn(4000, 1, 2, seed=step + 1)  # noqa: E731
     found = draw(diffusion, perfect(diffusion, mean, std), start, steps=steps, method=method, step_noise=noises)

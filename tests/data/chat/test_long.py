@@ -61,11 +61,11 @@ def written(template, tokenizer, conversation, monkeypatch):
 @pytest.mark.parametrize("make", [chat, lambda turns: tool_chat(turns // 4, 1), lambda turns: tool_chat(1, turns // 2)])
 def test_twice_the_turns_take_about_twice_the_text(make, tmp_path, monkeypatch):
     tokenizer, template = loaded(tmp_path, RICH)
-    sizes = [written(template, tokenizer, make(turns), monkeypatch) for turns in (150, 300)]
-    lengths = [len(template.render(make(turns).turns)) for turns in (150, 300)]
+    sizes = [written(template, tokenizer, make(turns), monkeypatch) for turns in (340, 680)]
+    lengths = [len(template.render(make(turns).turns)) for turns in (340, 680)]
     assert sizes[1] / sizes[0] < 1.15 * lengths[1] / lengths[0]
     monkeypatch.setattr(prefixes, "ALL_COMPARED", 10**9)  # every prefix
-    assert written(template, tokenizer, make(150), monkeypatch) > 3 * sizes[0]
+    assert written(template, tokenizer, make(340), monkeypatch) > 3 * sizes[0]
 
 
 MAKES = {"chat": lambda: chat(81), "tools": lambda: tool_chat(12, 3), "calls": lambda: tool_chat(1, 40)}

@@ -147,8 +147,9 @@ def test_a_file_that_may_be_meant_otherwise_is_told_once(tmp_path, capsys, kind)
 def test_a_file_that_would_be_read_wrong_is_refused_by_name(tmp_path, kind):
     *file, why = REFUSED[kind]
     path = written(tmp_path, *file)
-    with pytest.raises(DataError, match=f"{re.escape(str(path))}.*{re.escape(why)}"):
+    with pytest.raises(DataError, match=re.escape(why)) as error:
         read(path)
+    assert str(path) in str(error.value)
 
 
 def test_a_field_of_rows_is_refused_if_no_input_has_rows(tmp_path, capsys):

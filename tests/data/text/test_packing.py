@@ -180,9 +180,9 @@ def test_a_blend_is_by_tokens_whatever_is_padded(tmp_path):
     few = write_documents(tmp_path / "few", [[1] * 29 + [EOD]] * 20)
     many = write_documents(tmp_path / "many", [[2] * 9 + [EOD]] * 20)
     train = build(("0.5", few, "0.5", many))[0]
-    found = tokens_by(train, 3500, lambda ids: ids[0])
+    found = tokens_by(train, 2000, lambda ids: ids[0])
     assert abs(found[1] / found[2] - 1) < 1e-3
-    padding = 1 - sum(found.values()) / (3500 * SEQ)
+    padding = 1 - sum(found.values()) / (2000 * SEQ)
     assert abs(1 - train.fill - padding) < 1e-3
 
 
@@ -192,7 +192,7 @@ def test_a_blend_by_length_is_by_tokens(tmp_path, pack_documents):
     prefix = write_documents(tmp_path / "d", [[*[length] * (length - 1), EOD] for length in lengths])
     shares = {"blend_by_length": ("5:0.3", "20:0.5"), "pack_documents": pack_documents, "split": "100,0,0"}
     train = build(prefix, **shares)[0]
-    found = Counter(torch.cat([train[n]["tokens"] for n in range(4000)]).tolist())
+    found = Counter(torch.cat([train[n]["tokens"] for n in range(2500)]).tolist())
     kinds = {length: found[length] * length / (length - 1) for length in (5, 20, 70)}
     for length, share in ((5, 0.2), (20, 0.3), (70, 0.5)):
         assert abs(kinds[length] / sum(kinds.values()) - share) < 4e-3
@@ -204,7 +204,7 @@ def test_validation_is_not_by_length_and_weights_are_shared_out_inside_a_file(tm
     one = write_documents(tmp_path / "one", [[1] * 5, [2] * 50] * 20)
     two = write_documents(tmp_path / "two", [[3] * 5, [4] * 50] * 20)
     train, valid, _ = build(("0.25", one, "0.75", two), split="90,10,0", blend_by_length=("5:0.2",))
-    found = tokens_by(train, 4000, lambda ids: ids[0])
+    found = tokens_by(train, 2500, lambda ids: ids[0])
     for kind, share in ((1, 0.2), (2, 0.05), (3, 0.6), (4, 0.15)):
         assert abs(found[kind] / sum(found.values()) - share) < 2e-3
     alone = build(("0.25", one, "0.75", two), split="90,10,0", data_cache_path=str(tmp_path / "other"))[1]

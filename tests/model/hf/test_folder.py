@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 
 import pytest
@@ -157,17 +156,6 @@ def test_weights_are_finite_numbers(tmp_path):
     with pytest.raises(ValueError, match=r"x_embedder.bias holds 1 of 24"):
         save_dit(tmp_path / "out", IMAGE, dit | {"x_embedder.bias": torch.tensor([torch.nan, *[0.0] * 23])})
     assert not (tmp_path / "out").exists()
-
-
-def test_files_have_the_modes_that_the_umask_asks_for(tmp_path):
-    umask = os.umask(0o027)
-    try:
-        save_hf(tmp_path / "llama", LLAMA, build_model(LLAMA).state_dict())
-        save_dit(tmp_path / "dit", IMAGE, random_dit(IMAGE).state_dict())
-    finally:
-        os.umask(umask)
-    for path in (*tmp_path.glob("*/*"),):
-        assert path.stat().st_mode & 0o777 == 0o640, path
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_stays_as_it_is(tmp_path, monkeypatch):

@@ -196,16 +196,6 @@ def test_a_named_pipe_is_not_waited_for(name, place, tmp_path):
         use()
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"chat_template": 3}, {"chat_template": [3, {"name": ["default"]}, {"name": "default"}]}]
-)
-def test_a_tokenizer_config_without_a_template(config, place, tmp_path):
-    shutil.copy(place / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="has no chat template"):
-        load_template(str(tmp_path / "tokenizer.json"))
-
-
 def test_a_damaged_cache(place):
     check_digests(place)
     for name in ("shuffle.npy", "digests.json"):

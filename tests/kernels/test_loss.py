@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.loss
 from kernels.loss import cross_entropy_sum, over_chunks, sum_over_chunks
@@ -160,21 +159,6 @@ def test_a_sum_and_the_rows_it_is_told(size):
     factor = torch.tensor(3.0).double()
     want = gradients((module(x) * dout).sum(), factor, module, x)
     assert furthest(gradients(summed(module, x, dout, size), factor, module, x), want) < 1e-14
-
-
-def test_a_sum_computes_its_chunks_once():
-    _, x, _ = feed_forward()
-    weight = torch.randn(INSIDE, WIDTH, dtype=x.dtype, requires_grad=True)  # no module, whose calls the counter follows
-
-    def squares(part, _=slice(None)):
-        return (part @ weight.t()).square().sum()
-
-    counts = []
-    for run in (lambda: squares(x), lambda: sum_over_chunks(squares, x, 4, (weight,))):
-        with FlopCounterMode(display=False) as counter:
-            run().backward()
-        counts.append(counter.get_total_flops())
-    assert counts == [3 * 2 * ROWS * WIDTH * INSIDE] * 2
 
 
 def test_a_sum_that_needs_no_gradient_computes_none():

@@ -18,7 +18,7 @@ from model.dit import (
     unpatchify,
 )
 from model.dit_config import DiTConfig
-from tests.model.models import IMAGE, VIDEO, random_dit
+from tests.model.models import IMAGE, VIDEO
 from tests.starts import ROOT
 
 with (ROOT / "papers" / "tables" / "dit_sizes.csv").open() as table:
@@ -119,17 +119,6 @@ def test_a_new_model_is_the_identity_and_says_nought():
     assert weight.abs().max().item() == pytest.approx((6 / (4 * 24)) ** 0.5, rel=0.01)
     assert model.y_embedder.weight.std().item() == pytest.approx(0.02, rel=0.2)
     assert not torch.equal(weight, model.state_dict()["layers.0.attention.wq.weight"])
-
-
-def test_parts_in_sequence_are_the_whole():
-    whole, parts = random_dit(VIDEO), [random_dit(VIDEO), random_dit(VIDEO)]
-    for layer, part in enumerate(parts):
-        part.keep(range(layer, layer + 1))
-        assert part.state_dict().keys() <= whole.state_dict().keys()
-    x, times, labels = torch.randn(2, 24, VIDEO.patch_width), torch.tensor([0.5, 999.0]), torch.tensor([0, 5])
-    sent = parts[0](x, torch.arange(24), times, labels)
-    assert sent.shape == (2, 24, VIDEO.hidden_size)
-    assert torch.equal(parts[1](sent, torch.arange(24), times, labels), whole(x, torch.arange(24), times, labels))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Documents' starts in samples, and positions that restart there: Megatron's own; drawn tokens, and a run on them."""
-
-from itertools import pairwise
+"""Positions and bounds of the documents of samples; drawn tokens, and a run on them."""
 
 import pytest
 import torch
@@ -8,40 +6,20 @@ import torch
 import pretrain_gpt
 from data.text.blend import MockTokenizer, cumulative_lengths, positions_in_documents
 from data.text.config import DataConfig
-from data.text.megatron import build_datasets, megatron_core
+from data.text.megatron import build_datasets
 from runtime.errors import DataError, UserError
 from tests.data.text.corpora import EOD, document_starts
 from tests.pretraining import TINY
 from tools.common.runs import open_run
 from tools.common.training import Records, trainer_of
 
-SEQ = 64
 
-
-def megatrons(tokens):
-    """The positions of Megatron, and which keys [S, S] its mask lets each token see."""
-    megatron_core()
-    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-
-    hidden, _, positions = _get_ltor_masks_and_position_ids(tokens, EOD, True, True, False, True)
-    return positions, ~hidden[0]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 1.0])
-def test_documents_are_those_of_megatron(share):
-    """From no document's end to one at every token."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(5):
-        ends = torch.rand(SEQ, generator=generator) < share
-        tokens = torch.randint(1, 9, (SEQ,), generator=generator).masked_fill(ends, EOD)
-        starts = document_starts(tokens, EOD)
-        positions, seen = megatrons(tokens)
-        assert torch.equal(positions_in_documents(starts), positions)
-        documents = starts.cumsum(0)
-        assert torch.equal((documents[:, None] == documents).tril(), seen)
-        bounds = cumulative_lengths(starts)
-        assert (bounds[0], bounds[-1], len(bounds)) == (0, SEQ, int(documents[-1]) + 1)
-        assert all(seen[end - 1, start:end].all() for start, end in pairwise(bounds))
+def test_an_end_belongs_to_the_document_before_it_and_rows_are_apart():
+    tokens = torch.tensor([[5, EOD, 6, 7, EOD], [EOD, EOD, 8, 9, 9]])
+    starts = document_starts(tokens, EOD)
+    assert starts.int().tolist() == [[1, 0, 1, 0, 0], [1, 1, 1, 0, 0]]
+    assert positions_in_documents(starts).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
+    assert cumulative_lengths(starts.flatten()) == (0, 2, 5, 6, 7, 10)
 
 
 FLAGS = ("--mock-data", "--device", "cpu", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")

@@ -45,6 +45,7 @@ CUT = [  # with decays that remember more than a segment
     Case(130, "bfloat16", (0, 1, 64, 130), (0.99,), programs=528),  # every chunk alone
 ]
 """Documents in several segments. A few bounds of segments are ends of documents; none lies within one."""
+INTERPRETED = [*(case for case in CASES if (case.length, case.dtype) != (200, "bfloat16")), *CUT]
 FAR = [
     *(
         Case(length, dtype)
@@ -136,7 +137,7 @@ def report():
     want, _ = reference.linear_attention(q.double(), k.double(), v.double(), (0.0, -0.1, -0.2))
     outs = [fused.scan(q, k, v, (0.0, -0.1, -0.2), wide=wide)[0] for wide in (False, True)]
     widths = {str(out.dtype): ((out.double() - want).norm() / want.norm()).item() for out in outs}
-    found = [errors(case, "triton") for case in (*CASES, *CUT)]
+    found = [errors(case, "triton") for case in INTERPRETED]
     fused.PROGRAMS = 528
     pairs = [[fused.scan(x, k, v, (-0.01,) * 3, reverse=reverse)[1] for x in (q, None)] for reverse in (False, True)]
     alone = [torch.equal(*pair) for pair in pairs]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.delta.cases import BOUND, TRITON, Case, errors_of_triton
+from tests.kernels.delta.cases import BOUND, TRITON, TRITON_ON_A_GPU, errors_of_triton
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
@@ -91,7 +91,7 @@ def test_float32_fits_shared_memory(capability, width, values, tmp_path):
 
 @pytest.mark.gpu
 @on_a_gpu
-@pytest.mark.parametrize("case", [*TRITON, *(Case(1000, 2, width=128, values=128, dtype=dtype) for dtype in BOUNDS)])
+@pytest.mark.parametrize("case", TRITON_ON_A_GPU)
 def test_kernels_equal_the_recurrence_on_a_gpu(case):
     found = errors_of_triton(case, "cuda")
     assert max(found.values()) <= BOUNDS[case.dtype], found

@@ -101,12 +101,12 @@ IN_BFLOAT16 = ("llama", "gemma3", "qwen3_5", "gpt2")
     [*((name, torch.float32) for name in CONFIGS), *((name, torch.bfloat16) for name in IN_BFLOAT16)],
 )
 def test_transformers_loads_what_is_saved(tmp_path, name, dtype):
-    config = CONFIGS[name]
-    model = ours(hugging_face(config), config).to(dtype)
+    config, made = CONFIGS[name], hugging_face(CONFIGS[name])
+    model = ours(made, config).to(dtype)
     longest = config.max_position_embeddings or config.scaled_length or 4096
     save_hf(tmp_path / "out", config, model.state_dict(), contents={"max_position_embeddings": longest})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert type(theirs) is type(hugging_face(config))
+    assert type(theirs) is type(made)
     assert theirs.dtype == dtype
     assert theirs.config.max_position_embeddings == longest
     expected = theirs(TOKENS).logits

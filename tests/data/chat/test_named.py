@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.chat.conversations import NAMED
+from data.chat.conversations import NAMED, train_chat_tokenizer
 from data.chat.convert import Chat
 from data.chat.template import load_template
 from data.text.indexed import check_indexed
@@ -13,6 +13,7 @@ from data.text.prepare import prepare
 from data.text.record import Request, tokenizer_of
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
+from runtime.files import owned
 from tests.data.chat.templates import TURNS
 
 
@@ -58,6 +59,24 @@ def test_what_is_trained_is_kept_and_written_anew(tmp_path):
     again = request_for(tmp_path, tokenizer_model=str(path), vocab_size=None)
     prepare(again, prefix, overwrite=True, progress=False)  # reads the tokenizer that lies there
     assert load_tokenizer(path).vocab_size == 261
+
+
+@pytest.mark.parametrize(("name", "other"), [("c", "c.v1"), ("c.v1", "c")])
+def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monkeypatch):
+    """It is not refused, nor does it remove the draft of this one's tokenizer, as it does what a killed one left."""
+
+    def beside(*arguments):
+        trained = train_chat_tokenizer(*arguments)
+        with owned(tmp_path, other):
+            return trained
+
+    monkeypatch.setattr("data.text.prepare.train_chat_tokenizer", beside)
+    request, prefix = request_for(tmp_path), tmp_path / name
+    last = Path(tokenizer_of(request, prefix)).parent
+    last.with_name(f".{last.stem}.{'0' * 32}{last.suffix}").mkdir()
+    prepare(request, prefix, progress=False)
+    assert load_tokenizer(tokenizer_of(request, prefix)).vocab_size == 264
+    assert list(tmp_path.glob(".*")) == []
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,15 @@ def test_broken_folders_are_named(tmp_path, name, content, message):
         built(path)
 
 
+def test_unsigned_labels_that_fit_are_taken(tmp_path):
+    path, (_, labels) = folder(tmp_path), samples(10)
+    for number, begin in enumerate(range(0, 10, 4)):
+        np.save(path / f"labels-{number:05d}.npy", labels[begin : begin + 4].astype(np.uint64))
+    train, _ = built(path)
+    assert LatentFolder(path).labels.dtype == np.int64
+    assert train[3]["labels"] == labels[train.row(3)]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

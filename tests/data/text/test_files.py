@@ -105,10 +105,10 @@ REFUSED = {
     "rows whose text is null": ("a.jsonl", b'{"text": null}\n', 'field "text" is null'),
     "rows whose text is a list": ("a.jsonl", b'{"text": ["a"]}\n', 'field "text" is a list'),
     "rows whose text is an object": (
-        "a.parquet", lambda path: parquet(path, text=DEEP), 'field "text" is an object',
+        "a.parquet", lambda path: parquet(path, text=DEEP), 'row 1: field "text" is an object',
     ),
     "rows whose text is bytes": (
-        "a.parquet", lambda path: parquet(path, text=[b"a"]), 'field "text" is of type bytes',
+        "a.parquet", lambda path: parquet(path, text=[b"a"]), 'row 1: field "text" is of type bytes',
     ),
     "rows that are no objects": ("a.jsonl", b'"a"\n', "holds a string, not an object"),
     "rows without fields": ("a.jsonl", b"{}\n", 'has no field "text"'),

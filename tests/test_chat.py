@@ -17,7 +17,6 @@ from model.registry import build_model
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tests.packed import LOSS, TINY, Step, as_it_is, assert_equal, over_ranks
 from tests.parallel.tiny import gradients_of
-from tests.pretraining import carried_on
 from tests.test_packed import second_document_alone
 from train.config.language import parse_args
 
@@ -107,13 +106,3 @@ def test_a_step_is_that_of_its_conversations_alone_whatever_others_hold(ranks, m
         assert own.loss > 0
         assert own.equal(changed)
         assert all(abs(control.loss - want.loss) > 10 * LOSS * want.loss for control in controls)
-
-
-@pytest.mark.slow  # two runs of two processes; the loader's part of it is in tests/test_packed.py
-def test_a_run_trains_validates_and_goes_on(chats, tmp_path):
-    flags = [*TINY, *chats.flags, "--global-batch-size", "2", "--split", "60,40,0", "--eval-iters", "9"]
-    flags += ["--eval-interval", "2", "--train-iters", "4", *f"{CP} exchange".split()]
-    whole = carried_on(2, tmp_path / "whole", flags, "lm_loss", "grad_norm")
-    assert len(whole) == 4
-    carried_on(2, tmp_path / "stopped", [*flags, "--exit-interval", "2"])
-    assert carried_on(2, tmp_path / "stopped", flags, "lm_loss", "grad_norm") == whole

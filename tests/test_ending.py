@@ -96,14 +96,6 @@ def test_all_ranks_save_and_end_and_what_follows_is_the_undisturbed_run(
     assert "validation loss at iteration 2: " in capsys.readouterr().out or validated
 
 
-@pytest.mark.slow
-def test_a_run_whose_time_is_over_goes_on(whole, default_data, tmp_path):
-    save = tmp_path / "run"
-    for last in (1, 2):  # a start makes a step at least
-        (said,) = run_ranks(on_rank, 1, [*flags(default_data, save), "--exit-duration-in-mins", "0.00001"])
-        assert f"ended early after iteration {last}: exit_duration_in_mins 1e-05 are over; --load goes on" in said
-
-
 def torchrun(*arguments, ranks=2):
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
     command = [*starts.torchrun(ranks), *handled, "pretrain_gpt.py", *arguments]

@@ -49,11 +49,8 @@ def test_every_requirement_is_locked():
 @pytest.mark.parametrize(
     ("target", "extras"),
     [
-        ("venv", set()),
         ("pretrain", set()),
         ("dit", {"digits"}),
-        ("check", {"dev"}),
-        ("test", {"dev"}),
         ("lock", {"dev", "peers"}),
     ],
 )

@@ -10,7 +10,7 @@ from bench.memory import measured
 from parallel.context import make_plan
 from planner.cluster import DELTA, load_cluster
 from planner.delta_cost import DeltaCost, DeltaShape, wide_share
-from planner.extremes import PRECISION, STEP, fits, longest, of_length
+from planner.extremes import of_length
 from planner.rehearsal import rehearse
 from planner.search import candidates_of, predicted
 from planner.workload import workload_of
@@ -105,19 +105,16 @@ def test_the_state_of_a_token_is_in_no_matrix():
     assert (work.softmax_layers, work.delta) == (2, SHAPE)
 
 
-def test_methods_have_consecutive_tokens_and_the_longest_sequence_fits():
-    small = replace(H100, memory_gb=40, gpus_per_node=2)
-    one = config_of(context_parallel_size=2)
+def test_methods_have_consecutive_tokens():
     refused = Counter()
-    named = {found.context.context_parallel_method for found in candidates_of([one], 2, small, refused)}
+    found = candidates_of([config_of(context_parallel_size=2)], 2, replace(H100, gpus_per_node=2), refused)
+    named = {one.context.context_parallel_method for one in found}
     assert "zigzag" in named
-    assert not refused
     assert "striped" not in named
-    found = longest(one, 2, small)
-    assert fits(of_length(one, found), 2, small)
-    assert not fits(of_length(one, found + found // PRECISION + STEP), 2, small)
+    assert not refused
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_real_step():
     flags = "--model-type qwen3_5 --num-layers 4 --hidden-size 128 --num-attention-heads 8 --micro-batch-size 1"
     flags += " --vocab-size 1024 --seq-length 1024 --device cpu --context-parallel-method none"

@@ -37,10 +37,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(config):
 def test_stages_of_heads_reach_further_and_the_ranking_has_no_more(config):
     found = longest(config, 4, SMALL)
     at = of_length(config, found)
-    every = [
-        lean for one in candidates_of(arrangements(at, 4), 4, SMALL, Counter()) for lean in least_memory(one, SMALL)
-    ]
-    assert not any(weigh(one, 4, SMALL, None).fits(SMALL) for one in every)
+    for one in candidates_of(arrangements(at, 4), 4, SMALL, Counter()):
+        assert not any(weigh(lean, 4, SMALL, None).fits(SMALL) for lean in least_memory(one, SMALL))
     beyond = of_length(config, found + found // PRECISION + STEP)
     for vary in (least_memory, settings):
         best = rank(list(arrangements(at, 4)), 4, SMALL, vary=vary).candidates
@@ -63,7 +61,7 @@ def test_moments_go_to_host_memory_where_nothing_else_fits(config, monkeypatch):
 
 
 def test_the_fewest_processes_hold_it_and_fewer_do_not(config):
-    for tokens in (16 * STEP, 512 * STEP, 4096 * STEP):
+    for tokens in (16 * STEP, 4096 * STEP):
         at = of_length(config, tokens)
         found = fewest(at, SMALL)
         assert fits(at, found, SMALL)
@@ -82,16 +80,8 @@ def test_what_fits_nowhere_is_refused(config, monkeypatch):
     with pytest.raises(UserError, match="memory_gb of H100 80GB pod is 1 and the smallest of"):
         longest(config, 2, replace(SMALL, memory_gb=1))
     monkeypatch.setattr("planner.extremes.MOST_PROCESSES", 64)
-    with pytest.raises(
-        UserError, match="seq_length is 1048576, which 64 processes do not hold; on one node: memory_gb"
-    ):
+    with pytest.raises(UserError, match="seq_length is 1048576, which 64 processes do not hold"):
         fewest(of_length(config, 1 << 20), replace(SMALL, memory_gb=0.01))
-
-
-def test_what_is_no_matter_of_memory_is_said(config):
-    batch = replace(config, train=replace(config.train, micro_batch_size=3, global_batch_size=4))
-    with pytest.raises(UserError, match="global_batch_size is 4, not a multiple of micro_batch_size 3"):
-        longest(batch, 8, SMALL)
 
 
 def test_a_node_of_six_is_tried_whole(config):
@@ -169,9 +159,8 @@ def test_the_last_change_fits_with_heads_in_stages():
     assert found[-1].bytes <= 1e9 * short.memory_gb
 
 
-@pytest.mark.parametrize("method", ["none", "zigzag"])
-def test_one_process_keeps_its_method(method):
-    one = run_of(1, method)
+def test_one_process_keeps_its_method():
+    one = run_of(1, "zigzag")
     whole = weigh(one, 1, A100, None).device
     assert whole == weigh(run_of(1, "striped"), 1, A100, None).device
     short = replace(A100, memory_gb=0.7 * whole / 1e9)

@@ -131,20 +131,6 @@ def test_a_shared_link_carries_all_ranks_of_a_node_and_a_rail_one():
     assert attention("double_ring", rails, ranks_per_node=8).forward() < ring / 4
 
 
-def test_a_slow_link_between_nodes_is_spared():
-    nodes = replace(NETWORK, gpus_per_node=8, inside_gb_per_s=FREE)
-    contestants = [
-        attention("zigzag", nodes, 16),
-        attention("zigzag", nodes, 16, ulysses_degree=2),
-        attention("wallfacer", nodes, 16, team_size=2, placement="collect_intra"),
-        attention("wallfacer", nodes, 16, team_size=2, placement="p2p_intra"),
-        attention("wallfacer", nodes, 16, team_size=4),
-    ]
-    fastest = min(contestants, key=lambda cost: cost.forward() + cost.backward())
-    assert fastest.links().between == min(cost.links().between for cost in contestants)
-    assert fastest.links().between < attention("zigzag", nodes, 16).links().between
-
-
 GPT_7B = StepShape(
     layers=32,
     hidden=4096,
@@ -281,15 +267,6 @@ def test_layers_with_a_window_cost_what_they_see():
     assert some.seconds["linear"] == every.seconds["linear"]
 
 
-def test_more_stages_of_heads_take_less_memory_and_more_time():
-    cluster, found = load_cluster(CLUSTERS / "h100_pod.toml"), []
-    for stages in (1, 2, 4):
-        plan = make_plan("ulysses", seq_len=2**20, size=8, ulysses_head_chunks=stages)
-        found.append(predict(GPT_7B, plan, Arrangement(recompute="full", loss_chunk=1024, ffn_chunk=1024), cluster))
-    assert found[1].bytes > found[2].bytes
-    assert found[2].seconds["attention"] > found[0].seconds["attention"]
-
-
 def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_them():
     shape, moved = replace(GPT_7B, layers=4, vocab=0), Arrangement(recompute="full", offload=True)
     size = 4 * 4096 * 2 / 1e9  # GB of a token's inputs of all layers
@@ -308,12 +285,6 @@ def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_
     assert found["offload"] == pytest.approx(1)
 
 
-def test_a_layer_that_is_fetched_ahead_takes_memory_and_a_large_one_is_not():
-    for tokens, layers in ((2**16, 1), (2**24, 0)):
-        plan = make_plan("zigzag", seq_len=tokens, size=8)
-        arranged = Arrangement(recompute="full", offload=True, loss_chunk=1024, ffn_chunk=1024)
-        held = predict(replace(GPT_7B, micro_batches=2), plan, arranged, NETWORK).memory["activations"]
-        assert held == layers * tokens / 8 * 4096 * 2
 
 
 def test_of_host_memory_slabs_of_powers_of_two_are_pinned():

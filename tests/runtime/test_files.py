@@ -13,21 +13,20 @@ from runtime.files import InUseError, owned, replacing, write_text
 from tests.runtime.test_signals import forked
 
 
-def _write_half(error, *paths):
+def _write_half(*paths):
     with replacing(*paths) as names:
         names[0].write_bytes(b"half")
-        raise error
+        raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("old", [[], [b"old", b"old"]])
-def test_replacing_keeps_what_was_there_when_interrupted_and_pairs_the_new(tmp_path, old, error):
+def test_replacing_keeps_what_was_there_when_interrupted_and_pairs_the_new(tmp_path, old):
     paths = tmp_path / "new" / "d.bin", tmp_path / "new" / "d.idx"
     for path, content in zip(paths, old, strict=False):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
-    with pytest.raises(error):
-        _write_half(error, *paths)
+    with pytest.raises(KeyboardInterrupt):
+        _write_half(*paths)
     assert [path.read_bytes() for path in sorted((tmp_path / "new").iterdir())] == old
     with replacing(*paths) as names:
         assert names[0].with_suffix("") == names[1].with_suffix("")
@@ -205,10 +204,7 @@ def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path):
             pass
     finally:
         os.umask(umask)
-    for mode, said in {
-        None: "owned",
-        0o600: "InUseError: .lock was left by uid 0 and is closed to you; remove it",
-    }.items():
+    for mode, said in {None: "owned", 0o600: "InUseError: .lock was left by uid 0 and is closed to you"}.items():
         (tmp_path / ".lock").touch()
         if mode is not None:
             (tmp_path / ".lock").chmod(mode)

@@ -16,7 +16,7 @@ def normal(tile, generator):
     return tile.normal_(0.0, 2.0, generator=generator)
 
 
-@pytest.mark.parametrize("shape", [(100,), (13, 37), (5, 6, 19), (2, 3, 4, 5)])
+@pytest.mark.parametrize("shape", [(100,), (13, 37), (2, 3, 4, 5)])
 def test_parts_are_those_of_the_whole(shape, monkeypatch):
     monkeypatch.setattr(tensors, "WHOLE", 64)
     monkeypatch.setattr(tensors, "TILE", (4, 16))

@@ -92,8 +92,6 @@ def test_a_moment_has_a_storage_of_its_own_in_memory_that_others_share():
     assert first.shape == (7, 300)
     assert first.untyped_storage().nbytes() == first.nbytes
     assert second.data_ptr() - first.data_ptr() == 8704  # 17 times 512
-    first.fill_(1)
-    assert not second.any()
 
 
 def played(monkeypatch, dropped=None):

@@ -8,36 +8,18 @@ import tomli_w
 
 from model.config import ModelConfig
 from parallel.context import ContextConfig
-from parallel.context.config import FullContextConfig, HybridConfig
+from parallel.context.config import FullContextConfig
 from planner import choice
-from planner.choice import divided, fastest_method, fitted_to_world, rearranged, with_layout, with_schedule
+from planner.choice import divided, fastest_method, fitted_to_world, rearranged, with_schedule
 from planner.cluster import CLUSTERS, load_cluster
 from planner.rehearsal import fake_process_group
 from planner.search import predicted, rank
 from runtime.errors import UserError
 from tests.planner.test_search import A100, config
-from tests.pretraining import pretrain
 from train.config import diffusion
 from train.config.derive import config_to_save, with_method
 from train.config.flags import ConfigError
-from train.config.language import load_config, parse_args, validate
-
-
-def hybrid(size, **fields):
-    model = ModelConfig(model_type="transnormer", num_attention_heads=4, softmax_every=2, vocab_size=512)
-    return replace(config(size), model=model, hybrid=HybridConfig(**fields))
-
-
-def test_a_layout_is_left_to_no_one():
-    assert with_layout(config(4)) == config(4)  # no hybrid
-    for size, fields in ((1, {}), (4, {"hybrid_softmax_method": "ulysses"}), (4, {})):
-        chosen = with_layout(hybrid(size, **fields)).hybrid
-        assert chosen.layouts("auto") == (chosen.hybrid_softmax_layout,)
-        assert (size == 4 and not fields) or chosen.hybrid_softmax_layout == "contiguous"
-    folded = replace(hybrid(4), context=ContextConfig(context_parallel_layout="zigzag"))
-    assert with_layout(folded).hybrid.hybrid_softmax_layout == "zigzag"
-    named = hybrid(4, hybrid_softmax_layout="zigzag")
-    assert with_layout(named) == named
+from train.config.language import parse_args, validate
 
 
 def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
@@ -95,14 +77,6 @@ def test_auto_says_why_it_finds_nothing(tmp_path):
     wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
     with pytest.raises(ConfigError, match=r"memory_gb of .* is 0.001 and the smallest of .* use more processes"):
         with_method(replace(config(2), context=wanted), 2, fastest_method)
-
-
-@pytest.mark.slow
-def test_a_hybrid_run_with_auto_trains_by_states(default_data, tmp_path):
-    flags = ("--context-parallel-size", "2", "--context-parallel-method", "auto", "--train-iters", "2")
-    linear = ("--config", "transnormer_hybrid_tiny", "--num-query-groups", "none", "--num-layers", "4")
-    assert len(pretrain(2, default_data, tmp_path / "run", *flags, *linear)) == 2
-    assert load_config(tmp_path / "run" / "config.toml").context.context_parallel_method in ("lasp", "lasp2")
 
 
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --device cpu --data-path x"

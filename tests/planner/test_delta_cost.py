@@ -10,9 +10,8 @@ from bench.memory import measured
 from parallel.context import make_plan
 from planner.cluster import DELTA, load_cluster
 from planner.delta_cost import DeltaCost, DeltaShape, wide_share
-from planner.extremes import of_length
 from planner.rehearsal import rehearse
-from planner.search import candidates_of, predicted
+from planner.search import candidates_of
 from planner.workload import workload_of
 from runtime.ranks import run_ranks
 from tests.planner.test_step_cost import COMPUTE, LATENCY, NETWORK
@@ -82,18 +81,6 @@ def test_documents_that_no_rank_shares_cost_nothing_more():
 def config_of(**sizes):
     one = load_config("configs/models/qwen3_5_9b.toml")
     return replace(one, model=replace(one.model, num_layers=8), mesh=replace(one.mesh, **sizes))
-
-
-def test_a_step_takes_less_than_with_softmax_everywhere_and_grows_with_the_length():
-    times = [predicted(of_length(config_of(), 1 << power), 8, H100).time for power in (15, 17, 20)]
-    assert times[0] < times[1] < times[2]
-    one = of_length(config_of(), 1 << 20)
-    whole = replace(one, model=replace(one.model, softmax_every=2))
-    assert times[2] < predicted(whole, 8, H100).time / 1.6
-    split = of_length(config_of(context_parallel_size=4, tensor_model_parallel_size=2), 1 << 20)
-    assert predicted(split, 8, H100).seconds["attention"] == pytest.approx(
-        predicted(one, 8, H100).seconds["attention"], rel=0.05
-    )
 
 
 def test_the_state_of_a_token_is_in_no_matrix():

@@ -137,24 +137,6 @@ def test_memory_is_that_of_eight_real_processes(mesh):
         assert found.bytes == pytest.approx(real[rank], rel=0.15)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--context-parallel-size 2 --data-parallel-sharding-strategy legacy_ddp",
-        "--context-parallel-size 2 --tensor-model-parallel-size 2 --num-distributed-optimizer-instances 2",
-        "--context-parallel-size 4 --context-parallel-method exchange --reset-attention-mask --reset-position-ids",
-        "--context-parallel-size 8 --lora-rank 4 --bf16",
-    ],
-)
-def test_what_no_other_test_rehearses(flags):
-    """Methods, tensor parallelism and pipelines are in test_step_memory.py."""
-    config = parse_args([*MODEL, *flags.split()])
-    found = rehearse(config, pretrain_gpt.resolve, 0, 8, per_node=4)
-    assert found.bytes > 0
-    assert found.sent[INSIDE] + found.sent[BETWEEN] > 0
-
-
 @pytest.mark.parametrize(
     "flags",
     [

@@ -285,8 +285,6 @@ def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_
     assert found["offload"] == pytest.approx(1)
 
 
-
-
 def test_of_host_memory_slabs_of_powers_of_two_are_pinned():
     plan = make_plan("zigzag", seq_len=8 * 2**17 * 3, size=8)
     kept, lse, gib = 2**17 * 3 * 4096 * 2, 2**17 * 3 * 32 * 4, 2**30  # 3 GiB and 48 MiB

@@ -56,6 +56,9 @@ def test_auto_takes_the_faster_layout():
             costs = layout_seconds(run(length, 4), cluster)
             chosen[length, fast] = with_layout(run(length, 4), cluster).hybrid.hybrid_softmax_layout
             assert chosen[length, fast] == min(costs, key=costs.get)
+    assert with_layout(config(4)) == config(4), "no hybrid"
+    zigzag = replace(run(1024, 4), hybrid=replace(run(1024, 4).hybrid, hybrid_softmax_layout="zigzag"))
+    assert with_layout(zigzag) == zigzag, "named"
     assert chosen[1024, "h100_pod"] == "contiguous"
     assert {chosen[1 << 20, fast] for fast in ("h100_pod", "cpu")} == {"zigzag"}
 

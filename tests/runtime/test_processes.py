@@ -2,7 +2,6 @@
 
 import re
 import socket
-import sys
 import threading
 import weakref
 from contextlib import suppress
@@ -177,33 +176,28 @@ def test_one_worker_is_enough_for_all_that_is_in_flight():
     assert run_ranks(all_at_once, 3) == [[3.0 * i for i in range(8)] + [float((rank - 1) % 3)] * 8 for rank in range(3)]
 
 
-def parted(rank, world_size, leaves, tries):
-    """The number of ``tries`` one-process groups that still hold a tensor of their last collective after parting."""
+def parted(rank, world_size):
+    """Return how many of 100 one-process groups hold a tensor of their last collective after parting.
+
+    Without ``leave``, one of 20,000 does.
+    """
     dist.destroy_process_group()
     count = 0
-    for _ in range(tries):
+    for _ in range(100):
         join(store=dist.HashStore())
         group, tensor = dist.group.WORLD, torch.ones(8)
-        held = weakref.ref(tensor)
+        alive = weakref.ref(tensor)
         dist.all_reduce(tensor)
         del tensor
-        leave() if leaves else dist.destroy_process_group()
-        count += held() is not None
+        leave()
+        count += alive() is not None
         del group  # as a script keeps one, so that its threads outlive the parting
-        if count:
-            break
     join(store=dist.HashStore())  # for run_ranks to leave
     return count
 
 
 def test_nothing_is_held_by_gloo_after_leaving():
-    assert run_ranks(parted, 1, True, 100) == [0]
-
-
-@pytest.mark.slow
-def test_without_leaving_a_worker_is_late_every_now_and_then():
-    """The control of the test above."""
-    assert run_ranks(parted, 1, False, 20_000) == [1]
+    assert run_ranks(parted, 1) == [0]
 
 
 def test_a_process_alone_is_a_group_of_one(monkeypatch):
@@ -233,20 +227,6 @@ def test_the_example_of_the_attentions_page_ends_well_every_time(tmp_path):
         process = ended([*torchrun(2), str(script)], PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
         assert process.returncode == 0, process.stderr
         assert process.stdout.count("torch.Size([1, 4096, 8, 64])") == 2
-
-
-def aborts(seconds, *flags):
-    """True if the reproducer, in a process of its own, does not live to its end."""
-    command = [sys.executable, "-m", "tests.runtime.heap", "--seconds", str(seconds), *flags]
-    process = ended(command)
-    assert process.returncode <= 0, process.stderr
-    return process.returncode < 0
-
-
-@pytest.mark.slow
-def test_the_heap_with_and_without_the_remedy():
-    assert sum(aborts(10) for _ in range(20)) == 0
-    assert any(aborts(10, "--two-workers") for _ in range(20))
 
 
 def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.slurm.test_submit import RUN, printed, write_cluster
+from tests.slurm.test_submit import RUN, printed
 
 
 def above(text, line):
@@ -35,11 +35,3 @@ def test_a_comment_that_an_option_by_hand_may_contradict_is_left_out(capsys):
     assert "is queued again, under" not in text
     for line in ("no-requeue", "signal=B:USR1@120", "open-mode=truncate"):
         assert above(text, f"#SBATCH --{line}") == "# As --option says."
-
-
-def test_the_interface_of_a_clusters_file_takes_the_place_of_the_example(capsys, tmp_path):
-    file = write_cluster(tmp_path / "mine.toml", interface="ib0,ib1")
-    text = printed(capsys, "--nodes", "2", *RUN, cluster=file.with_suffix(""))
-    line = "export NCCL_SOCKET_IFNAME=ib0,ib1 GLOO_SOCKET_IFNAME=ib0,ib1"
-    assert above(text, line) == "# NCCL and gloo find each other over the interface of the cluster's file."
-    assert text.count("NCCL_SOCKET_IFNAME") == 1

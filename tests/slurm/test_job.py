@@ -11,7 +11,7 @@ from tests.starts import ended
 STAND_IN = """
 set -uo pipefail
 sleep() { [ "$1" != 5 ] || command sleep 5; }
-getent() { [ -z "$SIGNALLED" ] || kill -USR1 $$; }
+getent() { [ -z "$SIGNALLED" ] || kill -USR1 $$; [ -z "$UNKNOWN" ]; }
 scontrol() {
     case "$1 $2" in
     "show hostnames") echo node1 ;;
@@ -51,7 +51,7 @@ def started(run, *flags, status=0, hung="", excluded="(null)", **more):
     """
     run.mkdir(exist_ok=True)
     (run / "config.toml").write_text("train_iters = 9\n")
-    names = ("said", "new", "from", "known", "few", "signalled", "away", "container", "launcher", "refusal")
+    names = ("said", "new", "from", "known", "few", "signalled", "away", "container", "launcher", "refusal", "unknown")
     settings = {name.upper(): more.pop(name, more.pop(name + "_", "")) for name in names}
     settings |= {name.upper(): value for name, value in more.items()}
     settings |= {"RUN": str(run), "STATUS": str(status), "HUNG_ON": hung, "EXCLUDED": excluded}
@@ -107,6 +107,19 @@ def test_how_a_start_ends_decides_if_the_job_is_queued_again(start, code, again,
         assert "queued again" in started(run, status=138)[1], "the next stage of it, ended in its start-up"
     else:
         assert "queued again" not in started(run, status=1)[1], "what the last start left counts no more"
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "starts"),
+    [
+        ({"unknown": "yes"}, "does not resolve the node name node1; enter it in DNS or /etc/hosts", False),
+        ({"most_requeues": "0"}, "error: queued again 0 times, and not finished", True),
+    ],
+)
+def test_what_cannot_go_on_ends_with_its_reason(more, line, starts, tmp_path):
+    code, said = started(tmp_path / "run", new="4", **more)
+    assert (code, "scontrol requeue 7" in said, "srun" in said) == (1, False, starts)
+    assert line in said
 
 
 def test_a_container_has_a_python_of_its_own(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.watchdog import FOLDER
 from tests.slurm.cluster import PROGRAMS, boot, cut, kill, missing, virtual_cluster
-from tests.slurm.test_virtual import curve, ended, of_step, say, steps_made, stub, submitted
+from tests.slurm.test_virtual import curve, ended, of_step, say, steps_made, submitted
 from tests.starts import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.needs(*PROGRAMS, "ip", "bridge", unless=missing)]
@@ -36,11 +36,11 @@ def slurm(cluster):
     return cluster
 
 
-def finished_as_undisturbed(slurm, job, save, want, restarts="1"):
+def finished_as_undisturbed(slurm, job, save, want):
     """Slurm's record of a job that was queued again once and finished the run."""
     known = ended(slurm, job)
     said = Path(f"{save}.log").read_text()
-    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("COMPLETED", "0:0", restarts), said
+    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("COMPLETED", "0:0", "1"), said
     assert f"finished: {save}\n" in said
     assert curve(save) == want
     return known
@@ -107,40 +107,3 @@ def test_a_job_whose_rank_is_stopped_goes_on_without_its_node(stopped, slurm, un
     known = finished_as_undisturbed(slurm, job, save, undisturbed)
     assert known["ExcNodeList"] == f"node{stopped + 1}"
     assert (save / FOLDER / "report.txt").read_text().startswith("hung: no step in ")
-
-
-@pytest.mark.slow
-def test_a_job_waits_in_a_full_queue_with_slurms_reason_and_then_trains(slurm, undisturbed, default_data, tmp_path):
-    before = ["--exclusive", "--nodes", "3", "--output", "/dev/null", "--parsable", "--wrap", "sleep 10000"]
-    other = say(slurm, "sbatch", *before).strip()
-    wait_until(lambda: "RUNNING" in say(slurm, "squeue", "-h", "-j", other, "-o", "%T"))
-    save = tmp_path / "run"
-    job = submitted(slurm, save, default_data)
-    wait_until(lambda: say(slurm, "squeue", "-h", "-j", job, "-o", "%T %r") == "PENDING Resources\n")
-    say(slurm, "scancel", other)
-    finished_as_undisturbed(slurm, job, save, undisturbed, restarts="0")
-
-
-@pytest.mark.slow
-def test_a_nodes_name_that_does_not_resolve_is_told_before_any_rank_starts(slurm, folder, tmp_path):
-    hosts = (folder / "hosts").read_text()
-    (folder / "hosts").write_text(hosts.replace(" node2\n", " node9\n"))
-    try:
-        job, run = stub(slurm, tmp_path)
-        assert ended(slurm, job)["ExitCode"] == "1:0"
-    finally:
-        (folder / "hosts").write_text(hosts)
-    said = (tmp_path / "run.log").read_text()
-    assert (
-        "error: node1 does not resolve the node name node2; enter it in DNS or /etc/hosts, or --exclude=node2" in said
-    )
-    assert not (run / "starts").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "kept_off"), [("2", "node2"), ("3", "(null)")])
-def test_a_hung_node_is_left_out_where_enough_others_are_there(nodes, kept_off, slurm, tmp_path):
-    job, _ = stub(slurm, tmp_path, "--nodes", nodes, HUNG_ON="node2")
-    known = ended(slurm, job)
-    said = (tmp_path / "run.log").read_text()
-    assert (known["JobState"], known["Restarts"], known["ExcNodeList"]) == ("COMPLETED", "1", kept_off), said

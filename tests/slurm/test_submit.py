@@ -79,11 +79,12 @@ RESIZING = "--allow-resize --full-world-size 32"
         ),
         ("--nodes 1 RUN", "gb200_nvl72", ["# Train on GB200 NVL72, 4 GPUs a node; the job queues itself again"]),
         ("--nodes 2 RUN", "mine", ["#SBATCH --cpus-per-task=7", "#SBATCH --constraint=hbm3", "#SBATCH --qos=long"]),
+        ("--nodes 2 RUN", "mine", ["export NCCL_SOCKET_IFNAME=ib0,ib1 GLOO_SOCKET_IFNAME=ib0,ib1"]),
     ],
 )
 def test_what_is_asked_of_a_job_or_a_cluster_is_in_the_script(arguments, cluster, lines, tmp_path, capsys):
     """A key of sbatch stands there once, whether it is the script's own or an option's."""
-    mine = write_cluster(tmp_path / "mine.toml", cpus_per_gpu=7, constraint="hbm3", qos="long")
+    mine = write_cluster(tmp_path / "mine.toml", cpus_per_gpu=7, constraint="hbm3", qos="long", interface="ib0,ib1")
     path = mine.with_suffix("") if cluster == "mine" else cluster
     text = printed(capsys, *asked_for(arguments), cluster=path)
     for line in lines:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,7 +12,6 @@ from parallel.data import DataParallelConfig, Strategy, finish_gradients, set_gr
 from parallel.mesh import distributed_mesh
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.gpu import __main__ as gpu_check
 from tests.parallel import tiny
 from tests.parallel.split import build, config, mesh_config, own_batch
 from tests.pretraining import flags_of, on_rank
@@ -69,15 +67,6 @@ def test_the_kernels_own_arithmetic_is_adamw_and_its_other_mode_is_not(stub):
         found = torch.cat([x.flatten() for x in trained(APEX)])
         error = (found - want)[: len(start)].norm() / (want[: len(start)] - start).norm()
         assert least <= error < most, (mode, error)
-
-
-def test_the_check_of_a_gpu_times_both_and_sees_a_wrong_kernel(stub):
-    for mode, wrong in ((1, 0), (0, 1)):
-        stub.setattr(sys.modules["amp_C"], "multi_tensor_adam", apex_stub.as_apex)
-        stub.setattr(adamw, "ADAM_W", mode)
-        found = gpu_check.optimizer("cpu", Path())
-        assert set(found["seconds"]) == {"torch", "apex"}
-        assert len(found["wrong"]) == wrong, found
 
 
 def one_step(mesh, parts, strategy):

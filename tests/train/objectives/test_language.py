@@ -123,32 +123,17 @@ def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size, untied):
     assert largest[1] == max(min(size, 2 * LENGTH) * vocabulary, vocabulary * LLAMA.hidden_size)
 
 
-@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
-def test_linear_attention_of_the_backend_that_is_named(backend):
-    shape = replace(LLAMA, model_type="transnormer", num_layers=2)
-    train = TrainConfig(seq_length=LENGTH)
-    config = Config(model=shape, context=ContextConfig(attention_backend=backend), train=train)
-    cp, attend = context_of(config, None)
-    assert torch.equal(cp.positions, torch.arange(LENGTH))
-    found = []
-    for model in (build_model(shape, attend), build_model(shape)):
-        model.init_weights(3)
-        found.append(model(whole_batch()["tokens"]))
-    assert (found[0] - found[1]).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_a_backend_without_linear_attention_here_is_a_user_error(backend):
-    context = ContextConfig(attention_backend=backend)
-    config = Config(model=replace(LLAMA, model_type="transnormer"), context=context, mesh=MeshConfig(device="cpu"))
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("transnormer", "aten"), ("transnormer", "triton"), ("llama", "flash_attn_3")]
+)
+def test_a_backend_that_is_not_for_the_model_or_the_device_is_a_user_error(kind, backend):
+    config = Config(
+        model=replace(LLAMA, model_type=kind),
+        context=ContextConfig(attention_backend=backend),
+        mesh=MeshConfig(device="cpu"),
+        train=TrainConfig(bf16=kind == "llama"),
+    )
     with pytest.raises(UserError, match=backend):
-        context_of(config, None)
-
-
-def test_a_backend_that_the_device_lacks_is_a_user_error():
-    context = ContextConfig(attention_backend="flash_attn_3")
-    config = Config(context=context, mesh=MeshConfig(device="cpu"), train=TrainConfig(bf16=True))
-    with pytest.raises(UserError, match="flash_attn_3"):
         context_of(config, None)
 
 

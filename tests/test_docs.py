@@ -130,11 +130,6 @@ def has(module, name):
         return False
 
 
-def stray_fences(page, root):
-    """Fences that open or close no block at a line's beginning: other checks would read its code as prose."""
-    return (line for line in prose(page).splitlines() if "```" in line)
-
-
 def wide_lines(page, root):
     """Lines of prose over 120 characters: tables, code and the targets of links are as long as they must be."""
     for line in prose(page).splitlines() if page.is_relative_to(root / "docs") or page.parent == root else ():
@@ -177,7 +172,7 @@ def unlisted_commands(root):
 
 OF_A_PAGE = (
     *(broken_links, unknown_targets, unknown_modules, unknown_paths, unknown_flags, unknown_imports),
-    *(stray_fences, wide_lines),
+    wide_lines,
 )
 OF_ALL = (long_readme, wrong_defaults, unlisted, unlisted_commands)
 
@@ -202,7 +197,6 @@ PLANTED = [
     (unknown_paths, "`tools/none.py`"),
     (unknown_flags, "`--none 4`"),
     (unknown_imports, "```python\nfrom kernels.reference import nothing\n```"),
-    (stray_fences, "* one:\n\n  ```\n  code\n"),
     (wide_lines, "word " * 25),
     (long_readme, "word\n\n" * 76),
     (wrong_defaults, ""),

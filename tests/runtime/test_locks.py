@@ -162,38 +162,6 @@ def test_a_holder_that_hung_while_another_took_its_file_or_wrote_into_it_ends(re
     assert f"error: {tmp_path} was taken over by process 7 on node9" in capfd.readouterr().err
 
 
-def test_a_holder_whose_file_is_stale_looks_who_has_it(quick, tmp_path, monkeypatch, capfd):
-    def stale(*_):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(os, "utime", stale)
-    with holder(tmp_path / ".lock", ends=True) as child:
-        time.sleep(0.2)
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the file is its own"
-        (tmp_path / ".new").write_text(ELSEWHERE)
-        (tmp_path / ".new").replace(tmp_path / ".lock")
-        assert status_of(child) == 1
-    assert "was taken over by process 7 on node9" in capfd.readouterr().err
-
-
-def test_an_empty_file_is_watched(quick, tmp_path):
-    """As another host sees one that its maker has not written to the server yet."""
-    (tmp_path / ".lock").touch()
-    late = threading.Timer(1, (tmp_path / ".lock").write_text, [ELSEWHERE])
-    late.start()
-    with pytest.raises(InUseError, match="process 7 on node9"):
-        Lock(tmp_path / ".lock", wait=False)
-    late.join()
-
-
-def test_a_dead_host_whose_lock_the_server_keeps_is_dead(quick, tmp_path, monkeypatch):
-    (tmp_path / ".lock").write_text(ELSEWHERE)
-    dead, lock = (tmp_path / ".lock").stat().st_ino, locks._lock
-    monkeypatch.setattr(locks, "_lock", lambda handle: os.fstat(handle).st_ino != dead and lock(handle))
-    os.link(tmp_path / ".lock", tmp_path / "kept")  # so that its number is not used again
-    Lock(tmp_path / ".lock", wait=False).release()
-
-
 def test_what_a_killed_watcher_left_is_removed(quick, tmp_path):
     (tmp_path / ".lock").write_text(ELSEWHERE)
     os.link(tmp_path / ".lock", tmp_path / f".lock.over-{TOKEN}")

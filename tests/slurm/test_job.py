@@ -101,7 +101,7 @@ def test_how_a_start_ends_decides_if_the_job_is_queued_again(start, code, again,
     assert ("queued again" in said) == again
     assert ("scontrol requeue 7" in said) == again
     assert ("srun" in said) == ("signalled" not in start)
-    assert ("finished: " in said) == (start == {"new": "9"})
+    assert ("\nfinished: " in said) == (start == {"new": "9"})
     assert again or all(f"1 {error}\n" in said for error in re.findall("^1 (.*)", start.get("said", ""), re.M))
     if start == {"new": "9"}:
         assert "queued again" in started(run, status=138)[1], "the next stage of it, ended in its start-up"

@@ -20,52 +20,47 @@ from train.config.flags import write_toml
 from train.generation import opened
 
 LLAMA = ModelConfig(
-    num_layers=3,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=61,
-    init_method_std=0.2,  # so that attention and logits are far from flat
+    num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=61, init_method_std=0.2
 )
-GPT = dataclasses.replace(
-    LLAMA,
-    model_type="gpt",
-    num_query_groups=None,
-    position_embedding_type="learned_absolute",
-    max_position_embeddings=41,  # as many as the longest text reads
-    untie_embeddings_and_output_weights=False,
-)
+"""Its weights are so large that attention and logits are far from flat."""
+LOCAL = {"window_size": "6,0", "window_attn_skip_freq": "[1,0,1]"}
+
+
+def llama(**changes):
+    return dataclasses.replace(LLAMA, **changes)
+
+
 MODELS = {
     "llama": LLAMA,
-    "gpt": GPT,
-    "windows and sinks": dataclasses.replace(
-        LLAMA, window_size="6,0", window_attn_skip_freq="[1,0,1]", softmax_type="learnable"
+    "gpt": llama(
+        model_type="gpt",
+        num_query_groups=None,
+        position_embedding_type="learned_absolute",
+        max_position_embeddings=41,  # as many as the longest text reads
+        untie_embeddings_and_output_weights=False,
     ),
-    "gemma3": dataclasses.replace(
-        LLAMA,
+    "windows and sinks": llama(**LOCAL, softmax_type="learnable"),
+    "gemma3": llama(
+        **LOCAL,
         model_type="gemma3",
         query_pre_attn_scalar=5,
-        window_size="6,0",
-        window_attn_skip_freq="[1,0,1]",
         rotary_base_local=90.0,
         untie_embeddings_and_output_weights=False,
     ),
-    "adapters": dataclasses.replace(LLAMA, lora_rank=4, lora_alpha=2.0),
-    "dynamic rope": dataclasses.replace(
-        LLAMA, rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16
+    "adapters": llama(lora_rank=4, lora_alpha=2.0),
+    "dynamic rope": llama(
+        rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16
     ),
 }
 STATES = {
-    "qwen3_5": dataclasses.replace(
-        LLAMA, model_type="qwen3_5", softmax_every=2, kv_channels=16, rotary_percent=0.5, linear_num_value_heads=8
+    "qwen3_5": llama(
+        model_type="qwen3_5", softmax_every=2, kv_channels=16, rotary_percent=0.5, linear_num_value_heads=8
     ),
-    "olmo_hybrid": dataclasses.replace(LLAMA, model_type="olmo_hybrid", softmax_every=2, linear_value_head_dim=10),
-    "kda": dataclasses.replace(LLAMA, model_type="qwen3_5", softmax_every=2, linear_gate="per_channel", lora_rank=4),
-    **{
-        kind: dataclasses.replace(LLAMA, model_type=kind, num_query_groups=None)
-        for kind in ("transnormer", "linear_transformer")
-    },
-    "hybrid": dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None, softmax_every=2),
+    "olmo_hybrid": llama(model_type="olmo_hybrid", softmax_every=2, linear_value_head_dim=10),
+    "kda": llama(model_type="qwen3_5", softmax_every=2, linear_gate="per_channel", lora_rank=4),
+    "transnormer": llama(model_type="transnormer", num_query_groups=None),
+    "linear_transformer": llama(model_type="linear_transformer", num_query_groups=None),
+    "hybrid": llama(model_type="transnormer", num_query_groups=None, softmax_every=2),
 }
 """Models whose layers keep states."""
 FOLDED = Config(
@@ -121,8 +116,8 @@ def weighted(config):
 def runs(tmp_path_factory):
     """The folder of a run of each model."""
     folders = {name: tmp_path_factory.mktemp("run") for name in MODELS | STATES}
-    for name, folder in folders.items():
-        saved(folder, (MODELS | STATES)[name])
+    for name, model in (MODELS | STATES).items():
+        saved(folders[name], model)
     folded = folders["folded hybrid"] = tmp_path_factory.mktemp("run")
     saved(folded, FOLDED.model)
     (folded / "config.toml").write_text(write_toml(FOLDED))
@@ -210,13 +205,12 @@ CELLS = {
     4: [("windows and sinks", MESHES["cp 2, tp 2"])],
 }
 """Models and meshes by the number of ranks."""
+FEW_METHODS = [("qwen3_5", "ring"), ("qwen3_5", "exchange"), ("transnormer", "ulysses"), ("hybrid", "ulysses")]
 SLOW = {
     ranks: [(name, mesh) for name in MODELS for mesh in MESHES.values() if size_of(mesh) == ranks] for ranks in (2, 4)
 }
 SLOW[2] += [(name, mesh) for name in STATES for mesh in OWN.values()]
-SLOW[2] += [("qwen3_5", MESHES[f"cp 2, {method}"]) for method in ("ring", "exchange")]
-SLOW[2] += [(name, {CP: 2, "context_parallel_method": "ulysses"}) for name in ("transnormer", "hybrid")]
-SLOW[2] += [("hybrid", {CP: 2, "context_parallel_method": "lasp2"})]
+SLOW[2] += [(name, {CP: 2, "context_parallel_method": method}) for name, method in (*FEW_METHODS, ("hybrid", "lasp2"))]
 SLOW[4] += [(name, {CP: 4}) for name in STATES]
 SLOW[4] += [(name, {CP: 2, **MESHES[mesh]}) for name in STATES for mesh in ("tp 2", "pp 2")]
 SLOW[6] = [(name, {CP: 3, **MESHES["tp 2"]}) for name in ("kda", "hybrid")]

@@ -6,7 +6,6 @@ import statistics
 import time
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from runtime.together import from_first, gather_results, raise_together
+from runtime.together import from_first, raise_together
 from tests.chaos.victim import HOOKS as CALLED
 from tests.parallel.tiny import ARCHITECTURE, build, equal, train, whole_tensors
 from tests.train.checkpoint.test_full_disk import disk, fill  # noqa: F401
@@ -251,28 +250,3 @@ def test_training_waits_for_a_fifth_of_the_time_at_most(tmp_path):
     at_once, beside = (max(times) for times in zip(*run_ranks(_stalls, 2, tmp_path, 9), strict=True))
     print(f"\n192 MB on 2 ranks: {at_once:.3f} s at once, {beside:.3f} s beside training, {beside / at_once:.1%}")
     assert beside <= 0.2 * at_once
-
-
-def resident(pid):
-    """Megabytes that a process has to itself."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("RssAnon:")[1].split()[0]) / 1024
-
-
-def _fifty(rank, size, folder):
-    state = {f"weight {number}": torch.randn(1 << 18) for number in range(8)}
-    background, seen = Background(Keeper(last=1, every=None)), []
-    for iteration in range(1, 51):
-        begin(background, folder, iteration, state, None)
-        background.wait()
-        seen.append((resident(os.getpid()), float(len(list(Path("/proc/self/fd").iterdir())))))
-    return gather_results(lambda: seen)[rank]
-
-
-@pytest.mark.slow
-def test_memory_is_flat_over_fifty_saves(tmp_path):
-    for seen in run_ranks(_fifty, 2, tmp_path):
-        early, late = seen[9], seen[49]
-        print(f"\nMB of the rank, file descriptors: {early} after 10 saves, {late} after 50")
-        assert late[0] - early[0] < 8
-        assert late[1] == early[1]

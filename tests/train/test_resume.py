@@ -32,6 +32,9 @@ def config(train_iters=120, **optimizer):
     return Config(optimizer=OptimizerConfig(**settings), train=TrainConfig(train_iters=train_iters))
 
 
+ENDLESS = ("constant", "inverse-square-root")
+
+
 def saved(before, contents=None):
     return json.loads(json.dumps(checkpoint_extra(before, contents or {})))
 
@@ -81,15 +84,6 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
     assert "goes on with the checkpoint's" in note
 
 
-def test_overridden_it_is_this_configurations():
-    now = config(240, override_opt_param_scheduler=True)
-    goes_on, note = continued(now, PATH, saved(config(120)), 120)
-    assert goes_on == now
-    assert "goes on with this configuration's" in note
-    # Once taken it is the run's own.
-    assert continued(config(240), PATH, saved(now), 130) == (config(240), "")
-
-
 @pytest.mark.parametrize("iteration", [60, 120])
 def test_a_schedule_that_comes_to_0_before_the_end_is_not_gone_on_with_unless_asked_for(iteration):
     now, extra = config(240, min_lr=0.0), saved(config(120, min_lr=0.0))
@@ -101,35 +95,35 @@ def test_a_schedule_that_comes_to_0_before_the_end_is_not_gone_on_with_unless_as
     assert rate(continued(asked, PATH, extra, iteration)[0], 121) == 0
 
 
-def test_nothing_is_said_where_nothing_changes_or_nothing_is_left_to_train():
-    for style in ("constant", "inverse-square-root"):  # which have no end
-        _, note = continued(config(240, lr_decay_style=style), PATH, saved(config(120, lr_decay_style=style)), 120)
-        assert note == ""
-    for before, now, iteration in ((120, 120, 60), (120, 120, 120), (120, 60, 60), (240, 120, 120), (240, 120, 180)):
-        assert continued(config(now), PATH, saved(config(before)), iteration) == (config(now), "")
-    same = config()
-    assert changes(same, saved(same, {"data_path a": "1"}), {"data_path a": "1"}) == {}
-
-
-def test_schedules_that_differ_and_give_the_same_rates_are_one():
-    """A decay that is over, whenever it was; a warm-up that is over before a constant rate."""
-    for now, before, iteration in (
+@pytest.mark.parametrize(
+    ("now", "before", "iteration"),
+    [
+        *((config(240, lr_decay_style=style), config(lr_decay_style=style), 120) for style in ENDLESS),
+        *(
+            (config(now), config(before), last)
+            for before, now, last in ((120, 120, 60), (120, 60, 60), (240, 120, 180))
+        ),
+        # Schedules that differ and give the same rates: a decay and a warm-up that are over.
         (config(300, lr_decay_iters=120), config(300, lr_decay_iters=110), 120),
         (config(240, lr_decay_style="constant", lr_warmup_iters=5), config(240, lr_decay_style="constant"), 20),
-    ):
-        assert schedule_of(now.optimizer, 300) != schedule_of(before.optimizer, 300)
-        assert continued(now, PATH, saved(before), iteration) == (now, "")
+    ],
+)
+def test_nothing_is_said_where_no_rate_changes_or_nothing_is_left_to_train(now, before, iteration):
+    assert continued(now, PATH, saved(before), iteration) == (now, "")
+    assert changes(now, saved(now, {"data_path a": "1"}), {"data_path a": "1"}) == {}
 
 
-def test_a_checkpoint_that_keeps_no_schedule_is_gone_on_with_in_silence():
+def test_a_schedule_that_is_overridden_or_not_kept_is_this_configurations():
+    now = config(240, override_opt_param_scheduler=True)
+    goes_on, note = continued(now, PATH, saved(config(120)), 120)
+    assert goes_on == now
+    assert "goes on with this configuration's" in note
+    # Once taken it is the run's own.
+    assert continued(config(240), PATH, saved(now), 130) == (config(240), "")
     early = {"sample_order": config().named(Config.SAMPLE_ORDER), "trained_for": {}}
     assert continued(config(240), PATH, early, 120) == (config(240), "")
-    assert changes(config(240), early, {"data_path a": "1"}) == {}
-    asked = config(240, use_checkpoint_opt_param_scheduler=True)
-    assert continued(asked, PATH, early, 120) == (
-        asked,
-        f"note: {PATH} keeps no schedule: this configuration's is taken",
-    )
+    _, note = continued(config(240, use_checkpoint_opt_param_scheduler=True), PATH, early, 120)
+    assert note == f"note: {PATH} keeps no schedule: this configuration's is taken"
 
 
 @pytest.mark.parametrize(
@@ -165,22 +159,17 @@ def test_what_changes_is_told_with_the_flag_that_keeps_it(flags, line):
     assert said.startswith(line)
 
 
-def test_a_batch_that_follows_the_number_of_processes_is_compared_as_it_is(monkeypatch):
-    """4 data-parallel processes had a batch of 4; one process has a batch of 1."""
+def test_batches_are_compared_as_they_are_whatever_number_of_processes_makes_them():
+    """As many micro-batches as there are data-parallel processes are joined by balance_over: no flag gives them."""
     extra = saved(Config(mesh=MeshConfig(), train=TrainConfig(global_batch_size=4)))
     line = "global_batch_size was 4 and is 1; --global-batch-size 4 keeps it"
     assert changes(Config(), extra, {}) == {"global_batch_size": line}
-
-
-def test_joined_micro_batches_are_not_taken_for_those_of_a_process():
-    """As many micro-batches as there are data-parallel processes are joined by balance_over: no flag gives it."""
     before, now = (
         Config(mesh=MeshConfig(balance_over="dp_cp"), train=TrainConfig(micro_batch_size=size, global_batch_size=8))
         for size in (8, 4)
     )
-    line = "micro_batch_size was 8 and is 4, of all data-parallel processes together"
     changed = changes(now, saved(before), {})
-    assert changed == {"micro_batch_size": line}
+    assert changed == {"micro_batch_size": "micro_batch_size was 8 and is 4, of all data-parallel processes together"}
     _check_allowed(PATH, changed, ())
 
 

@@ -25,7 +25,7 @@ from train.config.language import load_config
 from train.optim import OptimizerConfig
 from train.run import claim_folder, exit_status, open_log, reserve_run_folder
 from train.watching.health import Progress
-from train.watching.metrics import METRICS, LoggingConfig
+from train.watching.metrics import METRICS
 
 
 def fail_with(error):
@@ -51,6 +51,8 @@ def test_what_a_user_can_cause_is_one_line_and_the_end_that_a_rank_leaves_to_its
 ):
     monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
     monkeypatch.setenv("SLURM_PROCID", "3")
+    assert exit_status(lambda arguments: arguments.append("seen"), given := []) == 0
+    assert (given, capsys.readouterr(), [*tmp_path.iterdir()]) == (["seen"], ("", ""), []), "success is silent"
     assert exit_status(fail_with(error), []) == 1
     assert capsys.readouterr() == ("", f"error: {line}\n")
     assert (tmp_path / "endings" / "rank-3").read_text() == f"{left} error: {line}\n"
@@ -86,21 +88,16 @@ def test_a_folder_without_a_run_is_taken(names, tmp_path):
         ((METRICS,), "a run without a checkpoint"),
     ],
 )
-def test_another_run_is_not_written_over(names, held, tmp_path):
+def test_another_run_is_not_written_over_and_the_same_goes_on(names, held, tmp_path, monkeypatch):
     save = holding(tmp_path / "run", *names)
+    (tmp_path / "link").symlink_to("run")
+    monkeypatch.chdir(tmp_path)
     for load in (None, str(tmp_path / "other")):
         with pytest.raises(ConfigError, match=f"save is {save}, which holds {held}; go on with --load {save}, or"):
             claim_folder(with_checkpoint(save=save, load=load))
     with pytest.raises(ConfigError, match="; move it away, or" if "without" in held else " and without --finetune, or"):
         claim_folder(with_checkpoint(save=save, load=save, finetune=True))
-    claim_folder(with_checkpoint(save=save, load=save))
-
-
-def test_the_same_folder_by_another_name_goes_on(tmp_path, monkeypatch):
-    holding(tmp_path / "run", "iter_0000002")
-    (tmp_path / "link").symlink_to("run")
-    monkeypatch.chdir(tmp_path)
-    for load in ("run/", "./run", "link", str(tmp_path / "link" / ".." / "run")):
+    for load in (save, "run/", "link", str(tmp_path / "link" / ".." / "run")):
         claim_folder(with_checkpoint(save="run", load=load))
 
 
@@ -165,43 +162,12 @@ def test_the_folder_keeps_no_flag_that_is_for_one_start(flag, tmp_path):
     assert load_config(tmp_path / "config.toml") == config
 
 
-def refused_services(rank, world_size):
-    sys.modules["wandb"] = None
-    with pytest.raises(ConfigError) as caught:
-        claim_folder(Config(logging=LoggingConfig(wandb_project="x")))
-    return str(caught.value)
-
-
-def test_a_missing_service_is_told_on_all_ranks_before_any_work():
-    messages = run_ranks(refused_services, 2)
-    assert messages[0] == messages[1]
-    assert "wandb_project" in messages[0]
-
-
 @pytest.mark.parametrize("error", [KeyError("x"), ValueError("x"), RuntimeError("x"), OSError("a socket's")])
 def test_a_defect_keeps_its_traceback(error, capsys):
     with pytest.raises(type(error)) as caught:
         exit_status(fail_with(error), [])
     assert caught.value is error
     assert capsys.readouterr().err == ""
-
-
-def test_a_rank_that_lost_its_peer_is_brief(capsys):
-    """Its peer has said why; the same error with another text keeps its traceback, above."""
-    lost = RuntimeError("[/pytorch/third_party/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:24831")
-    assert exit_status(fail_with(lost), []) == 1
-    assert capsys.readouterr().err == (
-        "rank 0 ends because a peer of it did (Connection closed by peer [127.0.0.1]:24831)\n"
-    )
-
-
-def test_success_is_silent(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(ENDINGS, str(tmp_path))
-    seen = []
-    assert exit_status(seen.extend, ["--lr", "1"]) == 0
-    assert seen == ["--lr", "1"]
-    assert capsys.readouterr() == ("", "")
-    assert not list(tmp_path.iterdir())
 
 
 def voices(rank, world_size, failing, seconds):

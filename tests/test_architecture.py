@@ -1,8 +1,6 @@
 """Promises of the design about the sources themselves: imports, names, sizes, first lines."""
 
 import ast
-import importlib.metadata
-import sys
 from collections import Counter, defaultdict
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -167,16 +165,6 @@ def joins(root):
     return found
 
 
-def claims(search_path):
-    """Installed distributions that put one of our folders' names into site-packages."""
-    claimed = []
-    for distribution in importlib.metadata.distributions(path=search_path):
-        tops = set((distribution.read_text("top_level.txt") or "").split())
-        tops |= {file.parts[0].removesuffix(".py") for file in distribution.files or ()}
-        claimed += [f"{distribution.metadata['Name']} installs {top}" for top in sorted(tops & NAMES)]
-    return claimed
-
-
 def lines_of(path):
     return len(path.read_text(encoding="utf-8").splitlines())
 
@@ -282,14 +270,6 @@ def test_processes_join_in_one_place(tmp_path):
     assert joins(ROOT) == ["runtime/processes.py"]
     plant(tmp_path, "bench/a.py", "from torch.distributed import init_process_group as start")
     assert joins(tmp_path) == ["bench/a.py"]
-
-
-def test_no_installed_distribution_claims_our_folders(tmp_path):
-    assert len(list(importlib.metadata.distributions())) > 20
-    assert claims([entry for entry in sys.path if entry and Path(entry).resolve() != ROOT]) == []
-    plant(tmp_path, "kernels-0.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: kernels\nVersion: 0.1\n")
-    plant(tmp_path, "kernels-0.1.dist-info/RECORD", "kernels/__init__.py,,\n")
-    assert claims([str(tmp_path)]) == ["kernels installs kernels"]
 
 
 def test_files_are_short(tmp_path):

@@ -16,13 +16,10 @@ def told(steps, monkeypatch):
             tell(f"{number} of {steps}")
 
 
-def test_a_log_has_a_line_after_ten_seconds_and_then_one_a_minute(monkeypatch, capsys):
+def test_a_log_has_lines_and_a_terminal_one_line_that_moves(monkeypatch, capsys):
     told(150, monkeypatch)
     found = capsys.readouterr()
     assert (found.out, found.err) == ("", "11 of 150, 11 s\n72 of 150, 72 s\n133 of 150, 133 s\n")
-
-
-def test_on_a_terminal_one_line_moves_and_is_gone_at_the_end(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "10")
     told(3, monkeypatch)

@@ -97,7 +97,7 @@ def norms_of_shards(rank, world_size):
     return norm, squares.sqrt().item(), gradient_norm(parameters, mesh.get_group()).item()
 
 
-def test_norm_over_shards_is_the_whole_gradients():
+def test_norm_over_shards_is_the_whole_gradients_and_counts_what_several_ranks_hold_once():
     exact = exact_norm()
     for size in (1, 3):
         for norm, single, clipped in run_ranks(norms_of_shards, size):
@@ -105,15 +105,12 @@ def test_norm_over_shards_is_the_whole_gradients():
             assert clipped == pytest.approx(0.5, rel=1e-6)
             # Why it is summed in float64: in float32 the norm would depend on the number of ranks.
             assert abs(single - exact) / exact > 1e-6
+    assert run_ranks(norm_over_two_dimensions, 4) == pytest.approx([exact_norm()] * 4, rel=1e-12)
 
 
 def norm_over_two_dimensions(rank, world_size):
     """Two shards, each on two ranks."""
     return gradient_norm(laid_out(init_device_mesh("cpu", (2, 2)), Shard(0), Replicate())).item()
-
-
-def test_what_several_ranks_hold_counts_once():
-    assert run_ranks(norm_over_two_dimensions, 4) == pytest.approx([exact_norm()] * 4, rel=1e-12)
 
 
 def largest_allocation(run):

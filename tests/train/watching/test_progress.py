@@ -31,14 +31,11 @@ def test_a_line_has_the_means_since_the_last_one():
     assert machine_line([record(2, tflops_per_gpu=431.2)], "GPU").startswith("per GPU: 431 TFLOP/s, MFU 12.5%")
 
 
-def test_skipped_iterations_are_counted_and_left_out_of_the_loss():
+def test_skipped_iterations_are_left_out_of_the_loss_and_a_diffusion_run_has_samples():
     nan = float("nan")
     line = progress_line(NextToken, [record(1), record(2, lm_loss=nan, grad_norm=nan), record(4)], 50, 0.0)
     assert "| loss 5.0000 | grad norm 2 |" in line
     assert "| 1 skipped |" in line
-
-
-def test_a_diffusion_run_has_samples_per_second():
     records = [record(i, diffusion_loss=0.5 * i, samples_per_second=8.0 * i) for i in (1, 2)]
     for each in records:
         del each["lm_loss"]

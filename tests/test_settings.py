@@ -18,6 +18,7 @@ from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
 from train.config.entries import Config, DiTRunConfig
+from train.config.flags import LONGEST_TOML
 from train.run import claim_folder
 
 ENTRIES = {
@@ -133,6 +134,7 @@ TOMLS = {
     "10,000 keys": "[train]\n" + "".join(f"k{i} = 1\n" for i in range(10_000)),
     "key of two lines": '[train]\n"seed\\nerror: no" = 1', "section of two lines": '["train\\n\\u001b[31m"]',
     "choice of two lines": '[optimizer]\nlr_decay_style = "a\\nb"',
+    "too long": "# " + "x" * LONGEST_TOML,
     "long key": "[train]\n" + "k" * 100_000 + " = 1", "long value": f"[train]\nseed = '{'v' * 100_000}'",
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from tests.pretraining import TINY
 from tests.slurm.cluster import PROGRAMS, missing, virtual_cluster
 from tests.slurm.test_submit import CLUSTERS, RUN
 from tests.starts import wait_until
+from train.checkpoint.manifest import STARTS
 from train.watching.metrics import METRICS, read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.needs(*PROGRAMS, unless=missing)]
@@ -172,33 +173,12 @@ def test_an_allocation_that_is_not_the_clusters_is_refused(slurm, tmp_path):
     assert os.listdir(tmp_path / "run" / "logs" / job) == []
 
 
-STUB = """#!/bin/bash
-# In the place of the training: it saves when told to, and its second start finishes the run.
-run=${@: -1}
-echo "train_iters = 2" > $run/config.toml
-[ "$SLURM_PROCID" -ne 0 ] || echo start >> $run/starts
-[ "${SLURM_RESTART_COUNT:-0}" -lt 1 ] || { mkdir $run/iter_0000002; exit 0; }
-trap 'mkdir -p $run/iter_0000001; exit 0' USR1 TERM
-touch $run/ready-$SLURM_PROCID
-sleep 100 & wait
-"""
-
-
-def stub(slurm, folder, *options, **more):
-    """A job whose training is a few lines of shell; its number and its folder."""
-    (folder / "stub").write_text(STUB)
-    (folder / "stub").chmod(0o755)
-    script = ["--nodes", "2", "--ntasks-per-node=1", "--output", f"{folder}/run.log", "--parsable", *options]
-    command = ["sbatch", *script, "slurm/a100.sbatch", str(folder / "run"), "pretrain_gpt.py"]
-    return say(slurm, *command, PYTHON=str(folder / "stub"), **more).strip(), folder / "run"
-
-
 @pytest.mark.slow
-def test_a_job_that_is_cancelled_stays_so(slurm, tmp_path):
-    job, run = stub(slurm, tmp_path)
-    wait_until(lambda: len(list(run.glob("ready-*"))) == 2)
+def test_a_job_that_is_cancelled_stays_so(slurm, default_data, tmp_path):
+    job = submitted(slurm, tmp_path / "run", default_data)
+    wait_until(lambda: steps_made(tmp_path / "run") > 3)
     say(slurm, "scancel", job)
     assert ended(slurm, job)["Restarts"] == "0"
     time.sleep(8)
     assert ended(slurm, job)["JobState"] == "CANCELLED"
-    assert (run / "starts").read_text() == "start\n"
+    assert len((tmp_path / "run" / STARTS).read_text().splitlines()) == 1

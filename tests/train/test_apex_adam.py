@@ -18,7 +18,6 @@ from tests.pretraining import flags_of, on_rank
 from tests.train import apex_stub
 from tests.train.test_host_moments import everything, model, steps
 from train import adamw
-from train.adamw import ApexAdamW
 from train.checkpoint.api import load_checkpoint
 from train.checkpoint.manifest import checkpoint_folder
 from train.objectives.language import NextToken
@@ -135,15 +134,6 @@ def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path)
         records.append([{key: line.get(key) for key in ("iteration", "lm_loss", "grad_norm")} for line in lines])
     assert [line["iteration"] for line in records[0] if line["lm_loss"]] == [1, 2, 3, 4]
     assert records[1] == records[0]
-
-
-def test_no_gradient_is_no_step(stub):
-    weights = nn.ParameterList([nn.Parameter(torch.ones(2, 2))])
-    optimizer = build_optimizer(APEX, weights)
-    optimizer.step()
-    assert isinstance(optimizer, ApexAdamW)
-    assert not optimizer.state
-    assert not apex_stub.CALLS
 
 
 APEX_ALONE = {"apex/__init__.py": "", "amp_C.py": ""}

@@ -195,17 +195,6 @@ def test_files_that_hold_something_else_are_told_by_name(tmp_path):
         _check_allowed(PATH, changed, allowed)
 
 
-def test_a_diffusion_run_has_the_same_and_what_it_draws():
-    before, now = DiTRunConfig(), DiTRunConfig(optimizer=OptimizerConfig(weight_decay=0.0))
-    extra = saved(before)
-    extra["settings"]["class_dropout_prob"] = 0.5
-    assert [*changes(now, extra, {}).values()] == [
-        "weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it",
-        "class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it",
-    ]
-    assert before.contents() == {}, "the digits come with scikit-learn"
-
-
 def test_an_import_computes_in_bfloat16_on_cuda():
     """Flash kernels take nothing wider, and no flag of a tool that opens it says so."""
     on_gpu, on_cpu = (Config(mesh=MeshConfig(device=device)) for device in ("cuda", "cpu"))

@@ -190,7 +190,7 @@ def test_broken_ones_do_not_count(run):
 def test_bytes_are_read_once(run, monkeypatch):
     keeper = Keeper(last=2, every=None)
     keeper.prune(run)
-    monkeypatch.setattr("checkpoint.search.describe", lambda path: pytest.fail(f"{path} is read again"))
+    monkeypatch.setattr("train.checkpoint.search.describe", lambda path: pytest.fail(f"{path} is read again"))
     keeper.prune(run)
 
 

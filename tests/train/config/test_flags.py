@@ -156,7 +156,7 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
         ("--model-type gpt --max-position-embeddings 1024 --swiglu", "model_type is gpt; it goes with llama"),
         ("--use-distributed-optimizer --bf16 --sequence-parallel --calculate-per-token-loss", None),
         ("--use-distributed-optimizer --data-parallel-sharding-strategy ddp", "data_parallel_sharding_strategy is ddp"),
-        ("--normalization LayerNorm", "--normalization is LayerNorm, and here it can only be RMSNorm"),
+        ("--normalization LayerNorm", "--normalization is LayerNorm"),
         ("--optimizer", "--optimizer has no value"),
         ("--transformer-impl transformer_engine --use-flash-attn --use-mcore-models", None),
         ("--fp16", "here give --bf16"),

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 from typing import get_type_hints
 
@@ -8,7 +7,7 @@ from parallel.context import METHODS, STATE_METHODS
 from runtime.errors import UserError
 from tests.starts import ROOT
 from train.config import diffusion, flags
-from train.config.entries import Config, DiTRunConfig, TrainConfig
+from train.config.entries import Config, DiTRunConfig
 from train.config.flags import attribute_docs
 from train.config.language import load_config, parse_args, validate
 
@@ -226,21 +225,6 @@ def test_missing_data_is_refused_and_consistent_settings_are_not():
         hybrid = [*DATA, *SHORT[" H "].split(), "--hybrid-softmax-method", method]
         validate(parse_args(hybrid), 4)
         validate(parse_args([*hybrid, "--context-parallel-size", "1"]), 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "default", "said"),
-    [
-        ("odd", dict[str, int], dataclasses.field(default_factory=dict), "odd"),
-        ("kept", int | None, 3, "kept"),
-        ("seed", int, 1, "seed is a field of both"),
-    ],
-)
-def test_a_section_that_flags_cannot_carry_is_a_programming_error(name, kind, default, said):
-    section = dataclasses.make_dataclass("Section", [(name, kind, default)], frozen=True, kw_only=True)
-    root = dataclasses.make_dataclass("Root", [("train", TrainConfig), ("more", section)])
-    with pytest.raises(TypeError, match=said):
-        flags.config_fields(root)
 
 
 def test_the_methods_offered_are_those_that_exist():

@@ -37,7 +37,11 @@ def flags(default_data, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("ranks", "meshes"),
-    [(1, ("",)), (2, (f"{CP} striped",)), (4, (f"{CP} zigzag --micro-batch-size 1", f"{CP} exchange", CIRCLE))],
+    [
+        (1, ("",)),
+        (2, (f"{CP} striped", f"{CP} exchange")),
+        pytest.param(4, (f"{CP} zigzag --micro-batch-size 1", f"{CP} exchange", CIRCLE), marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_that_of_its_documents_alone(ranks, meshes, flags):
     want = alone(flags)

@@ -49,8 +49,9 @@ def test_stopping_after_a_half_and_again_after_three_quarters_changes_no_bit(run
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(runs.last)
 
 
-ELSEWHERE = [(case, ()) for case in cases_of("cp=1\n dp=2 tp=2 zero1 none")]
-SLOW = [(case, pytest.mark.slow) for case in cases_of("cp=2 dp=2 ring|zigzag|allgather\n cp=2 dp=2 striped ddp")]
+ELSEWHERE = [(case, ()) for case in cases_of("cp=1")]
+SLOW_MESHES = "dp=2 tp=2 zero1 none\n cp=2 dp=2 ring|zigzag|allgather\n cp=2 dp=2 striped ddp"
+SLOW = [(case, pytest.mark.slow) for case in cases_of(SLOW_MESHES)]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks, id=case.title) for case, marks in ELSEWHERE + SLOW])
@@ -132,6 +133,7 @@ def test_the_same_bits_are_loaded_on_another_mesh(kind, first, second, default_d
     assert losses_apart(resumed, went_on) <= BOUND
 
 
+@pytest.mark.slow
 def test_other_samples_would_be_seen(default_data, tmp_path):
     """The bound on losses is one on the order of samples: eight samples too late, and they are far apart."""
     late = partial(samples_skipped, 8)

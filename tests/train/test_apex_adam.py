@@ -104,7 +104,7 @@ def ends_of(rank, world_size, folder, strategy, tp):
 @pytest.mark.parametrize(
     ("strategy", "tp"),
     [
-        *(pytest.param(strategy, 1, marks=() if strategy == "zero1" else pytest.mark.slow) for strategy in STRATEGIES),
+        *(pytest.param(strategy, 1, marks=pytest.mark.slow) for strategy in STRATEGIES),
         ("zero3", 2),
         pytest.param("ddp", 2, marks=pytest.mark.slow),
     ],
@@ -119,20 +119,20 @@ def in_the_entry(rank, world_size, arguments):
 
 
 def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path):
-    """Four iterations by torch, and two by each around a checkpoint: equal in all but times."""
+    """Three iterations by torch, and one by it and two by apex around a checkpoint: equal in all but times."""
     records = []
     for name, starts in (
         ("torch", {"torch": []}),
-        ("turns", {"torch": ["--exit-interval", "2"], "apex": ["--load", str(tmp_path / "turns")]}),
+        ("turns", {"torch": ["--exit-interval", "1"], "apex": ["--load", str(tmp_path / "turns")]}),
     ):
         save = str(tmp_path / name)
         for backend, more in starts.items():
-            flags = flags_of(default_data, "--train-iters", "4", "--save", save, "--optimizer-backend", backend, *more)
+            flags = flags_of(default_data, "--train-iters", "3", "--save", save, "--optimizer-backend", backend, *more)
             said = run_ranks(in_the_entry, 2, flags)
             assert [one.count("attention kernel: aten\n") for one in said] == [1, 0]
         lines = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
         records.append([{key: line.get(key) for key in ("iteration", "lm_loss", "grad_norm")} for line in lines])
-    assert [line["iteration"] for line in records[0] if line["lm_loss"]] == [1, 2, 3, 4]
+    assert [line["iteration"] for line in records[0] if line["lm_loss"]] == [1, 2, 3]
     assert records[1] == records[0]
 
 

@@ -201,6 +201,7 @@ raise SystemExit(run.exit_status(main, [], 300))
 """
 
 
+@pytest.mark.slow
 def test_before_they_join_the_ranks_meet_at_the_launchers_address():
     """As srun starts them: no agent holds a store, so the first rank does."""
     place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

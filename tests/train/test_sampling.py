@@ -62,7 +62,9 @@ def alone():
         (2, {"pipeline_model_parallel_size": 2}),
         pytest.param(4, {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"context_parallel_size": 2, "joined": 5}, marks=pytest.mark.slow),
-        (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "joined": 2}),
+        pytest.param(
+            4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "joined": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=["dp2-cp2", "pp2", "dp2-tp2", "dp2-cp2-joined", "cp2-tp2-joined"],
 )

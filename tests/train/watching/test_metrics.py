@@ -191,6 +191,7 @@ def wandb_records(file):
             message = b""
 
 
+@pytest.mark.slow
 def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_an_axis_of_iterations(tmp_path):
     """It cannot take rows back: the later row of an iteration is the run's."""
     pytest.importorskip("wandb")
@@ -214,6 +215,7 @@ def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_a
     assert axes["*"] == "iteration"
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_is_one_message(tmp_path):
     pytest.importorskip("wandb")
     write_first = "from train.watching.metrics import *; from pathlib import Path; import sys\n"

@@ -10,7 +10,6 @@ from model.registry import build_model
 from runtime.ranks import run_ranks
 from tests.parallel.split import config as model_config
 from tests.pretraining import TINY, differences, on_rank
-from tests.programs import on_path
 from train import float8
 from train.config.common import validate_run
 from train.config.flags import ConfigError
@@ -82,7 +81,7 @@ def test_runs_learn_as_those_in_bfloat16(name, default_data, tmp_path):
     metrics = []
     for more in ((), ("--fp8-format", "hybrid")):
         save = tmp_path / f"run{len(more)}"
-        run_ranks(on_path(emulated), 2, [*TINY, *data, "--bf16", *RUNS[name].split(), "--save", str(save), *more])
+        run_ranks(emulated, 2, [*TINY, *data, "--bf16", *RUNS[name].split(), "--save", str(save), *more])
         metrics.append(read_metrics(save / METRICS))
     losses = [[record["lm_loss"] for record in of] for of in metrics]
     assert losses[1] != losses[0]

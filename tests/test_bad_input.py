@@ -153,7 +153,7 @@ def endings(place):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_message_names_what_and_the_remedy(name, endings):
+def test_one_message_names_what_is_wrong(name, endings):
     line = refusal([rank[name] for rank in endings])
     for word in CASES[name][1:]:
         assert word in line

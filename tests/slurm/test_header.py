@@ -26,12 +26,3 @@ def test_a_comment_stands_above_its_line_and_says_its_value(lead, words, capsys)
     assert "is queued again" in above(text, "#SBATCH --requeue")
     assert "one log" in above(text, "#SBATCH --open-mode=append")
     assert "#\n#SBATCH" not in text
-
-
-def test_a_comment_that_an_option_by_hand_may_contradict_is_left_out(capsys):
-    options = ["--option=--no-requeue", "--option=--signal=B:USR1@120", "--option=--open-mode=truncate"]
-    text = printed(capsys, "--nodes", "2", *options, *RUN)
-    assert "#SBATCH --requeue\n" not in text
-    assert "is queued again, under" not in text
-    for line in ("no-requeue", "signal=B:USR1@120", "open-mode=truncate"):
-        assert above(text, f"#SBATCH --{line}") == "# As --option says."

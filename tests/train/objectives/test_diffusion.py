@@ -112,8 +112,3 @@ def test_ranks_have_their_patches_of_the_same_noise_and_no_loss_of_padding(tmp_p
     for name in ("times", "labels"):
         assert torch.equal(first[name], want[name])
         assert torch.equal(second[name], want[name])
-
-
-def test_a_validation_has_no_perplexity():
-    line = objective().validation_line({"iteration": 3, "validation_loss": 0.5, "diffusion_loss": 2.0})
-    assert line == "validation loss at iteration 3: 0.5000"

@@ -2,6 +2,7 @@
 
 import io
 import math
+import signal
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -21,6 +22,7 @@ from parallel.context import context_parallel
 from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.errors import DataError
 from runtime.ranks import run_ranks
+from runtime.signals import StopRequest
 from tests.starts import ROOT
 from train.assemble import Run
 from train.checkpoint.api import CheckpointConfig
@@ -233,6 +235,22 @@ def test_told_to_stop_it_saves_and_stops(limit, last, tmp_path):
     assert [r["iteration"] for r in records] == list(range(1, last + 1))
     assert ("validation_loss" in records[-1]) == ("exit_duration_in_mins" not in limit), "time does not wait for it"
     assert checkpoints(tmp_path / "run") == [last]
+
+
+def told_to_end_with_a_local_checkpoint_loaded(trainer):
+    trainer.progress.iteration, notice = 6, StopRequest()
+    notice.signal = signal.SIGTERM
+    trainer.train = partial(trainer.train, notice)
+
+
+def test_told_to_end_before_a_step_it_saves_what_the_local_checkpoint_held(tmp_path):
+    local = CheckpointConfig(
+        save="set below", non_persistent_save_interval=2, non_persistent_local_ckpt_dir=str(tmp_path / "node")
+    )
+    config = replace(settings(train_iters=9), checkpoint=local)
+    ends = run_ranks(run_with, 1, config, tmp_path / "run", told_to_end_with_a_local_checkpoint_loaded)
+    assert ends == [(Progress(iteration=6), "")]
+    assert checkpoints(tmp_path / "run") == [6]
 
 
 def hours_later_on_rank_1(trainer):

@@ -46,7 +46,6 @@ def test_what_training_does_without_is_an_extra_and_all_is_locked():
 @pytest.mark.parametrize(
     ("target", "extras"),
     [
-        ("pretrain", set()),
         ("dit", {"digits"}),
         ("lock", {"dev", "peers"}),
     ],

@@ -99,6 +99,7 @@ def test_what_is_in_host_memory_is_not_on_the_device():
     assert rehearse(shorter, pretrain_gpt.resolve, 0, 2, 2).host == less.host, "torch pins powers of two"
 
 
+@pytest.mark.slow
 def test_in_a_zero_bubble_gradients_wait_for_the_weights():
     """Against the same stages with whole backwards; more rounds of micro-batches than it runs change nothing."""
     flags = [*SMALL, "--vocab-size", "1024", "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
@@ -140,7 +141,10 @@ def test_memory_is_that_of_eight_real_processes(mesh):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--context-parallel-method wallfacer --context-parallel-team-size 2 --recompute-granularity full",
+        pytest.param(
+            "--context-parallel-method wallfacer --context-parallel-team-size 2 --recompute-granularity full",
+            marks=pytest.mark.slow,
+        ),
         "--context-parallel-method allgather --recompute-granularity attention_boundary --window-size 100,0 "
         "--window-attn-skip-freq 2",
     ],

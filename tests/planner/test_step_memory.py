@@ -64,10 +64,8 @@ QUICK = (
     "ulysses 4 in stages, full",
     "teams of 2, full",
     "tensor 2, pipeline 2",
-    "interleaved 2",
     "data 4, zero1",
     "gemma3",
-    "qwen3_5, full",
     "transnormer, lasp 4, full",
 )
 """Cases of ``make test``: whatever is cut, stored or sent is in one of them; the others combine the same."""

@@ -104,8 +104,8 @@ def ends_of(rank, world_size, folder, strategy, tp):
 @pytest.mark.parametrize(
     ("strategy", "tp"),
     [
-        *(pytest.param(strategy, 1, marks=pytest.mark.slow) for strategy in STRATEGIES),
-        ("zero3", 2),
+        *(pytest.param(strategy, 1, marks=() if strategy == "zero3" else pytest.mark.slow) for strategy in STRATEGIES),
+        pytest.param("zero3", 2, marks=pytest.mark.slow),
         pytest.param("ddp", 2, marks=pytest.mark.slow),
     ],
 )

@@ -53,8 +53,11 @@ def share(rank, world_size, method, shape):
     return local, cp.positions, int(local["count"]), objective.loss_sum(model, local).item()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("size", "shape"), [(1, LLAMA), (3, LLAMA), (3, GPT)], ids=["1", "3", "3-gpt"])
+@pytest.mark.parametrize(
+    ("method", "size", "shape"),
+    [*((method, 3, LLAMA) for method in METHODS), ("ring", 1, LLAMA), ("striped", 3, GPT)],
+    ids=[*METHODS, "alone", "gpt"],
+)
 def test_shares_make_up_the_batch_and_its_loss(method, size, shape):
     size = min(size, 2) if method == "ulysses" else size  # as many as the heads
     shares = run_ranks(share, size, method, shape)

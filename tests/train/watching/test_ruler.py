@@ -66,11 +66,7 @@ ASKED = (
     *("--seq-length", "640", "--init-method-std", "0.2", "--ruler-interval", "1", "--ruler-samples", "4"),
     *("--ruler-lengths", "512", "640", "--ruler-tasks", "niah_single_1", "niah_multikey_2"),
 )
-MESHES = (
-    "--context-parallel-size 2 --context-parallel-method zigzag",
-    "--tensor-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2",
-)
+MESHES = ("--context-parallel-size 2 --context-parallel-method zigzag", "--pipeline-model-parallel-size 2")
 
 
 def answered(rank, world_size, runs, labels=None):

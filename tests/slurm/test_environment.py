@@ -39,7 +39,7 @@ def test_a_job_on_gpus_with_a_torch_for_cpus_is_refused_before_it_waits_in_a_que
         assert "note: as it is, the job would be refused: " in err
         for way_out in (["--container", "i.sqsh", *RUN], [*RUN, "--device", "cpu"]):
             with monkeypatch.context() as patch:
-                patch.setenv("PATH", "/nowhere")
+                patch.setattr("shutil.which", lambda name: None)
                 assert "there is no sbatch here" in end(submit.main, [*job, *way_out]).stderr
 
 

@@ -53,14 +53,6 @@ def test_models_have_their_number_of_parameters(name):
     assert num_parameters(replace(model, vocab_size=model.vocab_size or 4096)) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if name.startswith(("gemma3", "olmo3"))])
-def test_one_layer_of_several_sees_all_tokens(name):
-    model = load_config(ROOT / "configs" / "models" / f"{name}.toml").model
-    every = 6 if model.model_type == "gemma3" else 4
-    whole = [layer for layer in range(model.num_layers) if model.window(layer) is None]
-    assert whole == list(range(every - 1, model.num_layers, every))
-
-
 def examples(introduction):
     """The processes and flags of each command in a help text."""
     commands = introduction.replace("\\\n", " ").splitlines()

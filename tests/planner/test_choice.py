@@ -10,7 +10,7 @@ from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.context.config import FullContextConfig
 from planner import choice
-from planner.choice import divided, fastest_method, fitted_to_world, rearranged, with_schedule
+from planner.choice import fastest_method, fitted_to_world, rearranged, with_schedule
 from planner.cluster import CLUSTERS, load_cluster
 from planner.rehearsal import fake_process_group
 from planner.search import predicted, rank
@@ -112,14 +112,6 @@ def test_every_number_of_processes_keeps_the_batch_and_the_method(method):
         assert why.startswith("predicted to take ")
 
 
-def test_each_mesh_has_its_largest_micro_batch_and_a_pipeline_smaller_ones_too():
-    found = [(one.mesh.pipeline_model_parallel_size, one.train.micro_batch_size) for one in divided(flagged(), 2)]
-    assert sorted(found) == [(1, 2), (1, 2), (1, 2), (2, 1), (2, 2)]
-    asked = flagged("--micro-batch-size", "4", "--global-batch-size", "12")
-    data = [one for one in divided(asked, 6) if one.mesh.data_parallel_size(6) == 6]
-    assert [one.train.micro_batch_size for one in data] == [2], "2 divides 4 and the 12 / 6 of a rank"
-
-
 def test_sharding_gives_way_where_memory_is_short(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.0045 "))
@@ -160,10 +152,3 @@ def test_without_the_flag_the_sizes_are_for_the_processes_here_or_the_refusal_na
         with pytest.raises(UserError) as refused:
             yielded(flagged(*more), processes, monkeypatch)
         assert "or give --allow-resize" not in str(refused.value)
-
-
-def test_a_cluster_may_be_named_for_it():
-    named = ("--cluster", str(CLUSTERS / "cpu.toml"))
-    validate(flagged(*named, "--allow-resize"), 2)
-    with pytest.raises(UserError, match="which leaves nothing to choose; leave it out, use method auto, or give"):
-        validate(flagged(*named), 2)

@@ -12,7 +12,6 @@ from planner.cluster import DELTA, load_cluster
 from planner.delta_cost import DeltaCost, DeltaShape, wide_share
 from planner.rehearsal import rehearse
 from planner.search import candidates_of
-from planner.workload import workload_of
 from runtime.ranks import run_ranks
 from tests.planner.test_step_cost import COMPUTE, LATENCY, NETWORK
 from train.config.language import load_config, parse_args
@@ -81,15 +80,6 @@ def test_documents_that_no_rank_shares_cost_nothing_more():
 def config_of(**sizes):
     one = load_config("configs/models/qwen3_5_9b.toml")
     return replace(one, model=replace(one.model, num_layers=8), mesh=replace(one.mesh, **sizes))
-
-
-def test_the_state_of_a_token_is_in_no_matrix():
-    work = workload_of(config_of(), 1, "cuda")
-    layer = 3 * 4096 * 12288 + 2 * 4096 * 4096  # a feed-forward, q or z, and the output
-    delta, softmax = layer + 4096 * (2 * 2048 + 4096 + 64), layer + 4096 * (2 * 1024 + 4096)
-    taps = 6 * 4 * (2 * 2048 + 4096)
-    assert work.matrix_weights == 6 * delta + 2 * softmax + 4096 * 248320 + taps
-    assert (work.softmax_layers, work.delta) == (2, SHAPE)
 
 
 def test_methods_have_consecutive_tokens():

@@ -70,13 +70,6 @@ def test_what_fits_nowhere_is_refused(config, monkeypatch):
         fewest(of_length(config, 1 << 20), replace(SMALL, memory_gb=0.01))
 
 
-def test_a_node_of_six_is_tried_whole(config):
-    six = replace(SMALL, gpus_per_node=6)
-    at = of_length(config, longest(config, 6, six))
-    assert not fits(at, 4, six)
-    assert fewest(at, six) == 6
-
-
 def test_every_policy_is_tried_with_chunks_and_in_host_memory():
     asked = replace(CONFIG, recompute=RecomputeConfig(ffn_chunk_size=100))
     found = [one.recompute for one in settings(asked, H100) if one.data_parallel == asked.data_parallel]

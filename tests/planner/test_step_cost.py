@@ -96,14 +96,6 @@ def test_compute_goes_by_pairs_and_every_tile_takes_a_launch():
     assert attention("ring", launches, 8, 4096).forward() == pytest.approx(8)  # the last rank has one in every round
 
 
-@pytest.mark.parametrize(("method", "hidden"), [("zigzag", 1024**2 / 2), ("striped", 4 * 1024**2 / 2)])
-def test_what_a_mask_hides_may_be_computed(method, hidden):
-    """Half of the square of a rank's own keys, of 1,024 rows; striped has a square in every round."""
-    without = attention(method, COMPUTE, 4, 4096).forward()
-    with_half = attention(method, replace(COMPUTE, masked_share=0.5), 4, 4096).forward()
-    assert with_half - without == pytest.approx(0.5 * hidden * 4 * 6656 / 1e12, rel=2e-3)
-
-
 def test_a_shared_link_carries_all_ranks_of_a_node_and_a_rail_one():
     nodes = replace(NETWORK, gpus_per_node=8, inside_gb_per_s=FREE)
     shared, rails = nodes, replace(nodes, between_link="rank")

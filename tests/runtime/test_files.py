@@ -101,15 +101,6 @@ def test_a_folder_has_one_owner_and_a_killed_one_leaves_nothing(stem, tmp_path):
     assert not list(folder.iterdir())
 
 
-def test_folders_that_were_made_for_nothing_are_gone(tmp_path):
-    with owned(tmp_path / "new" / "run"):
-        pass
-    assert not list(tmp_path.iterdir())
-    with owned(tmp_path / "new" / "run"):
-        (tmp_path / "new" / "run" / "kept").touch()
-    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["kept"]
-
-
 def test_an_owner_leaves_what_others_write(tmp_path):
     (tmp_path / ".hidden.bin").write_text("a user's")
     with another_process(tmp_path, "d"):

@@ -159,23 +159,3 @@ def test_a_holder_that_hung_while_another_took_its_file_or_wrote_into_it_ends(re
         (tmp_path / ".lock").write_text(ELSEWHERE)
         assert status_of(child) == 1
     assert f"error: {tmp_path} was taken over by process 7 on node9" in capfd.readouterr().err
-
-
-def test_what_a_killed_watcher_left_is_removed(quick, tmp_path):
-    (tmp_path / ".lock").write_text(ELSEWHERE)
-    os.link(tmp_path / ".lock", tmp_path / f".lock.over-{TOKEN}")
-    Lock(tmp_path / ".lock", wait=False).release()
-    assert not list(tmp_path.iterdir())
-
-
-def test_another_users_process_on_this_host_is_no_dead_one(quick, no_locks, tmp_path, monkeypatch):
-    """It may not be signalled, and holds the file as long as it touches it."""
-
-    def refused(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "kill", refused)
-    with beating(tmp_path / ".lock", HERE), pytest.raises(InUseError, match=rf"process {2**22 + 1} on"):
-        Lock(tmp_path / ".lock", wait=False)
-    monkeypatch.undo()
-    assert not locks._runs(2**22 + 1), "negative control: of no process"

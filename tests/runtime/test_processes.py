@@ -104,26 +104,6 @@ def test_a_port_that_another_program_uses(port, monkeypatch, capfd):
     assert "frame #" not in capfd.readouterr().err
 
 
-def test_a_store_that_is_slow_is_waited_for(monkeypatch):
-    """Its port takes connections, and the store itself comes later than SECONDS_TO_ANSWER."""
-    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.1)
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    stores = []
-
-    def serve():
-        own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
-        stores.append(dist.TCPStore("127.0.0.1", port, **own))
-
-    later = threading.Timer(1, serve)
-    later.start()
-    launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    try:
-        assert meet(timedelta(minutes=5))[1:] == (1, 2)
-    finally:
-        later.join()
-
-
 def workers(rank, world_size):
     """Worker threads of the groups of all kinds."""
     with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2)) as mesh:

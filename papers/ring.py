@@ -7,8 +7,8 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from papers import rows
-from papers.jobs import LONG, Job, lengths, longest_of, read_runs
 from papers.rows import Row
+from papers.runs import read_runs
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
@@ -146,21 +146,7 @@ def max_context() -> Iterator[Row]:
         theirs = {column: int(row[f"{column}_ktokens"]) for column in COLUMNS}
         ours = {column: longest(row["model"], column, devices, memory) // K for column in COLUMNS}
         of: dict[str, str | int] = {"hardware": row["hardware"], "model": row["model"], "devices": devices}
-        measures = job(row["model"], devices, theirs[COLUMNS[-1]] * K) if "A100" in name else None
-        yield Row(of, theirs, ours, row["hardware"], job=measures)
-
-
-def job(size: str, gpus: int, tokens: int) -> Job:
-    """Return what measures a row: Ring Attention's context, and half and twice as long, as ``longest`` has them."""
-    return Job(
-        gpus=gpus,
-        config=MODELS[size],
-        flags=f"--no-bf16 --context-parallel-size {gpus} --context-parallel-method ring --context-parallel-layout "
-        "contiguous --recompute-granularity full --loss-chunk-size 2048 --ffn-chunk-size 2048",
-        cases=lengths("--seq-length", tokens),
-        figures=longest_of(COLUMNS[-1]),
-        iterations=LONG,
-    )
+        yield Row(of, theirs, ours, row["hardware"])
 
 
 STEP = 1000 * 4

@@ -11,7 +11,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -19,12 +19,8 @@ from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
 from bench.link.network import NetworkError
-from papers.jobs import Figures, Job, measured, submit_row
-from runtime.errors import UserError
 from runtime.files import write_text
-from runtime.machine import ROOT, commit_of, slug
-from slurm.environment import check_torch
-from slurm.submit import check_login_node, read_site
+from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for
 from tools.common.report import aligned
 from tools.common.report import as_csv as csv_of
@@ -33,6 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parent
+Figures = Mapping[str, float | int | str | None]
+"""Figures by name; None where there is none."""
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
 
 
@@ -52,13 +50,6 @@ class Row:
     hardware: str
     """The hardware of the published figures, and of the measured ones."""
     measured: Figures | None = None
-    job: Job | None = None
-    """The row's measurement on the paper's hardware; None if no GPU does."""
-
-    @property
-    def name(self) -> str:
-        """Name the row in a path."""
-        return slug(" ".join(map(str, self.of.values())))
 
     @property
     def difference(self) -> dict[str, float]:
@@ -172,7 +163,7 @@ def write(base: Path, sheet: Sheet, rows: Sequence[Row]) -> None:
         old, new = table.read_text(encoding="utf-8"), as_csv(rows, before)
         same = old == new
         lost = not _measured(old) <= _measured(new)
-        more = "measured figures that are not there now, kept; --measure and --runs give them, or remove the file"
+        more = "measured figures that are not there now, kept; --measure gives them, or remove the file"
         said = "equal, kept" if same else more if lost else "other figures now, written anew"
         print(f"{table} was made by {before}: {said}", file=sys.stderr)
         if same or lost:
@@ -246,24 +237,9 @@ def main(
     parser.add_argument("--measure", action="store_true", help="also measure here what this machine can")
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="also write CSV and pictures there")
-    parser.add_argument("--submit", metavar="CLUSTER", help="a Slurm job for each row that this cluster can measure")
-    parser.add_argument("--dry-run", action="store_true", help="with --submit: print the scripts, submit nothing")
-    parser.add_argument("--row", default="", metavar="TEXT", help="with --submit: rows alone whose name contains this")
-    parser.add_argument("--runs", type=Path, default=Path("runs/papers"), metavar="FOLDER", help="default: %(default)s")
     args = parser.parse_args(argv)
-    if args.submit is None and (args.dry_run or args.row):
-        parser.error("--dry-run and --row are of --submit CLUSTER; give it too")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = [tables[args.table]] if args.table else [*tables.values()]
-    if args.submit is not None:
-        if not args.dry_run:
-            check_login_node()  # before rows are predicted
-            check_torch(read_site(args.submit)[1])
-        if not sum(_submit(sheet, args.runs / paper / sheet.name, args) for sheet in chosen):
-            raise UserError(
-                f"--row is {args.row}, and no row of {', '.join(s.name for s in chosen)} has it in its name"
-            )
-        return
     data, made = list[dict[str, Any]](), stamp()
     for sheet in chosen:
         where = {"source": f"{source}, {sheet.where}"}
@@ -273,26 +249,6 @@ def main(
             data.append({"table": sheet.name, "of": dict(row.of), **figures, **about})
     if args.json:
         print(json.dumps(data, indent=1))
-
-
-def _submit(sheet: Sheet, folder: Path, args: argparse.Namespace) -> int:
-    """Submit the jobs of a table's rows, and say in a line why others have none; return the number of lines."""
-    rows = list(sheet.rows())
-    if not any(row.job for row in rows):
-        print(f"{sheet.name}: no row has a job: it needs {sheet.needs or 'no GPU, --measure does it here'}")
-        return not args.row
-    wanted = [row for row in rows if args.row in row.name]
-    for row in wanted:
-        why = f"not submitted: no job measures it ({row.hardware})"
-        said = submit_row(row.job, folder / row.name, args.submit, args.dry_run) if row.job else why
-        print(f"{sheet.name}/{row.name}: {said}", flush=True)
-    return len(wanted)
-
-
-def _with_runs(row: Row, folder: Path) -> Row:
-    """Return a row with what its job has measured, if it has, besides what was measured here."""
-    found = measured(row.job, folder / row.name) if row.job else None
-    return replace(row, measured={**(row.measured or {}), **found}) if found else row
 
 
 def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
@@ -305,7 +261,6 @@ def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> l
     except NetworkError as error:
         print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
         rows = list(sheet.rows())
-    rows = [_with_runs(row, args.runs / paper / sheet.name) for row in rows]
     command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measures}"
     if not args.json:
         (head, cells), made = flat(rows), stamp()

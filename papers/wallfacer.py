@@ -28,7 +28,6 @@ from bench.link.choices import cluster_of, predictions
 from bench.link.network import LINKS, Network, prepare_machine
 from bench.link.ranks import train
 from papers import ring, rows
-from papers.jobs import Figures, Job, Runs
 from papers.rows import Row
 from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
@@ -151,45 +150,7 @@ def gains() -> Iterator[Row]:
         of: dict[str, str | int] = {"cluster": cluster.name, "run": f"{work}, {ranks} GPUs", "ktokens": length}
         theirs = {"team": BEST.get(name), "gain_percent": STATED.get((name, ranks))}
         ours = {"team": apart, "gain_percent": most, "team_hidden": together, "gain_hidden_percent": least}
-        yield Row(of, theirs, ours, cluster.name, job=job(work, cluster, ranks, length))
-
-
-SHARDED, CHUNKED = "--data-parallel-sharding-strategy zero2 --recompute-granularity attention_boundary", 2048
-VIDEOS = {128: (16, 32, 128, 128), 512: (16, 32, 256, 256)}
-"""Latents of so many thousand patches of 2 x 2."""
-
-
-def job(name: str, cluster: Cluster, ranks: int, ktokens: int) -> Job:
-    """Return what measures a gain: a run with Ring, and of each team size with both placements."""
-    causal = name.startswith("GPT")
-    length = f" --seq-length {ktokens * K} --loss-chunk-size {CHUNKED}" if causal else ""
-    teams = {
-        f"{team} {placement}": f"--context-parallel-method wallfacer --context-parallel-team-size {team} "
-        f"--context-parallel-placement {placement}"
-        for team in (2, 4)
-        for placement in ("collect_intra", "p2p_intra")
-    }
-
-    def gained(runs: Runs) -> Figures:
-        rates = {name: run.tokens_per_s for name, run in runs.items() if run.tokens_per_s}
-        base = rates.pop("ring", None)
-        if base is None or not rates:
-            return {"team": None, "gain_percent": "OOM"}
-        best = max(rates, key=lambda name: rates[name])
-        return {"team": int(best.split()[0]), "gain_percent": round(100 * (rates[best] / base - 1), 1)}
-
-    method = "zigzag" if causal else "ring"
-    return Job(
-        gpu="h100" if cluster.peak_tflops > 500 else "a100",
-        memory_gb=int(cluster.memory_gb),
-        gpus=ranks,
-        per_node=cluster.gpus_per_node,
-        config=f"wallfacer_{name.lower().replace(' ', '_')}",
-        flags=f"--context-parallel-size {ranks} {SHARDED}{length}",
-        cases={"ring": f"--context-parallel-method {method} --context-parallel-team-size 1", **teams},
-        figures=gained,
-        latents=() if causal else VIDEOS[ktokens],
-    )
+        yield Row(of, theirs, ours, cluster.name)
 
 
 LINK_RATE, LINK_TOKENS = "100mbit", 8192
@@ -270,16 +231,7 @@ def supported() -> Iterator[Row]:
         ours = {way: "yes" if size <= 80 else "no" for way, size in need.items()}
         ours |= {f"{way}_gb": f"{size:.1f}" for way, size in need.items()}
         of: dict[str, str | int] = {"model": row["model"], "ktokens": length}
-        flag = "--context-parallel-method wallfacer --context-parallel-team-size"
-        measures = Job(
-            gpus=8,
-            config=ring.MODELS[row["model"]],
-            flags=f"--context-parallel-size 8 --seq-length {length * K} {SHARDED} --loss-chunk-size {CHUNKED} "
-            f"--ffn-chunk-size {CHUNKED}",
-            cases={"ring_attention": f"{flag} 1", "wallfacer": f"{flag} 2"},
-            figures=lambda runs: {way: "yes" if run.fits else "no" for way, run in runs.items()},
-        )
-        yield Row(of, {way: row[way] for way in need}, ours, "8 A100", job=measures)
+        yield Row(of, {way: row[way] for way in need}, ours, "8 A100")
 
 
 TABLES: rows.Makers = {

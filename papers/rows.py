@@ -1,12 +1,10 @@
-"""Tables row by row: published, predicted and measured, as text, JSON, CSV and a picture.
+"""Tables row by row: published, predicted and measured, as text, CSV and a picture.
 
 A paper's module makes the rows of its tables, which tables/sheets.toml describes, and calls ``main``.
 """
 
-import argparse
 import csv
 import io
-import json
 import os
 import sys
 import tomllib
@@ -139,12 +137,9 @@ def as_csv(rows: Sequence[Row], made: str) -> str:
     return csv_of([*head, MADE_BY], [[*row, made] for row in cells])
 
 
-def made_by(path: Path) -> str:
-    """Return the commit and date of the program that wrote a table's CSV; empty if there is none, or it tells none."""
-    if not path.exists():
-        return ""
-    with path.open(encoding="utf-8", newline="") as file:
-        return next(csv.DictReader(file), {}).get(MADE_BY) or ""
+def made_by(table: str) -> str:
+    """Return the commit and date of the program that wrote a CSV; empty if it tells none."""
+    return next(csv.DictReader(io.StringIO(table)), {}).get(MADE_BY) or ""
 
 
 def _measured(table: str) -> set[tuple[int, str]]:
@@ -159,14 +154,16 @@ def write(base: Path, sheet: Sheet, rows: Sequence[Row]) -> None:
     Equal ones stay that commit's, untouched, and so do those that have more measured figures.
     """
     table, picture, now = base.with_suffix(".csv"), base.with_suffix(".png"), stamp()
-    if (before := made_by(table)) and (picture.exists() or not sheet.curves):
-        old, new = table.read_text(encoding="utf-8"), as_csv(rows, before)
-        same = old == new
-        lost = not _measured(old) <= _measured(new)
-        more = "measured figures that are not there now, kept; --measure gives them, or remove the file"
-        said = "equal, kept" if same else more if lost else "other figures now, written anew"
-        print(f"{table} was made by {before}: {said}", file=sys.stderr)
-        if same or lost:
+    old = table.read_text(encoding="utf-8") if table.exists() else ""
+    if (before := made_by(old)) and (picture.exists() or not sheet.curves):
+        new = as_csv(rows, before)
+        message = "other figures now, written anew"
+        if old == new:
+            message = "equal, kept"
+        elif not _measured(old) <= _measured(new):
+            message = "measured figures that are not there now, kept; --measure gives them, or remove the file"
+        print(f"{table} was made by {before}: {message}", file=sys.stderr)
+        if not message.endswith("anew"):
             return
     write_text(table, as_csv(rows, f"{now['commit']}, {now['date']}"))
     if sheet.curves:
@@ -235,49 +232,38 @@ def main(
     source, tables = sheets_of(paper, makers, **summaries)
     parser.add_argument("--table", choices=list(tables), help="one of %(choices)s (default: all)")
     parser.add_argument("--measure", action="store_true", help="also measure here what this machine can")
-    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="also write CSV and pictures there")
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    chosen = [tables[args.table]] if args.table else [*tables.values()]
-    data, made = list[dict[str, Any]](), stamp()
-    for sheet in chosen:
-        where = {"source": f"{source}, {sheet.where}"}
-        for row in _shown(paper, source, sheet, args):
-            figures = {column: getattr(row, column) and dict(getattr(row, column)) for column in COLUMNS}
-            about = {"difference": row.difference, **where, "hardware": row.hardware, **made}
-            data.append({"table": sheet.name, "of": dict(row.of), **figures, **about})
-    if args.json:
-        print(json.dumps(data, indent=1))
+    for sheet in [tables[args.table]] if args.table else tables.values():
+        measures = args.measure and sheet.measures
+        if args.measure and not measures:
+            print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
+        try:
+            rows = list(sheet.rows(measured=True) if measures else sheet.rows())
+        except NetworkError as error:
+            print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
+            rows = list(sheet.rows())
+        command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measures}"
+        print(text_of(sheet, rows, source, command))
+        if args.results and sheet.writes:
+            write(args.results / f"{paper}_{sheet.name}", sheet, rows)
 
 
-def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
-    """Make a table's rows, measured here if asked and if this machine can; print it, and write its files."""
-    measures = args.measure and sheet.measures
-    if args.measure and not measures:
-        print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
-    try:
-        rows = list(sheet.rows(measured=True) if measures else sheet.rows())
-    except NetworkError as error:
-        print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
-        rows = list(sheet.rows())
-    command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measures}"
-    if not args.json:
-        (head, cells), made = flat(rows), stamp()
-        body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
-        hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
-        about = [
-            f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
-            f"Made by `{command}` on {made['date']}, commit {made['commit']}.",
-            sheet.about,
-        ]
-        prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
-        broken = [wrap(name, max(map(len, name.split()))) for name in head]  # names of columns, below each other
-        tallest = max(map(len, broken))
-        above = list(zip(*([*[""] * (tallest - len(lines)), *lines] for lines in broken), strict=True))
-        table = aligned([*above, *body], range(len(rows[0].of)))
-        table += ["", sheet.summary(rows)] if sheet.summary else []
-        print("\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n")
-    if args.results and sheet.writes:
-        write(args.results / f"{paper}_{sheet.name}", sheet, rows)
-    return rows
+def text_of(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str:
+    """Format a table under its title, its source and what its columns are."""
+    (head, cells), made = flat(rows), stamp()
+    body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
+    hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
+    about = [
+        f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
+        f"Made by `{command}` on {made['date']}, commit {made['commit']}.",
+        sheet.about,
+    ]
+    prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
+    broken = [wrap(name, max(map(len, name.split()))) for name in head]  # names of columns, below each other
+    tallest = max(map(len, broken))
+    above = zip(*([*[""] * (tallest - len(lines)), *lines] for lines in broken), strict=True)
+    table = aligned([*above, *body], range(len(rows[0].of)))
+    table += ["", sheet.summary(rows)] if sheet.summary else []
+    return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n"

@@ -28,9 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.emulate import LoopbackTransport, step_of
-from bench.harness import MeasureError, add_json, add_sizes, sizes_of, write_json
-from bench.shapes import DTYPES, AttentionShape
 from parallel.context import make_plan
 from parallel.context.executor import Executor
 from parallel.mesh import MeshConfig, distributed_mesh
@@ -52,6 +49,9 @@ from tools.common.ceilings import (
     product_times,
     slowest,
 )
+from tools.common.loopback import LoopbackTransport, step_of
+from tools.common.report import write_records
+from tools.common.shapes import DTYPES, AttentionShape
 from train.run import run_entry
 from train.watching import say
 from train.watching.progress import peak_flops
@@ -59,7 +59,7 @@ from train.watching.progress import peak_flops
 Figures = dict[str, tuple[Any, str]]
 """Value, and how it was measured, by key of a cluster file."""
 LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
-WIDTHS = {"cpu": {"num_heads": 8, "head_dim": 64}, "cuda": {"num_heads": 32, "head_dim": 128}}
+HEADS, WIDTHS = {"cpu": 8, "cuda": 32}, {"cpu": 64, "cuda": 128}
 FFN = 4
 """Widths of a layer's feed-forward."""
 REPEATS = 3
@@ -80,7 +80,7 @@ def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]
         work: heads and batch of the model at hand, and the dtype; its width is that of all heads together.
         lengths: positions of a rank, at which attention is measured; the longest gives its rate.
 
-    Raises UserError: nodes have unequal numbers of processes; MeasureError: no attention kernel runs here.
+    Raises UserError: nodes have unequal numbers of processes, or no attention kernel runs here.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if len(set(gather_results(lambda: local))) > 1 or dist.get_world_size() % local:
@@ -150,7 +150,7 @@ def _attention(device: torch.device, work: AttentionShape, causal: bool) -> floa
         taken = _middle(lambda: mean(time_steps(step, device.type, 3 * PROBES)))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        raise MeasureError(f"attention cannot be measured at {work.seq_length} positions: {why}") from error
+        raise UserError(f"attention cannot be measured at {work.seq_length} positions: {why}") from error
     kind, rate = "a causal tile" if causal else "a whole tile", work.flops(pairs) / taken / 1e12
     say(f"attention, {kind} of {work.seq_length} positions: {rate:.4g} TFLOP/s forward and backward")
     return taken
@@ -309,21 +309,25 @@ def calibrate(argv: list[str]) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one")
     add("--name", help="a few words for the planner's output (default: processes and device)")
     add("--links", type=Path, metavar="FILE", help="cluster file with the links that cannot be measured here")
-    add_sizes(parser, num_heads=None, head_dim=None, batch=1)
+    add("--num-heads", type=positive, metavar="N", help="query heads")
+    add("--head-dim", type=positive, metavar="N", help="width of a head")
+    add("--batch", type=positive, default=1, metavar="N", help="sequences (default: %(default)s)")
     add("--ceilings", action="store_true", help="measure what one device can do at most, and write no cluster file")
-    add_json(parser)
+    add("--json", type=Path, metavar="PATH", help="write the ceilings here too, as JSON lines")
     add("--lengths", type=positive, nargs="+", metavar="N", help="tokens of a process, at which to measure attention")
     args = parser.parse_args(argv)
     if args.ceilings:
-        write_json(args, print_ceilings(args.device))
+        found = print_ceilings(args.device)
+        if args.json:
+            write_records(args.json, found)
         return
     torch.set_num_threads(1)
     with distributed_mesh(MeshConfig(device=args.device)) as mesh:
         device, world_size = mesh.device, mesh.dp.size()
         links = from_first(lambda: checked(args))
-        heads = WIDTHS[device.type] | {name: size for name, size in sizes_of(args).items() if size}
+        heads, width = args.num_heads or HEADS[device.type], args.head_dim or WIDTHS[device.type]
         dtype = "float32" if device.type == "cpu" else "bfloat16"
-        work = AttentionShape(**{**heads, "kv_heads": heads["num_heads"]}, dtype=dtype)
+        work = AttentionShape(batch=args.batch, num_heads=heads, kv_heads=heads, head_dim=width, dtype=dtype)
         lengths = tuple(sorted(args.lengths or LENGTHS[device.type]))
         figures = measure(device, work, lengths)
         if not is_first():

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.shapes import AttentionShape
 from planner.cluster import CLUSTERS, ClusterError, load_cluster
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
@@ -14,6 +13,7 @@ from tools import calibrate as calibration
 from tools.calibrate import ABOUT_LINKS, calibrate
 from tools.common import ceilings
 from tools.common.report import read_records
+from tools.common.shapes import AttentionShape
 
 SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths", "64")
 

@@ -166,7 +166,7 @@ TEAMS = ("wallfacer_c2", "wallfacer_c2_p2p_intra")
 WARM_UP, STEPS = 1, 4
 """Steps that do not count, and that do."""
 HEADS_SEEN, LENGTHS_SEEN = AttentionShape(num_heads=8, head_dim=16, batch=4), (128, 512)
-"""What the calibration measures: the models' heads, at lengths of a rank."""
+"""Shape that the calibration measures: the models' heads, at lengths of a rank."""
 
 
 def link_gains(measured: bool = False) -> Iterator[Row]:

@@ -34,15 +34,13 @@ from bench.harness import (
 from bench.processes import ONE_PROCESS, Contestants
 from bench.shapes import LENGTHS, MaskedShape
 from runtime.errors import UserError
-from runtime.machine import OtherLoad, describe, usable_cores
+from runtime.machine import describe, usable_cores
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import Column, Table
-from tools.common.shapes import DTYPES
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 MASKED_METHODS = ("zigzag", "striped", "ring", "exchange", "allgather/balanced")  # of packed documents and windows
 SOME_GAIN = 1.05  # ratio of pairs below which a share of the gain says nothing
-DISTURBED = 0.05  # share of the cores taken by others, beyond which the clock misleads
 ONE_RANK = "ring"  # of one rank every method is the same
 
 Target = tuple[str, str, float | None, float | None]
@@ -105,22 +103,20 @@ def measure_cpu(
     if len(cores) < ranks:
         raise UserError(f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks")
     limits = {name: slowest_pairs(name, work, ranks) for name in methods}
-    names = [*methods, ONE_PROCESS]
+    names, load_average = [*methods, ONE_PROCESS], list(os.getloadavg())
     with Contestants(work, methods, cores) as contestants:
         truth = contestants.fingerprint(ONE_PROCESS)
         for name in methods:
             check_same(name, contestants.fingerprint(name), truth, work.dtype)
         ceiling = contestants.matmul_tflops()
-        own, others = contestants.cpu_seconds(), OtherLoad(cores)
         steps = measured({name: partial(contestants.step, name) for name in names}, repeats, max_seconds)
-        taken = others.cores_taken(contestants.cpu_seconds() - own)
     found = {}
     for name, seconds in steps.items():
         found[name] = summary(seconds, work, limits.get(name, work.pairs / ranks))
     return {
         "benchmark": f"attention, forward + backward, {work.masked}",
         "machine": {**describe("cpu"), "cores_used": len(cores), "pinned": hasattr(os, "sched_setaffinity")},
-        "load": {"cores_taken_by_others": taken, "load_average": list(os.getloadavg())},
+        "load_average": load_average,
         "workload": vars(work),
         "ranks": ranks,
         "rounds": len(steps[ONE_PROCESS]),
@@ -154,8 +150,9 @@ def compare(found: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> 
     """
     ratios: dict[str, dict[str, Any]] = {}
     references = [name for name in (("zigzag", "striped") if work.sparse else ("ring",)) if name in found]
-    pairs = [(slower, name) for slower in references for name in found if name not in (slower, ONE_PROCESS)]
-    for slower, faster in [*pairs, *((name, ONE_PROCESS) for name in found if name != ONE_PROCESS)]:
+    methods = [name for name in found if name != ONE_PROCESS]
+    pairs = [(slower, faster) for slower in references for faster in methods if faster != slower]
+    for slower, faster in [*pairs, *((name, ONE_PROCESS) for name in methods)]:
         a, b = found[slower], found[faster]
         ratio, limit = a["median"] / b["median"], a["slowest_pairs"] / b["slowest_pairs"]
         ratios[f"{slower}/{faster}"] = {
@@ -211,14 +208,14 @@ def judge(masks: dict[str, MaskedShape], seconds: dict[str, list[float]]) -> dic
 
 def table(result: dict[str, Any]) -> str:
     """Format the figures of ``measure_cpu``."""
-    work, machine, taken = result["workload"], result["machine"], result["load"]["cores_taken_by_others"]
+    work, machine = result["workload"], result["machine"]
     lines = [
         f"{machine['device']}, torch {machine['torch']}: sequence {work['seq_length']}, batch {work['batch']}, "
         f"{work['num_heads']} heads ({work['kv_heads']} of keys) of {work['head_dim']}, {work['dtype']}, "
         f"forward + backward, {MaskedShape(**work).masked}",
         f"{result['ranks']} ranks{' pinned to a core each' if machine['pinned'] else ', not pinned'}; "
-        f"one process with {result['ranks']} threads; {result['rounds']} rounds; other processes took "
-        f"{'an unknown share' if taken is None else f'{taken:.2f}'} of {machine['cores_used']} cores",
+        f"one process with {result['ranks']} threads; {result['rounds']} rounds; load average at the start "
+        f"{result['load_average'][0]:.2f}",
     ]
     rows = [
         {"name": name, "of_matmul": row["tflops"] / result["matmul_tflops"], **row}
@@ -227,8 +224,6 @@ def table(result: dict[str, Any]) -> str:
     ratios = [{"name": name, **row} for name, row in result["ratios"].items()]
     for part in (Table(CONTESTANTS, rows).text(), Table(RATIOS, ratios).text(), format_targets(result["targets"])):
         lines += ["", *part]
-    if taken is not None and taken > DISTURBED * machine["cores_used"]:
-        lines.append("note: others kept these cores busy; measure again on an idle machine")
     return "\n".join(lines)
 
 
@@ -236,8 +231,7 @@ def table(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.attention", __doc__)
-    add_sizes(parser, seq_length=8192, num_heads=8, kv_heads=None, head_dim=64, batch=1)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="default: %(default)s")
+    add_sizes(parser, seq_length=8192, num_heads=8, kv_heads=None, head_dim=64)
     add_rounds(parser, 9, 150)
     parser.add_argument("--context-parallel-size", type=positive, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--documents", choices=tuple(LENGTHS), help="packed documents of such lengths")
@@ -247,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--alone", type=int, metavar="N", help="also what documents and a window of N cost one rank")
     add_json(parser)
     args = parser.parse_args(argv)
-    one = MaskedShape(**sizes_of(args), dtype=args.dtype)
+    one = MaskedShape(**sizes_of(args))
     if args.alone is not None and not 2 <= args.alone < args.seq_length:
         raise UserError(f"--alone is {args.alone}; it must be 2 or more and below --seq-length {args.seq_length}")
     work = replace(one, documents=args.documents, window=args.window)

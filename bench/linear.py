@@ -18,7 +18,7 @@ the machine does hits all alike, and chunked must equal naive before it is timed
 
 import argparse
 import math
-import time
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,7 +35,7 @@ from kernels.linear_attention import SCAN_CHUNK, linear_attention
 from model.attention import sdpa
 from model.linear import alibi_slopes
 from runtime.errors import UserError
-from runtime.machine import OtherLoad, describe, results_file, usable_cores
+from runtime.machine import describe, results_file
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import PALETTE, Column, Table, plain, write_records
 from tools.common.shapes import AttentionShape
@@ -94,7 +94,7 @@ def rows_at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict
         check_same(OURS, prints[OURS], prints["naive"], work.dtype, "the naive form")
     clocks = {name: clocked(step) for name, step in steps.items()}
     for name, seconds in measured(clocks, repeats, max_seconds, MINIMUM_SECONDS).items():
-        middle, count = median(seconds), flops(name, work)
+        middle = median(seconds)
         rows.append(
             {
                 "name": name,
@@ -104,8 +104,6 @@ def rows_at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict
                 "min": min(seconds),
                 "max": max(seconds),
                 "tokens_per_second": work.batch * work.seq_length / middle,
-                "flops": count,
-                "gflops_per_second": count / middle / 1e9,
             }
         )
     return rows
@@ -121,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.max_length < args.min_length:
         raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
     shape = AttentionShape(seq_length=args.min_length, **sizes_of(args))
-    threads, others, began, rows = torch.get_num_threads(), OtherLoad(usable_cores()), time.process_time(), []
+    threads, load_average, rows = torch.get_num_threads(), list(os.getloadavg()), list[dict[str, Any]]()
     torch.set_num_threads(1)
     try:
         for length in lengths_between(args.min_length, args.max_length):
@@ -131,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "linear against quadratic attention over length, forward + backward, causal, one thread",
         "machine": describe("cpu"),
-        "load": {"cores_taken_by_others": others.cores_taken(time.process_time() - began)},
+        "load_average": load_average,
         "shape": {name: value for name, value in asdict(shape).items() if name != "seq_length"},
         "rows": rows,
     }

@@ -15,8 +15,8 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -53,13 +53,9 @@ MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "
 ATTENTION, TRAINING = MODULES
 
 
-def refusal(name: str) -> str | None:
-    """Return why a package is not measured here; None if it is."""
-    try:
-        import_module(MODULES[name])
-    except ImportError as error:
-        return f"not installed ({error}); make peers installs it"
-    return None
+def installed(name: str) -> bool:
+    """Return whether a package is measured here."""
+    return find_spec(MODULES[name]) is not None
 
 
 @contextmanager
@@ -122,14 +118,14 @@ def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
 
     Raises UserError, MeasureError: as ``bench.attention.measure_cpu``.
     """
-    theirs = [] if refusal(ATTENTION) else [f"ring@{ATTENTION}"]
+    theirs = [f"ring@{ATTENTION}"] if installed(ATTENTION) else []
     found = measure_cpu(MaskedShape(seq_length=length), (*OURS, *theirs), repeats=repeats, max_seconds=max_seconds)
     return {"length": length, **row({name: one["seconds"] for name, one in found["contestants"].items()}, OURS, theirs)}
 
 
 def training(repeats: int, flags: list[str]) -> dict[str, Any]:
     """Time training steps of ours and of the packages; a row as ``row``'s."""
-    packages = [] if refusal(TRAINING) else [TRAINING]
+    packages = [TRAINING] if installed(TRAINING) else []
     torch.set_num_threads(len(usable_cores()))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "stdlib"
@@ -169,14 +165,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.repeats < 2:
         raise UserError(f"--repeats is {args.repeats}; it must be 2 or more, to have quartiles")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    reasons = {name: refusal(name) for name in MODULES}
-    absent = {name: why for name, why in reasons.items() if why}
-    versions = {name: version(name) for name in MODULES if name not in absent}
+    versions = {name: version(name) for name in MODULES if installed(name)}
     machine = describe("cpu")
-    found: dict[str, Any] = {"benchmark": "peers", "machine": machine, "versions": versions, "not_measured": absent}
+    found: dict[str, Any] = {"benchmark": "peers", "machine": machine, "versions": versions}
     print(f"{machine['device']}, torch {machine['torch']}; {', '.join(map(' '.join, versions.items()))}")
-    for name, why in absent.items():
-        print(f"not measured: {name}: {why}")
+    for name in MODULES.keys() - versions.keys():
+        print(f"not measured: {name} is not installed; make peers installs it")
     if not versions:
         raise UserError("no other package is installed; make peers installs them")
     if args.only != "training":

@@ -5,7 +5,6 @@ Every process waits for its next step in a blocking read, so that none spins whi
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -64,10 +63,6 @@ class Contestants:
         """Return the single process's matrix multiplication rate in TFLOP/s, on all its threads."""
         return float(self._ask(ONE_PROCESS, "matmul")[0])
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU seconds that all these processes have used."""
-        return sum(self._ask(ONE_PROCESS, "cpu_seconds")) + sum(self._ask("", "cpu_seconds"))
-
     def _ask(self, name: str, request: str) -> list[Any]:
         asked: list[Rank] = [self._one] if name == ONE_PROCESS else self._ranks
         for rank in asked:
@@ -116,8 +111,6 @@ def _prepare(
     def answer(request: str, name: str) -> Any:
         if request == "matmul":
             return matmul_rate("cpu", DTYPES[work.dtype])
-        if request == "cpu_seconds":
-            return time.process_time()
         if request == "step":
             if rank is not None:
                 dist.barrier()

@@ -60,19 +60,6 @@ class Row:
         }
 
 
-@dataclass(frozen=True)
-class Curves:
-    """A picture in the paper's form; its fields are those of tables/sheets.toml, which explains them."""
-
-    x: str
-    figures: Mapping[str, str]
-    panel: str
-    curve: str
-    label: str
-    """The y axis's label."""
-    logarithmic: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
     """A table of a paper, as tables/sheets.toml has and explains it, and what makes its rows."""
@@ -85,7 +72,8 @@ class Sheet:
     measures: bool = False
     """True if ``rows`` takes ``measured``, and this machine measures then."""
     writes: bool = True
-    curves: Curves | None = None
+    curves: Mapping[str, Any] | None = None
+    """A picture in the paper's form."""
     rows: Callable[..., Iterable[Row]]
     summary: Callable[[Sequence[Row]], str] | None = None
     """A line below the table."""
@@ -100,8 +88,7 @@ def sheets_of(paper: str, makers: Makers, **summaries: Callable[[Sequence[Row]],
     known = tomllib.loads((FOLDER / "tables/sheets.toml").read_text(encoding="utf-8"))[paper]
     sheets = {}
     for name, rows in makers.items():
-        curves = Curves(**known[name].pop("curves")) if "curves" in known[name] else None
-        sheets[name] = Sheet(name=name, rows=rows, curves=curves, summary=summaries.get(name), **known[name])
+        sheets[name] = Sheet(name=name, rows=rows, summary=summaries.get(name), **known[name])
     return known["source"], sheets
 
 
@@ -182,39 +169,39 @@ def colours(count: int) -> list[Any]:
     return [rainbow(0.05 + 0.9 * index / (count - 1)) for index in range(count)]
 
 
-def draw(curves: Curves, rows: Sequence[Row]) -> "Figure":
+def draw(curves: Mapping[str, Any], rows: Sequence[Row]) -> "Figure":
     """Draw the published figures as points and the predicted ones as lines, each line in a colour of its own."""
     from matplotlib.figure import Figure
 
     from tools.common.report import plain
 
-    panels = [(name, list(found)) for name, found in groupby(rows, key=lambda row: row.of.get(curves.panel, ""))]
+    panels = [(name, list(found)) for name, found in groupby(rows, key=lambda row: row.of.get(curves["panel"], ""))]
     figure = Figure(figsize=(1.5 + 3.5 * len(panels), 4.4), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, (panel, shown) in zip(axes, panels, strict=True):
-        names = dict.fromkeys(row.of[curves.curve] for row in shown)
-        lines = [(name, pair) for name in names for pair in curves.figures.items()]
+        names = dict.fromkeys(row.of[curves["curve"]] for row in shown)
+        lines = [(name, pair) for name in names for pair in curves["figures"].items()]
         for colour, (name, pair) in zip(colours(len(lines)), lines, strict=True):
-            curve = [row for row in shown if row.of[curves.curve] == name]
+            curve = [row for row in shown if row.of[curves["curve"]] == name]
             words = [str(name)] if str(name) != str(panel) else []
-            if len(curves.figures) > 1:
+            if len(curves["figures"]) > 1:
                 words.append(pair[1].replace("_", " "))
 
             for figure_name, column, style in zip(pair, COLUMNS, ("o", "-"), strict=False):
                 y = [getattr(row, column).get(figure_name) for row in curve]
                 heights = [value if isinstance(value, float | int) else float("nan") for value in y]
                 label = ", ".join(words) if style == "-" else None
-                ax.plot([row.of[curves.x] for row in curve], heights, style, color=colour, alpha=0.8, label=label)
-        ax.set(title=f"{panel}", xlabel=curves.x.replace("_", " "))
-        if all(isinstance(row.of[curves.x], int) for row in shown):
+                ax.plot([row.of[curves["x"]] for row in curve], heights, style, color=colour, alpha=0.8, label=label)
+        ax.set(title=f"{panel}", xlabel=curves["x"].replace("_", " "))
+        if all(isinstance(row.of[curves["x"]], int) for row in shown):
             ax.set_xscale("log", base=2)
         else:
             ax.tick_params(axis="x", rotation=60)
-        if curves.logarithmic:
+        if curves.get("logarithmic"):
             ax.set_yscale("log", base=2)
         plain(ax)
         ax.legend(frameon=False, fontsize=8)
-    axes[0].set_ylabel(curves.label)
+    axes[0].set_ylabel(curves["label"])
     figure.suptitle("points: published; lines: predicted", fontsize=9)
     return figure
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,11 @@ from tools.common.report import read_records, write_records
 
 Result = dict[str, Any]
 """The settings, the machine of the first runs, and each finished run's figures by name, with its date and commit."""
+
+
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line for options by their names."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def commit_told(commit: str) -> str:

@@ -32,11 +32,6 @@ def test_both_learn_the_same_tokens(default_data):
         assert last < first
 
 
-def test_a_package_that_is_not_here_has_a_reason(monkeypatch):
-    monkeypatch.setitem(peers.MODULES, "none", "no_such_module")
-    assert "not installed" in str(peers.refusal("none"))
-
-
 def test_a_line_names_the_ratio_of_the_best():
     seconds = {"zigzag": [1.0, 2.0, 3.0], "striped": [4.0, 4.0, 4.0], "ring@other": [6.0, 6.0, 9.0]}
     row = peers.row(seconds, ("zigzag", "striped"), ["ring@other"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from papers import ring
-from papers.rows import Curves, Row, as_csv, draw, flat, made_by, sheets_of, stamp, write
+from papers.rows import Row, as_csv, draw, flat, made_by, sheets_of, stamp, write
 
 ROWS = [
     Row({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),
@@ -34,7 +34,7 @@ def test_no_two_lines_of_a_picture_have_one_colour(figures, models):
         for model in range(models)
         for tokens in (1, 2)
     ]
-    curves = Curves(x="tokens", figures=figures, panel="card", curve="model", label="s")
+    curves = {"x": "tokens", "figures": figures, "panel": "card", "curve": "model", "label": "s"}
     for axes in draw(curves, rows).axes:
         lines = [line for line in axes.get_lines() if line.get_linestyle() == "-"]
         assert len({line.get_color() for line in lines}) == len({line.get_label() for line in lines}) == len(lines)

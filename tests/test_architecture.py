@@ -29,7 +29,7 @@ FOLDERS = {
         "programs beside training: data, samples, plans, pictures",
         f"{PROGRAMS} tools/parity tools/ruler {RULER}",
     ),
-    "tools/calibrate": ("a cluster file measured here", f"{LIBRARY} train planner bench {BELOW}"),
+    "tools/calibrate": ("a cluster file measured here", f"{LIBRARY} train planner tools/common {BELOW}"),
     "tools/common/arguments": ("what every program's command line shares", "runtime"),
     "tools/common/report": ("tables and files of results", "runtime"),
     "tools/common": ("what programs share: cases, a run opened or measured", PROGRAMS),
@@ -39,7 +39,7 @@ FOLDERS = {
     "tools/ruler/tasks": ("RULER's tasks", "runtime tools/ruler/texts"),
     "tools/ruler/texts": ("RULER's texts and draws", "runtime"),
     "bench": ("benchmarks", f"{PROGRAMS} tools tools/calibrate"),
-    "papers": ("papers' tables row by row", f"{PROGRAMS} tools bench slurm"),
+    "papers": ("papers' tables row by row", f"{PROGRAMS} tools bench"),
     "papers/trajectories": ("a small world in which attempts teach", f"{PROGRAMS} papers"),
     "slurm": ("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),
 }

@@ -253,7 +253,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--package", metavar="NAME", help=wheels)
     args = parser.parse_args(argv)
     name = PACKAGE if args.package is None else _name(args.package)
-    before = commit_of()
     files = package(name)
     origin = json.loads(files[ORIGIN])
     if args.package is not None:
@@ -263,11 +262,6 @@ def main(argv: list[str] | None = None) -> None:
     if args.package is not None:
         built = wheel(args.destination, files)
         print(f"built {built}: {built.stat().st_size / 1000:.0f} KB; pip install {built}")
-    if before != commit_of():
-        print(
-            f"note: {args.destination} lies in this checkout, where git sees it: figures made from now on are called "
-            '"with changes"; move it, or write it to runs/ or outside'
-        )
 
 
 if __name__ == "__main__":

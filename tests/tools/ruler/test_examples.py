@@ -9,10 +9,7 @@ import sys
 
 import pytest
 
-from data.chat.template import load_template
-from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
-from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tools.ruler.examples import Maker, Prompts, fill, left_out, makers
 from tools.ruler.tasks import TASKS, Sources
 from tools.ruler.texts import Questions
@@ -20,20 +17,15 @@ from tools.ruler.texts import Questions
 GIVEN = [task for task in TASKS if not task.startswith("qa")]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATES["chatml"]))
-
-
 def base(tokenizer):
     return Prompts(tokenizer, None, (tokenizer.eod,))
 
 
 @pytest.mark.parametrize("task", GIVEN)
-@pytest.mark.parametrize("chat", [False, True])
-def test_an_example_fills_its_length(tokenizer, task, chat):
+@pytest.mark.parametrize("by_template", [False, True])
+def test_an_example_fills_its_length(tokenizer, chat, task, by_template):
     """One more piece of the haystack does not fit beside the answer."""
-    prompts = Prompts(tokenizer, load_template(tokenizer.path)) if chat else base(tokenizer)
+    prompts = chat if by_template else base(tokenizer)
     maker = Maker(task, 9000, 1, prompts, Sources())
     for number in range(3):
         example = maker.make(number)
@@ -42,9 +34,9 @@ def test_an_example_fills_its_length(tokenizer, task, chat):
         more = TASKS[task].make(maker._of(number), example.size + 1)
         assert len(prompts.ids(more)) + example.new_tokens > 9000
         text = tokenizer.detokenize(example.ids)
-        assert text.endswith(example.question.text + example.question.prefix) or chat
+        assert text.endswith(example.question.text + example.question.prefix) or by_template
         asked = example.question.text, "assistant\n" + example.question.prefix
-        assert not chat or (all(part in text for part in asked) and text.endswith(asked[1]))
+        assert not by_template or (all(part in text for part in asked) and text.endswith(asked[1]))
 
 
 @pytest.mark.parametrize("task", ["niah_multikey_3", "cwe"])

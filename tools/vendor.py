@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import uuid
 from keyword import iskeyword
 from pathlib import Path
 
@@ -23,7 +22,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from runtime import __version__
 from runtime.errors import UserError
-from runtime.files import fsync, owned, sha256, unwritable
+from runtime.files import owned, replacing, sha256, unwritable
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
 
@@ -143,7 +142,7 @@ def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKA
 
 
 def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Path:
-    """Write the package into a folder, whole or not at all; return its path.
+    """Write the package into a folder, whole; return its path.
 
     Raises UserError: the folder takes no files, or the target was not written by this command or was changed since;
     InUseError: another process writes there; OSError: a file cannot be written.
@@ -153,23 +152,12 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
         raise UserError(f"DEST is {destination}, {why}")
     with owned(destination, name):
         _check_target(target)
-        draft, old = (destination / f".{name}.{uuid.uuid4().hex}" for _ in range(2))
-        try:
+        with replacing(target) as (draft,):
             for inside, content in files.items():
                 (draft / inside).parent.mkdir(parents=True, exist_ok=True)
                 (draft / inside).write_bytes(content)
-            for path in (*draft.rglob("*"), draft):
-                fsync(path)
-            # Nothing is between the two renames, so that a kill hardly leaves none of the two packages.
-            if target.exists():
-                target.rename(old)
-            draft.rename(target)
-            fsync(destination)
-        finally:
-            if old.exists() and not target.exists():
-                old.rename(target)
-            for left in (draft, old):
-                shutil.rmtree(left, ignore_errors=True)
+            if target.exists():  # as this command wrote it: if it is stopped here, the next call writes all again
+                shutil.rmtree(target)
     return target
 
 

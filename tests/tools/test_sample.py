@@ -1,7 +1,8 @@
 import dataclasses
 import json
 import re
-import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -11,15 +12,14 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 from model.config import ModelConfig
 from model.language import LanguageModel
 from model.registry import architecture_of, build_model
+from runtime.ranks import run_ranks
 from tests.data.families import begins_with
 from tests.model.models import generate
-from tests.starts import ended
 from tools import sample
 from train.checkpoint.api import save_checkpoint
 from train.generation import Writer
 from train.run import exit_status
 
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SHAPE = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
 GREEDY = ("--temperature", 0, "--num-samples", 1)
 CONFIG = """\
@@ -129,27 +129,12 @@ def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):
     assert "max_position_embeddings 12 allows 13 together; shorten it, or ask for fewer" in captured.err
 
 
-def test_a_transnormer_writes_from_its_state(tmp_path, capsys):
-    model = model_of(model_type="transnormer")
-    tokenizer = write_run(tmp_path, model, 'model_type = "transnormer"')
-    out = sampled(capsys, "--load", tmp_path, "--prompt", "value 1", "--num-tokens", 12, *GREEDY).out
-    ids = torch.tensor([[tokenizer.eod, *tokenizer.tokenize("value 1")]])
-    for _ in range(12):  # the parallel form, over all tokens each time
-        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
-    written = ids[0].tolist()[1:]
-    written = written[: written.index(tokenizer.eod)] if tokenizer.eod in written else written
-    assert texts(out) == [tokenizer.detokenize(written)]
-
-
-@pytest.mark.parametrize(
-    ("model_type", "scale", "temperature"), [("transnormer", 1e30, "0"), ("llama", float("nan"), "1")]
-)
-def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys, model_type, scale, temperature):
-    model = model_of(model_type=model_type)
+def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys):
+    model = model_of()
     with torch.no_grad():
-        model.embedding.weight.mul_(scale)
-    write_run(tmp_path, model, f'model_type = "{model_type}"', iteration=3)
-    assert main(["--load", str(tmp_path), "--num-tokens", "9", "--temperature", temperature]) == 1
+        model.embedding.weight.mul_(float("nan"))
+    write_run(tmp_path, model, iteration=3)
+    assert main(["--load", str(tmp_path), "--num-tokens", "9"]) == 1
     captured = capsys.readouterr()
     assert "-" * 80 not in captured.out
     assert re.fullmatch(r"error: .*/iter_0000003 cannot be drawn from: .*; its training diverged, .*\n", captured.err)
@@ -166,12 +151,13 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(run, tmp_path, capsys
     assert re.fullmatch(told, capsys.readouterr().err)
 
 
-def test_seed_decides_the_samples(run, capsys):
-    one, same, other = (
-        sampled(capsys, "--load", run, "--num-tokens", 20, "--temperature", 2, "--seed", seed).out for seed in (1, 1, 2)
-    )
+def test_seed_and_top_p_decide_the_samples(run, capsys):
+    asked = ["--load", run, "--num-tokens", 20, "--temperature", 2]
+    one, same, other = (sampled(capsys, *asked, "--seed", seed).out for seed in (1, 1, 2))
     assert one == same != other
     assert one.count("-" * 80) == 2
+    likeliest = sampled(capsys, *asked, "--temperature", 0).out
+    assert sampled(capsys, *asked, "--top-p", 1e-6).out == likeliest != one
 
 
 def test_says_so_beyond_the_trained_length(run, tmp_path, capsys):
@@ -239,13 +225,6 @@ def test_a_text_ends_before_a_token_that_stop_names(run, capsys):
         assert f"stop names '{stop}', which is not one token" in capsys.readouterr().err
 
 
-def test_top_p_draws_from_fewer_tokens(run, capsys):
-    asked = ["--load", run, "--num-tokens", 9, "--num-samples", 1]
-    likeliest = sampled(capsys, *asked, "--temperature", 0).out
-    assert sampled(capsys, *asked, "--temperature", 9, "--top-p", 1e-6).out == likeliest
-    assert sampled(capsys, *asked, "--temperature", 9, "--top-p", 1).out != likeliest
-
-
 @pytest.mark.parametrize(
     ("adds", "flags", "begins", "imported"),
     [
@@ -279,25 +258,30 @@ def test_a_prompt_begins_with_what_the_tokenizer_adds(tmp_path, monkeypatch, cap
     assert prompts == [[*begins, 7]]
 
 
+def sampled_on_rank(rank, world_size, commands):
+    """What each command prints, says of errors, and its status."""
+    found = []
+    for flags in commands:
+        with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+            status = main(flags)
+        found.append((out.getvalue(), err.getvalue(), status))
+    return found
+
+
 @pytest.mark.slow
-def test_two_processes_write_what_one_does(run):
+def test_two_processes_write_what_one_does(run, capsys):
     """And one of them tells of an error."""
     flags = ["--load", str(run), "--prompt", "value 1", "--num-tokens", "12", "--seed", "3"]
-    found = [
-        ended([sys.executable, *launch, "-m", "tools.sample", *flags, *more])
-        for launch, more in (
-            ([], []),
-            (LAUNCH, []),
-            (LAUNCH, ["--tensor-model-parallel-size", "2"]),
-            (LAUNCH, ["--context-parallel-method", "nope"]),
-            (LAUNCH, ["--context-parallel-method", "auto"]),
-        )
-    ]
-    assert found[0].stdout == found[1].stdout == found[2].stdout != ""
-    assert found[3].returncode != 0
-    assert found[3].stderr.count("error: ") == 1
-    assert "context_parallel_method" in found[3].stderr
-    said, rest = found[4].stdout.split("\n", 1)
+    meshes = ["", "--tensor-model-parallel-size 2", "--context-parallel-method nope", "--context-parallel-method auto"]
+    commands = [[*flags, *mesh.split()] for mesh in meshes]
+    ranks = run_ranks(sampled_on_rank, 2, commands)
+    shared, split, wrong, auto = zip(*ranks, strict=True)
+    printed = lambda command: "".join(out for out, _, _ in command)  # noqa: E731
+    alone = sampled(capsys, *flags).out
+    assert printed(shared) == printed(split) == alone != ""
+    assert [status for _, _, status in wrong] == [1, 1]
+    assert "".join(err for _, err, _ in wrong).count("error: context_parallel_method") == 1
+    said, rest = printed(auto).split("\n", 1)
     assert said.startswith("context parallelism: ")
     assert ", predicted to take " in said  # whatever the run was trained with
-    assert rest == found[0].stdout
+    assert rest == alone

@@ -48,16 +48,16 @@ def drawn(run, folder, *flags):
     return page(folder / "all.png")
 
 
-def test_training_draws_at_each_evaluation(run):
-    assert page(run / "samples" / "iter_0000002.png").shape == (3 * 50 + 2, 2 * 50 + 2)
-
-
-def test_writes_a_grid_for_each_class_and_one_of_all(run, tmp_path, capsys):
+def test_writes_a_grid_for_each_class_and_one_of_all_in_the_place_of_older_ones(run, tmp_path, capsys):
+    assert page(run / "samples" / "iter_0000002.png").shape == (3 * 50 + 2, 2 * 50 + 2)  # at an evaluation
     found = drawn(run, tmp_path, "--classes", "7", "2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "class_0002.png", "class_0007.png"]
     assert found.shape == (2 * 50 + 2, 2 * 50 + 2)
     assert (page(tmp_path / "class_0002.png")[:50] == found[50:100]).all()
     assert "4 samples of 2 classes" in capsys.readouterr().out
+    drawn(run, tmp_path, "--classes", "3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "class_0003.png"]
+    assert "replaced 3 pictures" in capsys.readouterr().out
 
 
 def test_averages_are_drawn_with_unless_told_otherwise(run, tmp_path):
@@ -116,13 +116,6 @@ def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
 def test_bad_input_is_named(run, flags, kind, message):
     with pytest.raises(kind, match=message):
         main(["--load", str(run), *flags])
-
-
-def test_a_later_drawing_leaves_no_old_pictures(run, tmp_path, capsys):
-    drawn(run, tmp_path, "--classes", "1", "2")
-    drawn(run, tmp_path, "--classes", "3")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "class_0003.png"]
-    assert "replaced 3 pictures" in capsys.readouterr().out
 
 
 def test_an_output_that_can_be_no_folder_is_refused_before_drawing(run, tmp_path, monkeypatch):

@@ -179,21 +179,6 @@ def test_a_destination_that_takes_no_files_is_named(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_package_is_on_disk_before_the_old_one_leaves_its_place(tmp_path, monkeypatch):
-    events = []
-    fsync, rename = os.fsync, Path.rename
-    vendor.write(tmp_path, NESTED)
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
-    )
-    monkeypatch.setattr(Path, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
-    vendor.write(tmp_path, NESTED)
-    assert events[-3:] == ["rename", "rename", str(tmp_path)]
-    names = {Path(event).name for event in events[:-3]}
-    assert names >= {"__init__.py", "a.py", "part", vendor.ORIGIN}
-    assert [path.name for path in tmp_path.iterdir()] == [vendor.PACKAGE]
-
-
 def test_nothing_stays_of_a_package_that_cannot_be_written(tmp_path):
     before = vendor.write(tmp_path, NESTED)
     with pytest.raises(OSError, match=r"Is a directory|Not a directory|File exists"):

@@ -134,14 +134,10 @@ def test_questions_that_do_not_fit_are_left_out_and_told_and_the_others_keep_the
     (note,) = left_out([maker])
     assert "qa_1 at 2000 tokens leaves out 2 questions that do not fit" in note
     assert "Who is 0?" in note
+    with pytest.raises(DataError, match=r"qa_1 takes \d+ tokens and 32 for the answer at the least.* leave the task"):
+        makers(["qa_1"], [2000], 1, base(tokenizer), questions_of(tmp_path, [9000, 8000]), samples=2)
     again = Maker("qa_1", 2000, 1, base(tokenizer), sources)
     assert [again.make(number).ids for number in (6, 0)] == [made[6].ids, made[0].ids]
-
-
-def test_questions_of_which_none_fits_are_refused_with_the_least_length(tokenizer, tmp_path):
-    sources = questions_of(tmp_path, [9000, 8000])
-    with pytest.raises(DataError, match=r"qa_1 takes \d+ tokens and 32 for the answer at the least.* leave the task"):
-        makers(["qa_1"], [2000], 1, base(tokenizer), sources, samples=2)
 
 
 def test_an_example_whose_draw_is_too_long_gives_its_number_to_the_next(tokenizer):

@@ -81,9 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--profile-top", type=int, default=8, metavar="N", help="how many to run (default: %(default)s)")
     add("--profile-iters", type=int, default=3, metavar="N", help="iterations of each, and one before")
     add("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    shown.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    add("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
 
@@ -109,7 +107,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if args.fewest and (args.world_size or args.profile):
         named = "world_size" if args.world_size else "profile"
         raise ConfigError(f"fewest finds the number of processes, and {named} names it; leave one of them out")
-    for name in ("write", "profile", "markdown", "top"):
+    for name in ("write", "profile", "top"):
         if args.fits and getattr(args, name):
             raise ConfigError(f"--{name} is given, and --fits is of one configuration and ranks none; leave it out")
     args.top = args.top or DEFAULT_TOP
@@ -237,12 +235,12 @@ def plan(argv: list[str]) -> None:
         told: dict[str, Any] = {"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]]}
         told |= {"refused": dict(found.refused), "too_large": len(found.over_memory)}
         print(json.dumps({**told, "host_short": len(found.over_host_memory)}))
-    elif args.model and not args.markdown:
+    elif args.model:
         print(answer(rows, parsed(["--config", args.model]), world_size, cluster, args.model))
     else:
         print(asked(world_size, cluster, config))
         print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())
-        print("\n".join([table(rows[: args.top], args.markdown), *alike(rows[: args.top]), *notes(config)]))
+        print("\n".join([table(rows[: args.top]), *alike(rows[: args.top]), *notes(config)]))
         first = rows[0].candidate.prediction
         print(bars(first.memory, first.host, cluster, f"a process of the first row{tightly(first.bytes, cluster)}"))
     if args.write:

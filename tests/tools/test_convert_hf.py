@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -260,3 +261,25 @@ def test_a_trained_diffusion_transformer_gives_its_averages(tmp_path, capsys):
     assert "averages of the weights" in capsys.readouterr().out
     found = load_file(tmp_path / "exported/model.safetensors")
     assert all(torch.equal(found[name], weight) for name, weight in dit_to_original(averages, IMAGE).items())
+
+
+def test_a_few_tensors_live_at_a_time(tmp_path, monkeypatch):
+    """A fused one of theirs needs its three parts of ours, and theirs is made of these."""
+    alive, most = set(), [0]
+    reads = {Weights: Weights.__getitem__, torch: torch.empty_like}
+
+    def counted(weight):
+        alive.add(mark := object())
+        weakref.finalize(weight, alive.discard, mark)
+        most[0] = max(most[0], len(alive))
+        return weight
+
+    source = published(tmp_path / "theirs", "gpt2")
+    monkeypatch.setattr(Weights, "__getitem__", lambda self, name: counted(reads[Weights](self, name)))
+    import_model(source, tmp_path / "run")
+    imported, most[0] = most[0], 0
+    monkeypatch.setattr(torch, "empty_like", lambda like, **kind: counted(reads[torch](like, **kind)))
+    export_model(tmp_path / "run", tmp_path / "out", None, None, 10**9)
+    assert len(tensors(source)) > 20
+    assert 1 <= imported <= 3
+    assert 1 <= most[0] <= 9, "a module's weights and biases, and theirs of it"

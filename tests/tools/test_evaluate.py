@@ -161,17 +161,15 @@ def test_any_mesh_equals_one_process(run, tmp_path, processes, meshes):
             assert abs(bucket["loss"] / alone["loss"] - 1) <= bound, flags
 
 
-def test_buckets_double_or_are_equal():
-    assert buckets(1024, None) == [0, 64, 128, 256, 512, 1024]
-    assert buckets(64, None) == [0, 64]
-    assert buckets(96, 3) == [0, 32, 64, 96]
+def test_buckets_double():
+    assert buckets(1024) == [0, 64, 128, 256, 512, 1024]
+    assert buckets(64) == [0, 64]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--seq-length", "100000"], "has no document of more than 100000 tokens"),
-        (["--buckets", "7"], "buckets is 7, which does not divide seq_length 200"),
         (["--last-tokens", "201"], "--last-tokens is 201 and --seq-length 200; give at most that"),
         (["--ckpt-step", "7"], "ckpt_step is 7"),
         (["--data-path", "none"], "none.idx does not exist"),
@@ -187,8 +185,7 @@ def test_bad_input_is_named(run, tmp_path, flags, message):
         main(arguments(tmp_path, tmp_path))
 
 
-@pytest.mark.parametrize(("flags", "begins"), [((), True), (("--add-bos-token", "never"), False)])
-def test_a_text_begins_with_what_its_tokenizer_adds(tmp_path, flags, begins):
+def test_a_text_begins_with_what_its_tokenizer_adds(tmp_path):
     """The loss is that of transformers' ids, whose first one is the begin token."""
     from transformers import AutoTokenizer
 
@@ -203,10 +200,11 @@ def test_a_text_begins_with_what_its_tokenizer_adds(tmp_path, flags, begins):
     save_checkpoint(tmp_path, 1, model, None, architecture=architecture_of(model.config), extra={})
     text = "a value of the table is, and so on " * 20
     (tmp_path / "text.txt").write_text(text)
-    main([str(tmp_path), "--text", str(tmp_path / "text.txt"), "--seq-length", "32", "--save", str(tmp_path), *flags])
-    found = json.loads((tmp_path / "perplexity.json").read_text())
-    ids = torch.tensor([theirs(text)["input_ids"][not begins :][:33]])
-    with torch.no_grad():
-        want = F.cross_entropy(model(ids[:, :-1])[0].double(), ids[0, 1:]).item()
-    (bucket,) = found["buckets"]
-    assert bucket["loss"] == pytest.approx(want, rel=1e-5)
+    for flags, begins in ([], True), (["--add-bos-token", "never"], False):
+        asked = [str(tmp_path), "--text", str(tmp_path / "text.txt"), "--seq-length", "32", "--save", str(tmp_path)]
+        main([*asked, *flags])
+        (bucket,) = json.loads((tmp_path / "perplexity.json").read_text())["buckets"]
+        ids = torch.tensor([theirs(text)["input_ids"][not begins :][:33]])
+        with torch.no_grad():
+            want = F.cross_entropy(model(ids[:, :-1])[0].double(), ids[0, 1:]).item()
+        assert bucket["loss"] == pytest.approx(want, rel=1e-5)

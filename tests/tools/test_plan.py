@@ -226,13 +226,6 @@ def test_reasons_that_differ_in_numbers_are_one():
     assert grouped(said) == [(": tp is 3", 6), (", such as: cp is 4, of 2 heads; use 2", 5), (": cp is 8, of 2", 1)]
 
 
-def test_markdown_on_request(capsys):
-    assert main([*MODEL, *A100, "--context-parallel-size", "2", "--markdown", "--top", "1"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(lines) == 3
-    assert len({line.count("|") for line in lines}) == 1
-
-
 FIT = ("--num-layers", "2", "--context-parallel-size", "2", "--fits", "--bf16")
 
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from data.tokenizer import load_tokenizer
 from tests.data.chat.templates import TEMPLATES, TURNS, write_tokenizer
 from tests.data.text.corpora import write_pair
-from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
+from tests.starts import ended
 from tools.prepare_data import LONGER, main, share_lines, shares
 
 
@@ -177,30 +175,6 @@ def test_a_pair_of_megatrons_without_ends_is_told_and_its_sentences_are_one_docu
     assert "2 of them do not end with the tokenizer's end-of-document token" in out
     assert out.count("=== document") == 2
     assert "One. Two. Three.\n" in out
-
-
-@pytest.mark.slow  # tests/data/text/test_prepare.py interrupts one in its own process
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_run_leaves_nothing(tmp_path, default_data, number, status):
-    out, tokenizer = tmp_path / "out", default_data.with_suffix(".model")
-    with interruptible():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tools.prepare_data", "--output-prefix", out / "d", "--tokenizer-model", tokenizer],
-            cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-    try:
-        # The .bin is under its temporary name while documents are tokenised.
-        wait_until(lambda: list(out.glob(".d.*.bin")) or process.poll() is not None)
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == status
-    assert "Traceback" not in errors
-    assert not out.exists()
 
 
 def test_help_waits_for_nothing_large():

@@ -118,17 +118,6 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused_by_name(tmp_path,
     assert f"token 299 ({text!r}) is in the tokenizer's 300 entries" in capsys.readouterr().err
 
 
-def test_a_gpt_writes_as_far_as_its_table_of_positions(tmp_path, capsys):
-    """The last token that is drawn is not read again, so prompt and tokens may be one more than the table holds."""
-    model = model_of(model_type="gpt", max_position_embeddings=12)
-    write_run(tmp_path, model, 'model_type = "gpt"\nmax_position_embeddings = 12')
-    assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--num-tokens", 12).out  # after the end of text
-    assert main(["--load", str(tmp_path), "--num-tokens", "13"]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "max_position_embeddings 12 allows 13 together; shorten it, or ask for fewer" in captured.err
-
-
 def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys):
     model = model_of()
     with torch.no_grad():

@@ -54,7 +54,7 @@ def test_a_killed_preparation_leaves_nothing_and_is_begun_again(tmp_path):
     assert not list(prefix.parent.glob(".*"))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, StoppedError, OSError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StoppedError, OSError])
 def test_what_stops_a_preparation_says_that_nothing_is_written(error, tmp_path, monkeypatch, capsys):
     def failing(*_, **options):
         raise error("now")

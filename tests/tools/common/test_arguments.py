@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, suppress
@@ -11,7 +12,7 @@ import pytest
 
 from runtime import __version__
 from runtime.ranks import run_ranks
-from tests.starts import PATIENCE
+from tests.starts import PATIENCE, ended, interruptible
 from tools import fit, plan
 from tools.common.arguments import UsageError, parser_for
 from tools.ruler import __main__ as ruler
@@ -31,6 +32,17 @@ def test_a_reader_that_went_away_ends_a_command_without_a_word(code):
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=PATIENCE, env=env)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_a_signal_ends_a_command_as_an_exception_without_a_traceback(number, status, said):
+    code = "import os, sys\ndef main():\n    try:\n        os.kill(os.getpid(), int(sys.argv[1]))\n    finally:\n"
+    code += "        print('cleaned')\n" + COMMAND.format("main")
+    with interruptible():
+        done = ended([sys.executable, "-c", code, str(int(number))])
+    assert (done.returncode, done.stdout, done.stderr) == (status, "cleaned\n", said)
 
 
 @pytest.mark.parametrize("main", [language.parse_args, diffusion.parse_args, plan.main, fit.main, main])

@@ -103,38 +103,47 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if model and config.train.global_batch_size is None:
         batch = 1 if args.longest else max(1, world_size * TOKENS // config.sequence_length)
         config = replace(config, train=replace(config.train, global_batch_size=batch))
+
     at_least(args, 1, "world_size", "top", "profile_top", "profile_iters")
-    if args.fewest and (args.world_size or args.profile):
-        named = "world_size" if args.world_size else "profile"
-        raise ConfigError(f"fewest finds the number of processes, and {named} names it; leave one of them out")
-    for name in ("write", "profile", "top"):
-        if args.fits and getattr(args, name):
-            raise ConfigError(f"--{name} is given, and --fits is of one configuration and ranks none; leave it out")
+    _check_flags(args, rest, isinstance(config, Config))
     args.top = args.top or DEFAULT_TOP
-    if args.profile and (found := launched_world_size()) != world_size:
-        needed = counted(world_size, "process")
-        raise ConfigError(
-            f"profile needs {needed}, as planned for, and finds {found}; use torchrun with {needed} in all, or leave "
-            "--profile out to predict alone"
-        )
-    if not isinstance(config, Config):
-        for name in ("longest", "profile"):
-            if getattr(args, name):
-                raise ConfigError(f"{name} is for language models; leave it out, or change latent_shape")
-        return args, config, world_size, cluster
     if args.profile:
-        method = replace(config.context, context_parallel_method="auto", cluster=None)
-        validate(replace(config, context=method), world_size)
-    if config.model.vocab_size is None:
+        _check_profile(config, world_size)
+    if isinstance(config, Config) and config.model.vocab_size is None:
         if config.data.tokenizer_model is None:
             raise ConfigError(
                 "vocab_size is not set, and no tokenizer_model either; name a model first, as in tools.plan llama3_8b, "
                 "name the model with --config FILE, or give --vocab-size N"
             )
         config = with_vocabulary(config, vocabulary(config.data.tokenizer_model, model))
-    if args.longest and any(word.partition("=")[0].replace("_", "-") == "--seq-length" for word in rest):
-        raise ConfigError("longest finds seq_length, and seq_length names it; leave one of them out")
     return args, config, world_size, cluster
+
+
+def _check_flags(args: argparse.Namespace, rest: list[str], is_language: bool) -> None:
+    """Raise ConfigError for flags that contradict each other."""
+    if args.fewest and (args.world_size or args.profile):
+        named = "world_size" if args.world_size else "profile"
+        raise ConfigError(f"fewest finds the number of processes, and {named} names it; leave one of them out")
+    for name in ("write", "profile", "top"):
+        if args.fits and getattr(args, name):
+            raise ConfigError(f"--{name} is given, and --fits is of one configuration and ranks none; leave it out")
+    for name in ("longest", "profile"):
+        if getattr(args, name) and not is_language:
+            raise ConfigError(f"{name} is for language models; leave it out, or change latent_shape")
+    if args.longest and any(word.partition("=")[0].replace("_", "-") == "--seq-length" for word in rest):
+        raise ConfigError("--longest searches for the sequence length; do not pass --seq-length too")
+
+
+def _check_profile(config: Config, world_size: int) -> None:
+    """Raise UserError unless as many processes were started as are planned for, and the run suits them."""
+    if (started := launched_world_size()) != world_size:
+        needed = counted(world_size, "process")
+        raise ConfigError(
+            f"profile needs {needed}, as planned for, and finds {started}; use torchrun with {needed} in all, or leave "
+            "--profile out to predict alone"
+        )
+    method = replace(config.context, context_parallel_method="auto", cluster=None)
+    validate(replace(config, context=method), world_size)
 
 
 def vocabulary(tokenizer: str, model: str | None) -> int:

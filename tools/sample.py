@@ -33,7 +33,7 @@ from train.run import run_entry
 
 
 @dataclass(frozen=True)
-class Sampler:
+class Session:
     """A run's model, and how texts are drawn from it; collective."""
 
     writer: Writer
@@ -121,11 +121,11 @@ def main(argv: list[str]) -> None:
         questions = ([*_system(args), {"role": "user", "content": text}] for text in texts)
         prompts = [_question(tokenizer, template, turns) for turns in questions]
     with opened(args.load, args.ckpt_step, choose=method_to_read, **mesh_of(args)) as writer:
-        sampler = Sampler(writer, run, args, stop, template)
+        session = Session(writer, run, args, stop, template)
         if args.talks:
-            sampler.talk()
+            session.talk()
         else:
-            sampler.sample(texts, prompts)
+            session.sample(texts, prompts)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

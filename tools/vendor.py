@@ -170,23 +170,18 @@ def _check_target(target: Path) -> None:
         return
     try:
         files = json.loads((target / ORIGIN).read_text(encoding="utf-8"))["files"]
-        kept = {str(name): str(digest) for name, digest in files.items()}
+        written = {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}") from None
-    kept |= {parent.as_posix(): "folder" for name in kept for parent in Path(name).parents if parent.name}
-    kept[ORIGIN] = sha256(target / ORIGIN)
-    found = {}
-    for path in target.rglob("*"):
-        if path.is_symlink():
-            kind = "link"
-        elif "__pycache__" in path.relative_to(target).parts:
-            continue
-        else:
-            kind = sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"
-        found[path.relative_to(target).as_posix()] = kind
-    for name in sorted(found.keys() | kept.keys()):
-        if found.get(name) != kept.get(name):
-            how = "added" if name not in kept else "removed" if name not in found else "changed"
+    present = {
+        path.relative_to(target).as_posix(): sha256(path)
+        for path in target.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+    del present[ORIGIN]
+    for name in sorted(present.keys() | written.keys()):
+        if present.get(name) != written.get(name):
+            how = "added" if name not in written else "removed" if name not in present else "changed"
             raise UserError(f"{target / name} was {how} since; {fix}")
 
 

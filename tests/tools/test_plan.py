@@ -58,6 +58,13 @@ def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys, monkey
     assert capsys.readouterr().out.startswith(alone)
 
 
+def config_to_start(out):
+    """The configuration of the command that an answer ends with."""
+    words = re.search(r"start it:\n((?:.*\\\n)*.*\n)", out)[1].replace("\\\n", " ").split()
+    assert words[:3] == ["torchrun", "--nproc-per-node", "8"]
+    return parse_args(words[words.index("pretrain_gpt.py") + 1 :])
+
+
 def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_the_command_that_starts_it(capsys):
     began = time.process_time()  # of this process, whatever else the machine does
     assert main(["Qwen3-8B", "--seq-length", "1048576", "--world-size", "8", "--cluster", "h100"]) == 0
@@ -70,10 +77,7 @@ def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_t
     assert "the command scales rope to them; " in " ".join(out.split())
     assert "error: at most 5% on published runs of this card, to which nothing was fitted; over all cards 6%\n" in out
     assert "it trains from random weights; add --finetune --load RUN to begin with another run's" in out
-    words = re.search(r"start it:\n((?:.*\\\n)*.*\n)", out)[1].replace("\\\n", " ").split()
-    assert words[:3] == ["torchrun", "--nproc-per-node", "8"]
-    config = parse_args(words[words.index("pretrain_gpt.py") + 1 :])
-    validate(config, 8)
+    config = config_to_start(out)
     assert beyond_rope(config) is None, "as its note asks"
     assert (config.train.seq_length, config.train.global_batch_size) == (1048576, 1)
     assert config.context.context_parallel_method != "auto"
@@ -87,7 +91,9 @@ def test_the_longest_sequence_leaves_little_and_says_so(capsys):
 
 def test_a_named_model_has_a_card_without_a_flag(capsys):
     assert main(["llama3_8b", "--seq-length", "8192"]) == 0
-    assert capsys.readouterr().out.startswith("8 processes on H100 80GB pod, sequences of 8192 tokens: fits\n")
+    out = capsys.readouterr().out
+    assert out.startswith("8 processes on H100 80GB pod, sequences of 8192 tokens: fits\n")
+    validate(config_to_start(out), 8)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,7 @@ def test_a_named_model_has_a_card_without_a_flag(capsys):
         ("h100", "--attention-backend flash_attn_3", "FlashAttention 3 at 66%", "no published run"),
         ("h100", "--attention-backend triton", "attention at 53%", "no published run of .* by attention is"),
         ("h200", "", "cuDNN at 53%", "no published run of .* by cuDNN is"),
-        ("gb200", "", "cuDNN at ", "no published run of .* by cuDNN is there to compare with"),
+        ("gb200", "", "cuDNN at 60%", "no published run of .* by cuDNN is there to compare with"),
         ("a100", "--reset-attention-mask", "FlashAttention 2 at 55%", "at most 6% on published runs"),
     ],
 )
@@ -154,8 +160,8 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path):
         ("--context-parallel-size 4 --profile", "profile needs 4 processes, as planned for, and finds 1; use torch"),
         ("--write . --top 0", "^error: --write is ., which is a folder; give a file\n$"),
         ("--top 0", "top is 0; it must be 1 or more"),
-        ("--longest --vocab-size none", "vocab_size is not set.* name the model with --config FILE"),
-        ("--longest --seq-length 4096", "longest finds seq_length, and seq_length names it; leave one of them out"),
+        ("--vocab-size none", "vocab_size is not set.* name the model with --config FILE"),
+        ("--longest --seq-length 4096", "--longest searches for the sequence length; do not pass --seq-length too"),
         ("--fewest --world-size 4", "fewest finds the number of processes, and world_size names it"),
         ("--cluster none.toml", "none.toml: cannot be read"),
         ("--fits --top 3", "--top is given, and --fits is of one configuration and ranks none"),

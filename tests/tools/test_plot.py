@@ -62,9 +62,8 @@ def test_packed_rounds_cover_the_mask_once(method, causal, window):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--seq-length", "18", "--full", "--methods", "ring", "allgather"],
-        ["--seq-length", "18", "--size", "9", "--methods", "wallfacer"],
-        ["--documents", "9", "4", "--window", "5", "--size", "2"],
+        ["--seq-length", "6", "--size", "3", "--full", "--methods", "ring", "allgather"],
+        ["--documents", "9", "4", "--window", "5", "--size", "2", "--methods", "exchange"],
     ],
 )
 def test_layout_is_written(tmp_path, arguments, capsys):

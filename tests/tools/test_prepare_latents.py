@@ -43,13 +43,8 @@ def test_latents_of_an_autoencoder(images, tmp_path):
         warnings.simplefilter("ignore")
         diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
-    model = diffusers.AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 2,
-        up_block_types=["UpDecoderBlock2D"] * 2,
-        block_out_channels=[8, 8],
-        norm_num_groups=4,
-        scaling_factor=0.5,
-    )
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    model = diffusers.AutoencoderKL(**blocks, block_out_channels=[8, 8], norm_num_groups=4, scaling_factor=0.5)
     model.save_pretrained(tmp_path / "vae")
     arguments = ["--input", str(images), "--size", "16", "--vae", str(tmp_path / "vae"), "--format", "safetensors"]
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0

@@ -125,23 +125,16 @@ def test_an_output_that_can_be_no_folder_is_refused_before_drawing(run, tmp_path
         main(["--load", str(run), *DRAWN, "--output", str(tmp_path / "file" / "deeper")])
 
 
-def test_a_checkpoint_without_averages_says_what_to_give(run, tmp_path):
+def test_what_a_run_cannot_be_drawn_with_is_refused_before_any_work(run, tmp_path):
     copy = tmp_path / "run"
     copytree(run, copy)
     rewrite_manifest(copy / "iter_0000002", extra={})
     with pytest.raises(CheckpointError, match="keeps no averages of the weights; give --no-ema"):
         main(["--load", str(copy), *DRAWN])
-
-
-def test_guidance_of_a_run_that_dropped_no_labels_is_refused_before_any_work(run, tmp_path):
-    """The folder has no checkpoint to draw with."""
-    config = (run / "config.toml").read_text()
-    dropout = "class_dropout_prob = 0.1"
-    assert dropout in config
-    (tmp_path / "config.toml").write_text(config.replace(dropout, "class_dropout_prob = 0.0"))
-    with pytest.raises(ConfigError, match=r"guidance is .* and class_dropout_prob is 0\.0") as error:
+    config = (run / "config.toml").read_text()  # in a folder without a checkpoint
+    (tmp_path / "config.toml").write_text(config.replace("class_dropout_prob = 0.1", "class_dropout_prob = 0.0"))
+    with pytest.raises(ConfigError, match=r"guidance is .* and class_dropout_prob is 0\.0"):
         main(["--load", str(tmp_path)])
-    assert "\n" not in str(error.value)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         main(["--load", str(tmp_path), "--guidance", "1"])
 
@@ -159,11 +152,8 @@ def vae(tmp_path_factory):
 
 def test_latents_that_the_vae_cannot_decode_are_refused_before_drawing(run, vae, tmp_path, monkeypatch):
     monkeypatch.setattr(Sampler, "draw", lambda *_: pytest.fail("has drawn"))
-    with pytest.raises(
-        DataError, match="which decodes 4 channels, and latent_shape 1 8 8 has 1; name the one"
-    ) as error:
+    with pytest.raises(DataError, match="which decodes 4 channels, and latent_shape 1 8 8 has 1; name the one"):
         main(["--load", str(run), *DRAWN, "--vae", str(vae), "--output", str(tmp_path / "out")])
-    assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
 

@@ -226,6 +226,14 @@ print("TAKEN", sorted(tops & set(sys.argv[1:])))
 """
 
 
+def check_operators(contents):
+    """Operators and imports of the package have its name alone."""
+    sources = list(contents)
+    assert any(f"torch.ops.{NAME}.".encode() in source for source in sources)
+    assert not any(b"torch.ops.longmesh" in source or b'"longmesh::' in source for source in sources)
+    assert not any(b"from longmesh_attention" in source for source in sources)
+
+
 @pytest.mark.slow
 def test_the_wheel_has_one_module_stands_alone_and_passes_its_tests(tmp_path):
     assert vendor.main([str(tmp_path), "--package", NAME]) == 0
@@ -244,10 +252,7 @@ def test_the_wheel_has_one_module_stands_alone_and_passes_its_tests(tmp_path):
     assert (about / "licenses" / "LICENSE").exists()
     assert (tmp_path / "site" / NAME / "ORIGIN.json").exists()
 
-    sources = [path.read_bytes() for path in (tmp_path / "site").rglob("*.py")]
-    assert any(f"torch.ops.{NAME}.".encode() in source for source in sources)
-    assert not any(b"torch.ops.longmesh" in source or b'"longmesh::' in source for source in sources)
-    assert not any(b"from longmesh_attention" in source for source in sources)
+    check_operators(path.read_bytes() for path in (tmp_path / "site").rglob("*.py"))
 
     (tmp_path / NAME / "tests").rename(tmp_path / "tests")
     ours = sorted(path.name for path in vendor.ROOT.iterdir() if path.is_dir() and any(path.glob("*.py")))
@@ -265,9 +270,7 @@ def test_a_project_is_the_package_its_tests_and_what_pip_reads():
     assert f"src/{NAME}/__init__.py" in files
     assert {f"tests/{path}" for path in TESTS} < files.keys()
     assert f'name = "{NAME}"'.encode() in files["pyproject.toml"]
-    sources = [content for path, content in files.items() if path.endswith(".py")]
-    assert any(f"torch.ops.{NAME}.".encode() in source for source in sources)
-    assert not any(b"torch.ops.longmesh" in source or b'"longmesh::' in source for source in sources)
+    check_operators(content for path, content in files.items() if path.endswith(".py"))
 
 
 @pytest.mark.parametrize("name", ["no-module", "class", "json", "torch", "kernels"])

@@ -170,22 +170,27 @@ class Maker:
         first = self._of(0)
         self._tries = self._questions or _TRIES
 
-        least = self.task.least
-        few, more = (len(self._ids(self.task.make(first, size))) for size in (least, 2 * least + 30))
-        if prompts.tokenizer.unknown in prompts.ids(self.task.make(first, least)):
+        if prompts.tokenizer.unknown in prompts.ids(self.task.make(first, self.task.least)):
             raise DataError(
                 f"{task} has words that {prompts.tokenizer.path} has no token for; take a run of another tokenizer, "
                 "or leave the task out"
             )
-        self._each = max(1e-3, (more - few) / (least + 30))
-        guess = max(least, least + int((self._room - few) / self._each))
-        # The first pieces may be longer than the later ones: a second look at about the right size.
-        there = len(self._ids(self.task.make(first, guess)))
-        self._each = max(1e-3, (there - few) / max(guess - least, 1)) if guess > least else self._each
-        self._guess = max(least, guess + int((self._room - there) / self._each))
-        self._beside = there - self._counter(first)(guess)
+        self._each, self._guess, self._beside = self._estimated(first)
         self._first = self._fill(0)
         self._guess = self._first.size
+
+    def _estimated(self, case: Case) -> tuple[float, int, int]:
+        """Return the tokens of a piece of the haystack, a size that about fills the room, and the other tokens."""
+        least = self.task.least
+        smallest, larger = (len(self._ids(self.task.make(case, size))) for size in (least, 2 * least + 30))
+        each = max(1e-3, (larger - smallest) / (least + 30))
+        guess = max(least, least + int((self._room - smallest) / each))
+        # The first pieces may be longer than the later ones: a second look at about the right size.
+        filled = len(self._ids(self.task.make(case, guess)))
+        if guess > least:
+            each = max(1e-3, (filled - smallest) / (guess - least))
+        beside = filled - self._counter(case)(guess)
+        return each, max(least, guess + int((self._room - filled) / each)), beside
 
     def make(self, number: int) -> Example:
         """Make an example as large as fits: one of one more sentence, line or word does not. Raises DataError."""

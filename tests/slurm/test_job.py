@@ -213,6 +213,7 @@ def test_a_start_says_which_sources_changed_since_the_first_one(tmp_path):
 
 def test_a_start_says_that_the_sources_changed_in_the_queue(tmp_path):
     known = digest_of_sources(None)
+    assert digest_of_sources("llama3_8b") == digest_of_sources("configs/models/llama3_8b.toml") != known
     assert "WARNING" not in started(tmp_path / "run", new="1", longmesh_sources=known)[1]
     said = started(tmp_path / "other", new="1", longmesh_sources="0badc0de")[1]
     assert f"WARNING: the sources are not those that the job was submitted with: digest 0badc0de then, {known} " in said

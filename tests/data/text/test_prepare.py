@@ -48,6 +48,18 @@ def test_ids_are_checked_before_writing(text):
         tokenized(NumberTokenizer(), ["1 2", text])
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_interrupted_writing_leaves_nothing(tmp_path, folder, error, monkeypatch):
+    def interrupted(*_):
+        assert list(tmp_path.glob(".d.*.bin"))
+        raise error
+
+    monkeypatch.setattr(module, "write_index", interrupted)
+    with pytest.raises(error):
+        prepare(request_for(folder), tmp_path / "d", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
 def test_unigram_entropy(tmp_path):
     ids = [1, 1, 1, 1, 2, 2, 3, 0]
     prefix = write_documents(tmp_path / "d", [ids])

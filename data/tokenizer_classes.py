@@ -1,4 +1,4 @@
-"""Classes of tokenizers of transformers 5.23, as data and as builders.
+"""Classes of tokenizers of transformers 5.24, as data and as builders.
 
 A tokenizer of transformers' general class is its tokenizer.json. The others here take the vocabulary and the merges
 from it and build all else themselves, so that a normalizer or pre-tokenizer of the file does not count.

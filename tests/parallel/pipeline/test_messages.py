@@ -21,7 +21,7 @@ PIPELINES = [config for name, (config, _) in SCHEDULES.items() if name != "uneve
 MESSAGES = {"fwd_recv": ("forward", 0), "fwd_send": ("forward", 1), "bwd_recv": ("back", 0), "bwd_send": ("back", -1)}
 """Their direction, and the stage that takes them from the one that posts them."""
 VERSION = TorchVersion(torch.__version__)
-VOTES = 0 if VERSION >= "2.14" else 4 if VERSION >= "2.13" else 2
+VOTES = 0 if VERSION >= "2.14" else 4 if VERSION >= "2.12" else 2
 """Messages between two stages before the first step and before the evaluation, by torch's version."""
 
 
@@ -152,7 +152,7 @@ def test_a_message_that_is_lost_or_in_the_place_of_another_is_found(config):
                 play(broken)
 
 
-@pytest.mark.skipif(VOTES == 2, reason="before 2.13 torch's own first operation is of all ranks")
+@pytest.mark.skipif(VOTES == 2, reason="before 2.12 torch's own first operation is of all ranks")
 def test_a_group_in_which_only_two_of_three_send_must_be_connected(monkeypatch):
     monkeypatch.setattr(GpuRunner, "_connect", lambda *_: None)
     with pytest.raises(AssertionError, match=r"not connected: only \[0, 2\]"):

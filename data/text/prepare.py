@@ -120,13 +120,13 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
     inputs = inputs_of(request)
     size = _checked(request, source, progress)
     ends = ends_of(request)
-    with writing(*(with_end(prefix, end) for end in ends)) as drafts, ExitStack() as files:
+    with writing(*(with_end(prefix, end) for end in ends)) as drafts, ExitStack() as stack:
         draft = dict(zip(ends, drafts, strict=True))
         tokenizer = load_tokenizer(request.tokenizer_model or _train(request, source, draft, progress))
         if request.chat is None:
-            written = Written(files.enter_context(draft[".bin"].open("wb")), None)
+            written = Written(stack.enter_context(draft[".bin"].open("wb")), None)
         else:  # in files without a name, which a killed process does not leave, until they are packed
-            ids, learned = (files.enter_context(TemporaryFile(dir=prefix.parent)) for _ in range(2))
+            ids, learned = (stack.enter_context(TemporaryFile(dir=prefix.parent)) for _ in range(2))
             written = Written(ids, learned)
         unit = "text_bytes" if request.chat is None else "read"
         with (

@@ -248,7 +248,7 @@ def test_a_prompt_begins_with_what_the_tokenizer_adds(tmp_path, monkeypatch, cap
 
 
 def sampled_on_rank(rank, world_size, commands):
-    """What each command prints, says of errors, and its status."""
+    """Output, errors and status of each command."""
     found = []
     for flags in commands:
         with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:

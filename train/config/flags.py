@@ -189,7 +189,6 @@ def _hint(root: type, name: str, known: Collection[str], section: str = "") -> s
     return did_you_mean(name, known) or f"known are {', '.join(here)}"
 
 
-@cache
 def model_file(name: str | Path) -> Path:
     """Return the TOML file that --config names: a path, or a model of configs/models, such as llama3_8b.
 
@@ -209,9 +208,15 @@ def model_file(name: str | Path) -> Path:
         raise ConfigError(f"the model is {name}; name one of {names}, or give --config FILE")
 
     file = Path(os.path.relpath(models[model]))
-    if str(path.parent) == "configs" and os.environ.get("RANK", "0") == "0":
-        print(f"note: {path} has moved to {file}, which is read", file=sys.stderr)
+    if str(path.parent) == "configs":
+        _tell_moved(path, file)
     return file
+
+
+@cache  # once a process, however often it reads the file
+def _tell_moved(path: Path, file: Path) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {path} has moved to {file}, which is read", file=sys.stderr)
 
 
 def read_toml(root: type, path: str | Path) -> dict[str, Any]:

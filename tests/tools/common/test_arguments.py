@@ -24,7 +24,9 @@ COMMAND = "from tools.common.arguments import one_line_errors, run_command; run_
 ENTRY = "from train.run import run_entry; run_entry(lambda argv: print('x' * (1 << 20)))"
 
 
-@pytest.mark.parametrize("code", [COMMAND.format("lambda: print('what fits the buffer')"), ENTRY])
+@pytest.mark.parametrize(
+    "code", [COMMAND.format("lambda: print('what fits the buffer')"), pytest.param(ENTRY, marks=pytest.mark.slow)]
+)
 def test_a_reader_that_went_away_ends_a_command_without_a_word(code):
     read, write = os.pipe()
     os.close(read)

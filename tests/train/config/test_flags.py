@@ -26,7 +26,7 @@ def test_megatrons_spelling_of_a_flag_and_underscores_are_taken():
 @pytest.mark.parametrize("name", ["llama3_8b", "LLaMA3-8B", "configs/llama3_8b.toml", "configs/models/llama3_8b.toml"])
 def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(name, monkeypatch, capsys):
     monkeypatch.chdir(flags.MODELS.parents[1])
-    flags.model_file.cache_clear()
+    flags._tell_moved.cache_clear()
     assert parse_args(["--config", name]) == load_config(flags.MODELS / "llama3_8b.toml")
     assert ("has moved to configs/models/llama3_8b.toml" in capsys.readouterr().err) == ("configs/l" in name)
 

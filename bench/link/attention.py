@@ -154,17 +154,18 @@ def markdown(result: dict[str, Any]) -> list[str]:
     """Format a table per case, fastest first, and what was asked."""
     work = result["workload"]
     lines = [f"{work['seq_length']} tokens, {work['num_heads']} heads of {work['head_dim']}, {SHARED[result['link']]}."]
-    for case, found in result["verdicts"].items():
+    for case, verdict_of in result["verdicts"].items():
         rows = sorted((row for row in result["attentions"] if row["case"] == case), key=lambda row: row["median"])
         lines += [
             "",
-            f"**{case}**: {found['mask']}, {found['kv_heads']} KV heads",
+            f"**{case}**: {verdict_of['mask']}, {verdict_of['kv_heads']} KV heads",
             "",
             *Table(COLUMNS, rows).markdown(),
         ]
         lines += [
             "",
-            f"{format_targets([found])[0]}; as {found['best']}, the best of all others: {found['against_best']:.2f}",
+            f"{format_targets([verdict_of])[0]}; "
+            f"as {verdict_of['best']}, the best of all others: {verdict_of['against_best']:.2f}",
         ]
     return lines
 

@@ -11,6 +11,7 @@ less than 70 % of its time on the link, it is not the link that is measured: giv
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -100,11 +101,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             work = work_of(case, **shape)
             truth = fingerprint(forward_backward(work.attend, *work.tensors())()).tolist()
             for contestant in contestants(work, args.methods):
-                given = (attend, work, contestant.name, contestant.plan(work, network), truth)
-                row = ranks.figures(
-                    network, args, lambda before, n, given=given: ranks.iterate(network, before, *given, n)
-                )  # type: ignore[misc]
-                row |= {"case": case, "name": contestant.name, "all_rows": contestant.all_rows}
+                name, plan = contestant.name, contestant.plan(work, network)
+
+                def run(
+                    before: Callable[[int], None], steps: int, given: tuple[Any, ...] = (work, name, plan, truth)
+                ) -> list[ranks.Iteration]:
+                    return ranks.iterate(network, before, attend, *given, steps)
+
+                row = {"case": case, "name": name, "all_rows": contestant.all_rows, **ranks.figures(network, args, run)}
                 rows.append(row | {"attention_by_plan": crossing(contestant, work, network)})
                 print(f"{case} {Table(COLUMNS).line(rows[-1])}", flush=True)
             about = {"mask": work.masked, "kv_heads": work.kv_heads}

@@ -214,3 +214,11 @@ def test_a_cluster_may_be_named_for_it():
     validate(flagged(*named, "--allow-resize"), 2)
     with pytest.raises(UserError, match="which leaves nothing to choose; leave it out, use method auto, or give"):
         validate(flagged(*named), 2)
+
+
+def test_prediction_and_profile_are_weighed_by_their_errors():
+    assert choice.combine_prediction_and_profile([1.0, 2.0], [1.1, 2.2]) == pytest.approx([1.1, 2.2])
+    near = choice.combine_prediction_and_profile([1.0, 1.2], [1.01, 1.0])  # the profile says 1 %, the predictions 20 %
+    assert near[0] < near[1]
+    far = choice.combine_prediction_and_profile([1.0, 1.2], [1.2, 1.0])
+    assert far[1] < far[0]

@@ -110,9 +110,9 @@ def measure_cpu(
             check_same(name, contestants.fingerprint(name), truth, work.dtype)
         ceiling = contestants.matmul_tflops()
         steps = measured({name: partial(contestants.step, name) for name in names}, repeats, max_seconds)
-    found = {}
+    rows = {}
     for name, seconds in steps.items():
-        found[name] = summary(seconds, work, limits.get(name, work.pairs / ranks))
+        rows[name] = summary(seconds, work, limits.get(name, work.pairs / ranks))
     return {
         "benchmark": f"attention, forward + backward, {work.masked}",
         "machine": {**describe("cpu"), "cores_used": len(cores), "pinned": hasattr(os, "sched_setaffinity")},
@@ -121,8 +121,8 @@ def measure_cpu(
         "ranks": ranks,
         "rounds": len(steps[ONE_PROCESS]),
         "matmul_tflops": ceiling,
-        "contestants": found,
-        **compare(found, ranks, work),
+        "contestants": rows,
+        **compare(rows, ranks, work),
     }
 
 
@@ -140,7 +140,7 @@ def summary(steps: list[list[float]], work: MaskedShape, pairs: float) -> dict[s
     }
 
 
-def compare(found: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> dict[str, Any]:
+def compare(rows: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> dict[str, Any]:
     """Return the ratios of ring to each method and of each method to one process, and the targets among them.
 
     Under packed documents or a window zigzag and striped stand where ring does.
@@ -149,11 +149,11 @@ def compare(found: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> 
     above 1, None where it promises nothing.
     """
     ratios: dict[str, dict[str, Any]] = {}
-    references = [name for name in (("zigzag", "striped") if work.sparse else ("ring",)) if name in found]
-    methods = [name for name in found if name != ONE_PROCESS]
+    references = [name for name in (("zigzag", "striped") if work.sparse else ("ring",)) if name in rows]
+    methods = [name for name in rows if name != ONE_PROCESS]
     pairs = [(slower, faster) for slower in references for faster in methods if faster != slower]
     for slower, faster in [*pairs, *((name, ONE_PROCESS) for name in methods)]:
-        a, b = found[slower], found[faster]
+        a, b = rows[slower], rows[faster]
         ratio, limit = a["median"] / b["median"], a["slowest_pairs"] / b["slowest_pairs"]
         ratios[f"{slower}/{faster}"] = {
             "ratio": ratio,
@@ -161,10 +161,10 @@ def compare(found: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> 
             "gain_reached": (ratio - 1) / (limit - 1) if limit > SOME_GAIN else None,
         }
     targets = []
-    for name, field, least, most in MASKED_TARGETS if work.sparse else TARGETS:
+    for name, field, lower, upper in MASKED_TARGETS if work.sparse else TARGETS:
         figure = ratios[name][field] if name in ratios and ranks == 2 else None
         if figure is not None:
-            targets.append(target(name if field == "ratio" else f"{name} {field}", figure, least, most))
+            targets.append(target(name if field == "ratio" else f"{name} {field}", figure, lower, upper))
     return {"ratios": ratios, "targets": targets}
 
 
@@ -181,8 +181,8 @@ def alone(work: MaskedShape, window: int, repeats: int, max_seconds: float) -> d
             check_same(name, rank.fingerprint(ONE_RANK), rank.fingerprint(ONE_PROCESS), work.dtype)
         steps = {name: partial(rank.step, ONE_RANK) for name, rank in ranks.items()}
         steps[ONE_PROCESS] = partial(ranks["dense"].step, ONE_PROCESS)
-        found = measured(steps, repeats, max_seconds)
-    seconds = {name: [step[0] for step in steps] for name, steps in found.items()}
+        figures = measured(steps, repeats, max_seconds)
+    seconds = {name: [step[0] for step in steps] for name, steps in figures.items()}
     return judge({**masks, ONE_PROCESS: work}, seconds)
 
 
@@ -241,15 +241,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--alone", type=int, metavar="N", help="also what documents and a window of N cost one rank")
     add_json(parser)
     args = parser.parse_args(argv)
-    one = MaskedShape(**sizes_of(args))
+    whole = MaskedShape(**sizes_of(args))
     if args.alone is not None and not 2 <= args.alone < args.seq_length:
         raise UserError(f"--alone is {args.alone}; it must be 2 or more and below --seq-length {args.seq_length}")
-    work = replace(one, documents=args.documents, window=args.window)
+    work = replace(whole, documents=args.documents, window=args.window)
     methods = dict.fromkeys(args.methods or (MASKED_METHODS if work.sparse else DEFAULT_METHODS))
     result = measure_cpu(work, tuple(methods), args.context_parallel_size, args.repeats, args.max_seconds)
     print(table(result), flush=True)
     if args.alone is not None:
-        result |= alone(one, args.alone, args.repeats, args.max_seconds)
+        result |= alone(whole, args.alone, args.repeats, args.max_seconds)
         rows = [{"name": name, **row} for name, row in result["alone"].items()]
         targets = format_targets(result["alone_targets"])
         print("\n".join(["", "one rank on one core:", *Table(ALONE, rows).text(), "", *targets]))

@@ -150,10 +150,10 @@ def heading(result: dict[str, Any]) -> list[str]:
     return [f"{in_words(result['machine'])}; {load}.", *note, ""]
 
 
-def target(name: str, ratio: float, least: float | None, most: float | None = None) -> dict[str, Any]:
+def target(name: str, ratio: float, lower: float | None, upper: float | None = None) -> dict[str, Any]:
     """Return a figure, what it is to be, and whether it is."""
-    met = (least or 0) <= ratio <= (most or math.inf)
-    return {"name": name, "ratio": ratio, "bound": f"<= {most}" if least is None else f">= {least}", "met": met}
+    met = (lower or 0) <= ratio <= (upper or math.inf)
+    return {"name": name, "ratio": ratio, "bound": f"<= {upper}" if lower is None else f">= {lower}", "met": met}
 
 
 def format_targets(targets: Sequence[dict[str, Any]]) -> list[str]:

@@ -72,8 +72,8 @@ class Attentions(TorchDispatchMode):
 def lines_of(text: str, only: str = "") -> list[str]:
     """Return the lines of a list of cases that contain ``only``. Raises UserError: none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if found := [line for line in lines if only in line]:
-        return found
+    if chosen := [line for line in lines if only in line]:
+        return chosen
     raise UserError(f"--only is {only!r}, which no case has in its name; there are: {'; '.join(lines)}")
 
 
@@ -108,10 +108,10 @@ def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
         plain, marks = objective.loss_sum, list[int]()
 
         def loss_sum(*given: Any) -> Any:
-            found = plain(*given)
+            total = plain(*given)
             marks.append(torch.cuda.memory_allocated() if mesh.device.type == "cuda" else 0)
             with record_function(OVER):
-                return found
+                return total
 
         objective.loss_sum = loss_sum
         runner = build_runner(run)
@@ -122,18 +122,18 @@ def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
             runner.forward_backward(batches, 1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        held: list[Any] = [*averages, *(p for part in parts for p in part.parameters())]
-        held += [x for state in optimizer.state.values() for x in state.values()]
-        there = sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in held)
+        tensors: list[Any] = [*averages, *(p for part in parts for p in part.parameters())]
+        tensors += [x for state in optimizer.state.values() for x in state.values()]
+        standing = sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in tensors)
         steps = []
         for _ in range(STEPS):
             marks.clear()
             steps.append(watch(lambda: runner.forward_backward(batches, 1), marks))
             optimizer.zero_grad(set_to_none=True)
-    least = min(steps, key=lambda step: step["peak"])  # gloo's workers let go of a tensor some time after it is sent
+    leanest = min(steps, key=lambda step: step["peak"])  # gloo's workers let go of a tensor some time after it is sent
     return {
-        "bytes": there + least["peak"],
-        "kept": least["kept"],
+        "bytes": standing + leanest["peak"],
+        "kept": leanest["kept"],
         "seconds": min(step["seconds"] for step in steps),
         "attention_forwards": seen.count / count / config.model.num_layers * stages,
     }
@@ -145,12 +145,12 @@ def watch_cpu(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
         begun = time.perf_counter()
         step()
         seconds = time.perf_counter() - begun
-    now, peak, kept = 0, 0, list[int]()
+    now, peak, after_forward = 0, 0, list[int]()
     for name, allocated in events(recorded):
         now += allocated
         peak = max(peak, now)
-        kept += [now] * (name == OVER)
-    return {"peak": peak, "kept": max(kept, default=None), "seconds": seconds}
+        after_forward += [now] * (name == OVER)
+    return {"peak": peak, "kept": max(after_forward, default=None), "seconds": seconds}
 
 
 def watch_cuda(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
@@ -161,13 +161,13 @@ def watch_cuda(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
     step()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
-    peak, kept = torch.cuda.max_memory_allocated() - start, max(marks) - start if marks else None
-    return {"peak": peak, "kept": kept, "seconds": seconds}
+    peak, after_forward = torch.cuda.max_memory_allocated() - start, max(marks) - start if marks else None
+    return {"peak": peak, "kept": after_forward, "seconds": seconds}
 
 
 def events(recorded: Any) -> Iterator[tuple[str, int]]:
     """Yield the name of each event of a profile with memory, and the bytes that it allocates or, below 0, releases."""
-    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda one: one.start_ns()):
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         yield event.name(), event.nbytes() if event.name() == "[memory]" else 0
 
 
@@ -195,18 +195,18 @@ def compare(processes: int, flags: str) -> dict[str, Any]:
     ranks = {*range(0, processes, processes // stages), processes - 1}
     predicted = {rank: rehearse(config, resolve, rank, processes, per_node=processes) for rank in sorted(ranks)}
     with as_measure_errors():
-        real = max(run_ranks(measured, processes, flags), key=lambda one: one["bytes"])
-    most = max(predicted.values(), key=lambda one: one.bytes)
+        real = max(run_ranks(measured, processes, flags), key=lambda each: each["bytes"])
+    largest = max(predicted.values(), key=lambda each: each.bytes)
     return {
         "processes": processes,
         "flags": flags,
-        "predicted_bytes": most.bytes,
+        "predicted_bytes": largest.bytes,
         "measured_bytes": real["bytes"],
-        "error": most.bytes / real["bytes"] - 1,
+        "error": largest.bytes / real["bytes"] - 1,
         "kept_bytes": real["kept"],
         "attention_forwards": real["attention_forwards"],
         "seconds": real["seconds"],
-        "by_cause": most.memory,
+        "by_cause": largest.memory,
     }
 
 
@@ -232,8 +232,8 @@ def main(argv: list[str] | None = None) -> None:
         print(Table(COLUMNS).line({"name": line, **rows[line]}), flush=True)
     errors = [abs(row["error"]) for row in rows.values()]
     print(f"{len(rows)} configurations: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
-    found = {"benchmark": "memory predicted against measured", "machine": describe(args.device), "cases": rows}
-    write_json(args, found)
+    result = {"benchmark": "memory predicted against measured", "machine": describe(args.device), "cases": rows}
+    write_json(args, result)
 
 
 if __name__ == "__main__":

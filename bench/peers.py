@@ -68,9 +68,9 @@ def steps_of(
         config: of ``pretrain_gpt.py``, with more ``flags``.
         data: prefix of the text, with its tokenizer beside it.
     """
-    own = ["--config", str(config), "--save", str(data.parent / "run")]
-    own += ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
-    with trainer_of(pretrain_gpt, [*own, "--context-parallel-size", "1", *flags], Records()) as trainer:
+    flags_of_run = ["--config", str(config), "--save", str(data.parent / "run")]
+    flags_of_run += ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
+    with trainer_of(pretrain_gpt, [*flags_of_run, "--context-parallel-size", "1", *flags], Records()) as trainer:
         mesh = trainer.run.mesh
         step = next(batches(trainer.train_data, trainer.batches.batching, 0))
         local = [trainer.run.objective.local(batch) for batch in step]
@@ -119,8 +119,13 @@ def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
     Raises UserError, MeasureError: as ``bench.attention.measure_cpu``.
     """
     theirs = [f"ring@{ATTENTION}"] if installed(ATTENTION) else []
-    found = measure_cpu(MaskedShape(seq_length=length), (*OURS, *theirs), repeats=repeats, max_seconds=max_seconds)
-    return {"length": length, **row({name: one["seconds"] for name, one in found["contestants"].items()}, OURS, theirs)}
+    measured_rows = measure_cpu(
+        MaskedShape(seq_length=length), (*OURS, *theirs), repeats=repeats, max_seconds=max_seconds
+    )
+    return {
+        "length": length,
+        **row({name: figures["seconds"] for name, figures in measured_rows["contestants"].items()}, OURS, theirs),
+    }
 
 
 def training(repeats: int, flags: list[str]) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     versions = {name: version(name) for name in MODULES if installed(name)}
     machine = describe("cpu")
-    found: dict[str, Any] = {"benchmark": "peers", "machine": machine, "versions": versions}
+    result: dict[str, Any] = {"benchmark": "peers", "machine": machine, "versions": versions}
     print(f"{machine['device']}, torch {machine['torch']}; {', '.join(map(' '.join, versions.items()))}")
     for name in MODULES.keys() - versions.keys():
         print(f"not measured: {name} is not installed; make peers installs it")
@@ -175,15 +180,15 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("no other package is installed; make peers installs them")
     if args.only != "training":
         for length in args.lengths:
-            found.setdefault("attention", []).append(attention(length, args.repeats, args.max_seconds))
-            print(line_of(found["attention"][-1]), flush=True)
+            result.setdefault("attention", []).append(attention(length, args.repeats, args.max_seconds))
+            print(line_of(result["attention"][-1]), flush=True)
     if args.only != "attention":
         for flags in FLAGS:
-            found.setdefault("training", []).append(training(args.repeats, flags))
-            print(line_of(found["training"][-1]), flush=True)
+            result.setdefault("training", []).append(training(args.repeats, flags))
+            print(line_of(result["training"][-1]), flush=True)
     if args.results:
         path = results_file(args.results, "peers", machine)
-        write_records(path, found)
+        write_records(path, result)
         print(f"written: {path}")
 
 

@@ -64,11 +64,11 @@ class Contestants:
         return float(self._ask(ONE_PROCESS, "matmul")[0])
 
     def _ask(self, name: str, request: str) -> list[Any]:
-        asked: list[Rank] = [self._one] if name == ONE_PROCESS else self._ranks
-        for rank in asked:
+        ranks: list[Rank] = [self._one] if name == ONE_PROCESS else self._ranks
+        for rank in ranks:
             send(rank.pipe, (request, name))
         with as_measure_errors(f"{name} at {request}: "):
-            return one_of_each(asked, ANSWER_WITHIN)
+            return one_of_each(ranks, ANSWER_WITHIN)
 
 
 def _serve(

@@ -125,7 +125,7 @@ def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = Fals
     log = Records()
     if dropped:  # in this rank's process alone
         plain = state.passages
-        state.passages = lambda *given: tuple(replace(one, source=None, target=None) for one in plain(*given))  # type: ignore[assignment]
+        state.passages = lambda *given: tuple(replace(passage, source=None, target=None) for passage in plain(*given))  # type: ignore[assignment]
     with trainer_of(pretrain_gpt, flags, log) as trainer:
         trainer.train()
     return [record["lm_loss"] for record in log.records]
@@ -146,10 +146,12 @@ def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> 
     for name in missing:
         flags, dropped = command_line(name, data, iterations), name.endswith(f"/{CONTROL}")
         run = partial(run_ranks, train, RANKS, flags, dropped, timeout=1800)
-        found = keep_run(result, path, name, lambda run=run: figures(run()[0]))  # type: ignore[misc]
+        figures_of_run = keep_run(result, path, name, lambda run=run: figures(run()[0]))  # type: ignore[misc]
         row, _, way = name.rpartition("/")
-        said = f"loss {found['loss']:.6f} (last {found['last']:.6f}), {found['seconds']:.0f} s"
-        print(f"{row:32}{way:9} {said}", flush=True)
+        message = (
+            f"loss {figures_of_run['loss']:.6f} (last {figures_of_run['last']:.6f}), {figures_of_run['seconds']:.0f} s"
+        )
+        print(f"{row:32}{way:9} {message}", flush=True)
     return result
 
 

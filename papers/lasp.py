@@ -46,12 +46,12 @@ def volumes(measured: bool = False) -> Iterator[Row]:
     ours = ("lasp", "ulysses")
     bytes_sent = run_ranks(count, RANKS, [(name, {}, True) for name in ours])[1] if measured else []
     sent, where = dict(zip(ours, bytes_sent, strict=False)), here(RANKS) if measured else "any"
-    for name, (formula, elements, own) in by_method.items():
+    for name, (formula, elements, counted) in by_method.items():
         analytic: Figures = {}
-        if own is not None:
+        if counted is not None:
             both = planned(make_plan(name, seq_len=tokens, size=ranks), work.heads, work.head_dim)
             analytic = {"elements": sum(both) // (4 if name == "lasp" else 2)}
-        counts = {"bytes": sum(sent[name]), "formula_bytes": own} if name in sent else None
+        counts = {"bytes": sum(sent[name]), "formula_bytes": counted} if name in sent else None
         yield Row({"method": name, "formula": formula}, {"elements": elements}, analytic, where, counts)
 
 
@@ -81,13 +81,13 @@ def scalability() -> Iterator[Row]:
             tokens, gpus = int(row["seq_len"]), int(row["gpus"])
             size = memory_gb(tokens, backend, gpus)
             theirs, rate = (row[f"{backend.lower()}_{name}"] for name in ("memory_gb", "tokens_per_s"))
-            of = {"backend": backend, "gpus": gpus, "seq_len": tokens}
+            labels = {"backend": backend, "gpus": gpus, "seq_len": tokens}
             published: Figures = {
                 name: "OOM" if value == "OOM" else float(value)
                 for name, value in (("gb", theirs), ("tokens_per_s", rate))
             }
             ours: Figures = {"gb": round(size, 1) if size <= MEMORY_GB else "OOM"}
-            yield Row(of, published, ours, "A100 of 80 GB")
+            yield Row(labels, published, ours, "A100 of 80 GB")
 
 
 def ablation() -> Iterator[Row]:
@@ -106,14 +106,14 @@ def trained(measured: bool = False) -> Iterator[Row]:
     """Yield the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
     if measured:
         run_all(convergence.main)
-    found, where = read_runs(convergence.RESULTS), ""
-    if found["runs"]:
-        on = found["machine"]
+    result, where = read_runs(convergence.RESULTS), ""
+    if result["runs"]:
+        on = result["machine"]
         commit = commit_told(on.get("commit", "unknown"))
         where = f"; measured on {on['device']}, {on['date'][:10]}, {commit}, tiny models"
     for name, theirs in convergence.published().items():
-        own = {way: found["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}
-        yield Row({"row": name}, theirs, {}, f"8 A100{where}", None if None in own.values() else own)
+        losses = {way: result["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}
+        yield Row({"row": name}, theirs, {}, f"8 A100{where}", None if None in losses.values() else losses)
 
 
 TABLES: rows.Makers = {

@@ -39,7 +39,7 @@ def gb(work: StepShape, gpus: int, tokens: int, stages: int) -> float:
 
 def supported() -> list[Row]:
     """Return whether each length fits a GPU, with its predicted memory."""
-    found = []
+    made = []
     for row in rows.published("records"):
         work, gpus, tokens = step_of(row["model"]), int(row["gpus"]), int(row["ktokens"]) * K
         plan = make_plan("ulysses", seq_len=tokens, size=gpus)
@@ -49,52 +49,54 @@ def supported() -> list[Row]:
             **{name: round(size, 1) for name, size in ways.items()},
             "host_gb": round(offloaded(work, plan, LEANEST) / 1e9, 1),
         }
-        of: dict[str, str | int] = {"record": row["record"], "model": row["model"], "ktokens": int(row["ktokens"])}
-        found.append(Row(of, {"supported": row["supported"]}, ours, f"{gpus} {row['gpu']} of 80 GB"))
-    return found
+        labels: dict[str, str | int] = {"record": row["record"], "model": row["model"], "ktokens": int(row["ktokens"])}
+        made.append(Row(labels, {"supported": row["supported"]}, ours, f"{gpus} {row['gpu']} of 80 GB"))
+    return made
 
 
 def prediction(row: dict[str, str]) -> tuple[float, float]:
     """Return the predicted seconds of a step and 10^9 bytes of a GPU of a row of tables/public_runs.csv."""
-    own = next(one["flags"] for one in rows.published("public_models") if one["model"] == row["model"])
-    gpus, flags = int(row["gpus"]), f"{own} {row['flags']} --seq-length {row['tokens']}"
+    flags_of_model = next(one["flags"] for one in rows.published("public_models") if one["model"] == row["model"])
+    gpus, flags = int(row["gpus"]), f"{flags_of_model} {row['flags']} --seq-length {row['tokens']}"
     config: Any = parse_args([*flags.split(), "--bf16", "--mock-data", "--device", "cpu"])
     cluster = load_cluster(CLUSTERS / f"{row['cluster']}.toml").running(row["kernel"])
-    found = predicted(config, gpus, cluster)
-    seconds = found.time
+    outcome = predicted(config, gpus, cluster)
+    seconds = outcome.time
     if row["beside"] == "cpu adam":
         seconds += HOST_ADAM * num_parameters(config.model) / gpus
     if row["beside"] == "per op":
         boundary = replace(config, recompute=replace(config.recompute, recompute_granularity="attention_boundary"))
         seconds += COMPUTED_AGAIN * predicted(boundary, gpus, cluster).seconds["recompute"]
-    return float(seconds), found.bytes / 1e9
+    return float(seconds), outcome.bytes / 1e9
 
 
 @lru_cache
 def runs() -> tuple[Row, ...]:
     """Return every row with its prediction."""
-    found = []
+    made = []
     for row in rows.published("public_runs"):
         seconds, gb = prediction(row)
-        of: dict[str, str | int] = {"half": row["half"], "source": row["source"].split("/")[2]}
-        of |= {name: row[name] for name in ("cluster", "kernel", "model")}
-        of |= {"gpus": int(row["gpus"]), "tokens": int(row["tokens"])}
+        labels: dict[str, str | int] = {"half": row["half"], "source": row["source"].split("/")[2]}
+        labels |= {name: row[name] for name in ("cluster", "kernel", "model")}
+        labels |= {"gpus": int(row["gpus"]), "tokens": int(row["tokens"])}
         theirs = {"seconds": float(row["seconds"])} | ({"gb": float(row["gb"])} if row["gb"] else {})
-        found.append(Row(of, theirs, {"seconds": float(f"{seconds:.4g}"), "gb": round(gb, 1)}, "any"))
-    return tuple(found)
+        made.append(Row(labels, theirs, {"seconds": float(f"{seconds:.4g}"), "gb": round(gb, 1)}, "any"))
+    return tuple(made)
 
 
-def errors(found: Sequence[Row], half: str, **of: str) -> list[float]:
+def errors(made: Sequence[Row], half: str, **of: str) -> list[float]:
     """Return how far predicted seconds are off on the rows of a half, of all or ``of`` one cluster and kernel."""
     wanted = {"half": half, **of}.items()
-    return [abs(row.difference["seconds"]) for row in found if wanted <= row.of.items()]
+    return [abs(row.difference["seconds"]) for row in made if wanted <= row.of.items()]
 
 
-def summary(found: Sequence[Row]) -> str:
+def summary(made: Sequence[Row]) -> str:
     """Say how far off both halves are."""
-    halves = ((half, errors(found, half)) for half in (HELD_OUT, FITTED))
-    said = [f"{half}: {len(off)} rows, median {median(off):.1%}, at most {max(off):.1%}" for half, off in halves if off]
-    return "; ".join(said)
+    halves = ((half, errors(made, half)) for half in (HELD_OUT, FITTED))
+    halves_told = [
+        f"{half}: {len(off)} rows, median {median(off):.1%}, at most {max(off):.1%}" for half, off in halves if off
+    ]
+    return "; ".join(halves_told)
 
 
 TABLES: rows.Makers = {

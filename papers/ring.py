@@ -29,14 +29,14 @@ def step_of(config: str) -> StepShape:
 @lru_cache
 def device(name: str) -> Cluster:
     """Return one node of a device of table 2, with its rate, memory and link, and in all else an A100's."""
-    found = next(row for row in rows.published("ring_minimal_block") if row["device"] == name)
+    row = next(row for row in rows.published("ring_minimal_block") if row["device"] == name)
     return replace(
         load_cluster(CLUSTERS / "a100_pod.toml"),
         name=name,
         gpus_per_node=1024,
-        peak_tflops=float(found["flops_tf"]),
-        memory_gb=float(found["hbm_gb"]),
-        inside_gb_per_s=float(found["interconnect_gb_per_s"]),
+        peak_tflops=float(row["flops_tf"]),
+        memory_gb=float(row["hbm_gb"]),
+        inside_gb_per_s=float(row["interconnect_gb_per_s"]),
     )
 
 
@@ -54,15 +54,15 @@ def activations() -> list[Row]:
     s, h, n, ranks = 64 * K, 4096, 32, 8
     c = s // ranks
     plan = make_plan("ring", seq_len=s, size=ranks)
-    of = sizes(plan.geometry, 1, n, n, h // n, 2)
-    held = 2 * of.payload("kv") + 2 * c * h * 2
+    traffic = sizes(plan.geometry, 1, n, n, h // n, 2)
+    bytes_held = 2 * traffic.payload("kv") + 2 * c * h * 2
     published = {
         "vanilla": ("2bns^2", 2 * n * s**2),
         "memory-efficient attention": ("8bsh", 8 * s * h),
         "memory-efficient attention and feed-forward": ("2bsh", 2 * s * h),
         "Ring Attention": ("6bch", 6 * c * h),
     }
-    shape, ours = "b = 1, s = 65,536, h = 4,096, n = 32, c = s / 8", {"Ring Attention": held}
+    shape, ours = "b = 1, s = 65,536, h = 4,096, n = 32, c = s / 8", {"Ring Attention": bytes_held}
     return [
         Row({"layer": name, "formula": formula}, {"bytes": size}, {"bytes": ours.get(name)}, shape)
         for name, (formula, size) in published.items()
@@ -144,8 +144,8 @@ def max_context() -> Iterator[Row]:
         memory = device(name).memory_gb
         theirs = {column: int(row[f"{column}_ktokens"]) for column in COLUMNS}
         ours = {column: longest(row["model"], column, devices, memory) // K for column in COLUMNS}
-        of: dict[str, str | int] = {"hardware": row["hardware"], "model": row["model"], "devices": devices}
-        yield Row(of, theirs, ours, row["hardware"])
+        labels: dict[str, str | int] = {"hardware": row["hardware"], "model": row["model"], "devices": devices}
+        yield Row(labels, theirs, ours, row["hardware"])
 
 
 STEP = 1000 * 4
@@ -180,8 +180,10 @@ def reinforcement() -> Iterator[Row]:
         yield Row({"row": row["task"]}, theirs, {}, "not stated")
     ours = {column: agent(column) for column in AGENTS}
     for place, what in enumerate(("seconds of a step", "10^9 bytes of a GPU")):
-        yield Row({"row": what}, {}, {name: round(found[place], 1) for name, found in ours.items()}, "8 A100 of 80 GB")
-    fits = {name: next(size for size in GPUS_GB if found[1] <= size) for name, found in ours.items()}
+        yield Row(
+            {"row": what}, {}, {name: round(figures[place], 1) for name, figures in ours.items()}, "8 A100 of 80 GB"
+        )
+    fits = {name: next(size for size in GPUS_GB if figures[1] <= size) for name, figures in ours.items()}
     yield Row({"row": "smallest GPU that fits, GB"}, {}, fits, "any")
 
 

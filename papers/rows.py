@@ -85,11 +85,11 @@ Makers = Mapping[str, Callable[..., Iterable[Row]]]
 
 def sheets_of(paper: str, makers: Makers, **summaries: Callable[[Sequence[Row]], str]) -> tuple[str, dict[str, Sheet]]:
     """Return the reference of a paper, and its tables by name."""
-    known = tomllib.loads((FOLDER / "tables/sheets.toml").read_text(encoding="utf-8"))[paper]
+    described = tomllib.loads((FOLDER / "tables/sheets.toml").read_text(encoding="utf-8"))[paper]
     sheets = {}
     for name, rows in makers.items():
-        sheets[name] = Sheet(name=name, rows=rows, summary=summaries.get(name), **known[name])
-    return known["source"], sheets
+        sheets[name] = Sheet(name=name, rows=rows, summary=summaries.get(name), **described[name])
+    return described["source"], sheets
 
 
 def stamp() -> dict[str, str]:
@@ -175,7 +175,9 @@ def draw(curves: Mapping[str, Any], rows: Sequence[Row]) -> "Figure":
 
     from tools.common.report import plain
 
-    panels = [(name, list(found)) for name, found in groupby(rows, key=lambda row: row.of.get(curves["panel"], ""))]
+    panels = [
+        (name, list(panel_rows)) for name, panel_rows in groupby(rows, key=lambda row: row.of.get(curves["panel"], ""))
+    ]
     figure = Figure(figsize=(1.5 + 3.5 * len(panels), 4.4), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, (panel, shown) in zip(axes, panels, strict=True):

@@ -60,13 +60,13 @@ def speedups() -> Iterator[Row]:
         cluster = device(CHIPS[row["hardware"]])
         fraction = cluster.matmul_fraction / (2 if on_gpu else 1)
         share = computed_share(block, TILES["A100" if on_gpu else "TPU"])
-        most, tiled = (speedup(work, ranks, block, on_gpu, part) for part in (0.5, share))
+        highest, tiled = (speedup(work, ranks, block, on_gpu, part) for part in (0.5, share))
         plan = planned(work, replace(cluster, attention_fraction=fraction), tp, ranks, tokens)
-        of: dict[str, str | int] = {"hardware": row["hardware"], "mesh": f"{row['model']} {tp} x {ranks}"}
+        labels: dict[str, str | int] = {"hardware": row["hardware"], "mesh": f"{row['model']} {tp} x {ranks}"}
         theirs = {"theoretical_max": row["theoretical_max_speedup"], "speedup": row["measured_speedup"]}
-        ours = {"theoretical_max": round(most, 2), "speedup": round(tiled, 3), "by_the_planner": round(plan, 3)}
+        ours = {"theoretical_max": round(highest, 2), "speedup": round(tiled, 3), "by_the_planner": round(plan, 3)}
         published = {name: float(x) for name, x in theirs.items()}
-        yield Row(of | {"seq_len": tokens}, published, ours, row["hardware"])
+        yield Row(labels | {"seq_len": tokens}, published, ours, row["hardware"])
 
 
 TABLES: rows.Makers = {

@@ -60,13 +60,13 @@ def planned(plan: Plan, heads: int, width: int) -> tuple[int, int]:
 
 def count(rank: int, world_size: int, cases: Iterable[tuple[str, dict[str, Any], bool]]) -> list[tuple[int, int]]:
     """Return what this rank counts in the forward of (method, options, linear attention), as ``planned`` does."""
-    found = []
+    sent = []
     for method, options, linear in cases:
         cp = context_parallel(method, seq_len=TOKENS, group=dist.group.WORLD, **options)
         x = torch.zeros(1, cp.plan.local_len, HEADS, WIDTH, dtype=torch.bfloat16)
         _ = cp.attend_linear(x, x, x, [0.0] * HEADS) if linear else cp.attend(x, x, x)
-        found.append((cp.transport.traffic.p2p.total(), cp.transport.traffic.collective.total()))
-    return found
+        sent.append((cp.transport.traffic.p2p.total(), cp.transport.traffic.collective.total()))
+    return sent
 
 
 def here(ranks: int) -> str:
@@ -78,18 +78,18 @@ def volumes(measured: bool = False) -> list[Row]:
     """Return the volumes of the worked example, in GiB, and what 8 processes of a small one send, in bytes."""
     cases = [("wallfacer", {"team_size": team}, False) for team in (1, 2)]
     small = run_ranks(count, RANKS, cases)[1] if measured else []
-    found, where = [], f"{here(RANKS)}, with C = 2 for 4" if measured else "any"
+    made, where = [], f"{here(RANKS)}, with C = 2 for 4" if measured else "any"
     published = {(1, 0): 1.625, (4, 1): 0.152, (4, 0): 0.406}
     for (team, part), gib in published.items():
         shape = EXAMPLE | {"team": team}
         ours = planned(make_plan("wallfacer", seq_len=shape["tokens"], size=shape["ranks"], team_size=team), 52, 128)
-        own = volumes_of(TOKENS, HEADS * WIDTH, RANKS, min(team, 2))[part]
-        of = {"way": "Ring" if team == 1 else "WallFacer, C = 4", "part": ("point to point", "collective")[part]}
-        sent = {"bytes": small[team > 1][part], "formula_bytes": own} if measured else None
+        formula = volumes_of(TOKENS, HEADS * WIDTH, RANKS, min(team, 2))[part]
+        labels = {"way": "Ring" if team == 1 else "WallFacer, C = 4", "part": ("point to point", "collective")[part]}
+        sent = {"bytes": small[team > 1][part], "formula_bytes": formula} if measured else None
         analytic = {"gib": volumes_of(**shape)[part] / GIB, "our_plan": ours[part] / GIB}
-        found.append(Row(of, {"gib": gib}, analytic, where, sent))
-    whole = {name: found[1].analytic[name] + found[2].analytic[name] for name in ("gib", "our_plan")}  # type: ignore[operator]
-    return [*found, Row({"way": "WallFacer, C = 4", "part": "together"}, {"gib": 0.558}, whole, where)]
+        made.append(Row(labels, {"gib": gib}, analytic, where, sent))
+    whole = {name: made[1].analytic[name] + made[2].analytic[name] for name in ("gib", "our_plan")}  # type: ignore[operator]
+    return [*made, Row({"way": "WallFacer, C = 4", "part": "together"}, {"gib": 0.558}, whole, where)]
 
 
 def memory() -> list[Row]:
@@ -119,7 +119,7 @@ def seconds(work: StepShape, plan: Plan, cluster: Cluster, hidden: bool) -> floa
         return predict(work, plan, arranged, cluster).time
     free = {"inside_gb_per_s": 1e9, "between_gb_per_s": 1e9, "inside_latency_us": 0, "between_latency_us": 0}
     apart = (replace(cluster, **free), replace(cluster, peak_tflops=1e9, launch_us=0))  # type: ignore[arg-type]
-    return sum(predict(work, plan, arranged, one).time for one in apart)
+    return sum(predict(work, plan, arranged, part).time for part in apart)
 
 
 def gain(name: str, cluster: Cluster, ranks: int, tokens: int, hidden: bool) -> tuple[int, float]:
@@ -149,11 +149,13 @@ def gains() -> Iterator[Row]:
     """Yield the predicted best team and its gain by setting."""
     for name, work, ranks, length in SETTINGS:
         cluster = load_cluster(CLUSTERS / f"{name}.toml")
-        (apart, most), (together, least) = (gain(work, cluster, ranks, length * K, hidden) for hidden in (False, True))
-        of: dict[str, str | int] = {"cluster": cluster.name, "run": f"{work}, {ranks} GPUs", "ktokens": length}
+        (apart, highest), (together, lowest) = (
+            gain(work, cluster, ranks, length * K, hidden) for hidden in (False, True)
+        )
+        labels: dict[str, str | int] = {"cluster": cluster.name, "run": f"{work}, {ranks} GPUs", "ktokens": length}
         theirs = {"team": BEST.get(name), "gain_percent": STATED.get((name, ranks))}
-        ours = {"team": apart, "gain_percent": most, "team_hidden": together, "gain_hidden_percent": least}
-        yield Row(of, theirs, ours, cluster.name)
+        ours = {"team": apart, "gain_percent": highest, "team_hidden": together, "gain_hidden_percent": lowest}
+        yield Row(labels, theirs, ours, cluster.name)
 
 
 LINK_RATE, LINK_TOKENS = "100mbit", 8192
@@ -227,9 +229,9 @@ def _link_row(
         shown = {"ring_s": ring, "wallfacer_s": ours, "times_as_fast": ring / ours}
         return {name: round(float(value), 3) for name, value in shown.items()}
 
-    of: dict[str, str | int] = {"link": link, "model": model, "tokens": length}
+    labels: dict[str, str | int] = {"link": link, "model": model, "tokens": length}
     where = f"{device_name('cpu') if trained else 'emulated'}, 2 nodes of 4 processes, {LINK_RATE}"
-    return Row(of, {}, gain_of(expected), where, trained and gain_of(trained))
+    return Row(labels, {}, gain_of(expected), where, trained and gain_of(trained))
 
 
 def supported() -> Iterator[Row]:
@@ -242,8 +244,8 @@ def supported() -> Iterator[Row]:
             need[way] = sum(memory_of(work, plan, arranged).values()) / 1e9
         ours = {way: "yes" if size <= 80 else "no" for way, size in need.items()}
         ours |= {f"{way}_gb": f"{size:.1f}" for way, size in need.items()}
-        of: dict[str, str | int] = {"model": row["model"], "ktokens": length}
-        yield Row(of, {way: row[way] for way in need}, ours, "8 A100")
+        labels: dict[str, str | int] = {"model": row["model"], "ktokens": length}
+        yield Row(labels, {way: row[way] for way in need}, ours, "8 A100")
 
 
 TABLES: rows.Makers = {

@@ -312,14 +312,14 @@ def checked(args: argparse.Namespace) -> Cluster | None:
 def text_of(name: str, device: str, figures: Figures, links: Cluster | None, about: list[str]) -> str:
     """Return a cluster file's text: ``about`` as comments, then a line for each figure, or its name as missing."""
     lines = [*(f"# {line}" for line in about), ""]
-    known: Figures = {"name": (name, ""), "device": (device, ""), **figures}
+    values: Figures = {"name": (name, ""), "device": (device, ""), **figures}
     for entry in fields(Cluster):
-        value, said = known.get(entry.name, (None, ""))
+        value, how = values.get(entry.name, (None, ""))
         if value is None and links is not None and entry.name in ABOUT_LINKS:
-            value, said = getattr(links, entry.name), f"not measured: of {' '.join(links.name.split())}"
+            value, how = getattr(links, entry.name), f"not measured: of {' '.join(links.name.split())}"
         if value is not None:
             written = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
-            lines.append(f"{entry.name} = {written}" + (f"  # {said}" if said else ""))
+            lines.append(f"{entry.name} = {written}" + (f"  # {how}" if how else ""))
         elif entry.default is MISSING:
             lines.append(f"# {entry.name} is missing: not measured by the processes started; add it")
     return "\n".join(lines) + "\n"
@@ -342,9 +342,9 @@ def calibrate(argv: list[str]) -> None:
     add("--lengths", type=positive, nargs="+", metavar="N", help="tokens of a process, at which to measure attention")
     args = parser.parse_args(argv)
     if args.ceilings:
-        found = print_ceilings(args.device)
+        ceilings = print_ceilings(args.device)
         if args.json:
-            write_records(args.json, found)
+            write_records(args.json, ceilings)
         return
     torch.set_num_threads(1)
     with distributed_mesh(MeshConfig(device=args.device)) as mesh:

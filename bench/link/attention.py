@@ -11,6 +11,7 @@ less than 70 % of its time on the link, it is not the link that is measured: giv
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -100,11 +101,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             work = work_of(case, **shape)
             truth = fingerprint(forward_backward(work.attend, *work.tensors())()).tolist()
             for contestant in contestants(work, args.methods):
-                given = (attend, work, contestant.name, contestant.plan(work, network), truth)
-                row = ranks.figures(
-                    network, args, lambda before, n, given=given: ranks.iterate(network, before, *given, n)
-                )  # type: ignore[misc]
-                row |= {"case": case, "name": contestant.name, "all_rows": contestant.all_rows}
+                name, plan = contestant.name, contestant.plan(work, network)
+
+                def run(
+                    before: Callable[[int], None], steps: int, given: tuple[Any, ...] = (work, name, plan, truth)
+                ) -> list[ranks.Iteration]:
+                    return ranks.iterate(network, before, attend, *given, steps)
+
+                row = {"case": case, "name": name, "all_rows": contestant.all_rows, **ranks.figures(network, args, run)}
                 rows.append(row | {"attention_by_plan": crossing(contestant, work, network)})
                 print(f"{case} {Table(COLUMNS).line(rows[-1])}", flush=True)
             about = {"mask": work.masked, "kv_heads": work.kv_heads}
@@ -154,17 +158,18 @@ def markdown(result: dict[str, Any]) -> list[str]:
     """Format a table per case, fastest first, and what was asked."""
     work = result["workload"]
     lines = [f"{work['seq_length']} tokens, {work['num_heads']} heads of {work['head_dim']}, {SHARED[result['link']]}."]
-    for case, found in result["verdicts"].items():
+    for case, verdict_of in result["verdicts"].items():
         rows = sorted((row for row in result["attentions"] if row["case"] == case), key=lambda row: row["median"])
         lines += [
             "",
-            f"**{case}**: {found['mask']}, {found['kv_heads']} KV heads",
+            f"**{case}**: {verdict_of['mask']}, {verdict_of['kv_heads']} KV heads",
             "",
             *Table(COLUMNS, rows).markdown(),
         ]
         lines += [
             "",
-            f"{format_targets([found])[0]}; as {found['best']}, the best of all others: {found['against_best']:.2f}",
+            f"{format_targets([verdict_of])[0]}; "
+            f"as {verdict_of['best']}, the best of all others: {verdict_of['against_best']:.2f}",
         ]
     return lines
 

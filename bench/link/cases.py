@@ -46,14 +46,14 @@ def command_line(model: str, case: Case, data: Path, *, seq_length: int, batch: 
     no matrix's gradient crosses.
     """
     if model == "dit":
-        own = [*_FLAGS[model], "--data-path", str(data), "--latent-shape", *map(str, latent_shape(seq_length))]
+        flags = [*_FLAGS[model], "--data-path", str(data), "--latent-shape", *map(str, latent_shape(seq_length))]
     else:
-        own = [*_FLAGS[model], "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
-        own += ["--seq-length", str(seq_length)]
-        own += ["--max-position-embeddings", str(seq_length)] if model == "gpt" else []
+        flags = [*_FLAGS[model], "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
+        flags += ["--seq-length", str(seq_length)]
+        flags += ["--max-position-embeddings", str(seq_length)] if model == "gpt" else []
     copies = ["--num-distributed-optimizer-instances", "2"] if case.cp > 1 else []
     return [
-        *(*own, *case.flags, *copies),
+        *(*flags, *case.flags, *copies),
         *("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--train-iters", str(iterations)),
         *("--lr-warmup-iters", "1", "--eval-iters", "0", "--save", "none", "--save-interval", "none"),
     ]

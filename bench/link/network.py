@@ -97,12 +97,12 @@ class Network:
                 node.run("ip", "link", "add", "switch", "type", "bridge")
                 node.run("ip", "link", "set", TRUNK, "master", "switch")
                 node.run("ip", "link", "set", "switch", "up")
-            for rank, (node, own) in enumerate(zip(of_node, self._ranks, strict=True)):
+            for rank, (node, namespace) in enumerate(zip(of_node, self._ranks, strict=True)):
                 if self.rails:
-                    _connect(node, f"port{rank}", own, self.interface)
+                    _connect(node, f"port{rank}", namespace, self.interface)
                     node.run("ip", "link", "set", f"port{rank}", "master", "switch")
                 if self.rails or rank % self.ranks_per_node == 0:
-                    own.run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
+                    namespace.run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
             self._open_files = open_files.pop_all()
         return self
 
@@ -130,8 +130,8 @@ class Network:
             node.run("tc", "qdisc", "add", "dev", TRUNK, "root", "handle", "1:", "htb")
             ranks = range(index * self.ranks_per_node, (index + 1) * self.ranks_per_node)
             self._limit_class(node, 1, rate, SHORT)
-            for own, source in enumerate(dict.fromkeys(map(self.address, ranks))):
-                self._limit_class(node, 2 + own, rate, ("ip", "src", f"{source}/32"))
+            for place, source in enumerate(dict.fromkeys(map(self.address, ranks))):
+                self._limit_class(node, 2 + place, rate, ("ip", "src", f"{source}/32"))
 
     def crossed(self) -> tuple[int, int]:
         """Return the bytes sent from the first node to the second, and back, as the interfaces count them."""
@@ -146,12 +146,12 @@ class Network:
     @staticmethod
     def _limit_class(node: Namespace, number: int, rate: str, match: Sequence[str]) -> None:
         # Without a quantum htb warns that it guessed one
-        of, prio = f"1:{number}", str(number)
+        class_id, prio = f"1:{number}", str(number)
         bucket = ("htb", "rate", rate, "burst", BURST, "cburst", BURST, "quantum", "65536", "prio", prio)
-        node.run("tc", "class", "add", "dev", TRUNK, "parent", "1:", "classid", of, *bucket)
+        node.run("tc", "class", "add", "dev", TRUNK, "parent", "1:", "classid", class_id, *bucket)
         queue = ("handle", f"{number + 1}:", "bfifo", "limit", str(QUEUE))
-        node.run("tc", "qdisc", "add", "dev", TRUNK, "parent", of, *queue)
-        chosen = ("protocol", "ip", "prio", prio, "u32", "match", *match, "flowid", of)
+        node.run("tc", "qdisc", "add", "dev", TRUNK, "parent", class_id, *queue)
+        chosen = ("protocol", "ip", "prio", prio, "u32", "match", *match, "flowid", class_id)
         node.run("tc", "filter", "add", "dev", TRUNK, "parent", "1:", *chosen)
 
 
@@ -201,8 +201,8 @@ def _call(name: str, *arguments: int) -> None:
         raise OSError(code, os.strerror(code), name)
 
 
-def _connect(one: Namespace, its: str, other: Namespace, others: str) -> None:
+def _connect(near: Namespace, its: str, other: Namespace, others: str) -> None:
     """Connect two namespaces by a pair of veth interfaces, both up."""
-    one.run("ip", "link", "add", its, "type", "veth", "peer", "name", others, "netns", other.path)
-    one.run("ip", "link", "set", its, "up")
+    near.run("ip", "link", "add", its, "type", "veth", "peer", "name", others, "netns", other.path)
+    near.run("ip", "link", "set", its, "up")
     other.run("ip", "link", "set", others, "up")

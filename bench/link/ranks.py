@@ -179,7 +179,7 @@ def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
     )
     for layer in range(model.num_layers):
         turned = model.model_type == "transnormer" and layer == 0  # LRPE doubles queries and keys
-        there, back = plan_crossing(
+        forth, back = plan_crossing(
             plan,
             ranks_per_node,
             batch=config.train.micro_batch_size,
@@ -188,7 +188,7 @@ def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
             head_dim=model.head_dim * (2 if turned else 1),
             value_dim=model.head_dim,
         )
-        sent = [sent[0] + there, sent[1] + back]
+        sent = [sent[0] + forth, sent[1] + back]
     return sent[0], sent[1]
 
 

@@ -109,12 +109,12 @@ def roll_out(read: Read, codec: Codec, right: np.ndarray, attempts: int, *, shuf
         right: int64 [K, R].
         shuffled: let each attempt be at the next one of the K tasks, so that none of the context is at its task.
     """
-    places, totals, end = {"read": 0}, np.zeros((len(right), attempts), np.int64), np.zeros((len(right), 0), np.int64)
+    position, totals, end = {"read": 0}, np.zeros((len(right), attempts), np.int64), np.zeros((len(right), 0), np.int64)
     action = int(np.flatnonzero(codec.acts)[0])
 
     def drawn(tokens: np.ndarray) -> np.ndarray:
-        begin, places["read"] = places["read"], places["read"] + tokens.shape[1]
-        positions, ends = torch.arange(begin, places["read"])[None], torch.full((len(right),), places["read"])
+        begin, position["read"] = position["read"], position["read"] + tokens.shape[1]
+        positions, ends = torch.arange(begin, position["read"])[None], torch.full((len(right),), position["read"])
         return read(torch.from_numpy(tokens), positions, ends).numpy()[:, None]
 
     for attempt in range(attempts):
@@ -192,9 +192,11 @@ def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
         return result
 
     def note(name: str, measured: Callable[[], dict[str, Any]]) -> None:
-        found = keep_run(result, path, name, measured)
-        said = f"return {found['mean'][0]:.2f} at the first attempt, {found['mean'][-1]:.2f} at the last"
-        print(f"{name:10}{said}, {found['seconds']:.0f} s", flush=True)
+        figures_of_run = keep_run(result, path, name, measured)
+        message = (
+            f"return {figures_of_run['mean'][0]:.2f} at the first attempt, {figures_of_run['mean'][-1]:.2f} at the last"
+        )
+        print(f"{name:10}{message}, {figures_of_run['seconds']:.0f} s", flush=True)
 
     right = doors.tasks(SEED, 0, size.tasks + size.unseen)
     seen, unseen = right[: size.tasks], right[size.tasks :]
@@ -235,9 +237,9 @@ def draw(runs: dict[str, Any]) -> "Figure":
     axes = figure.subplots()
     for colour, (name, label) in zip(PALETTE, names.items(), strict=False):
         mean, error = (np.array(runs[name][part]) for part in ("mean", "error"))
-        at = np.arange(1, len(mean) + 1)
-        axes.plot(at, mean, "o-" if len(at) < 5 else "-", color=colour, label=label, markersize=4)
-        axes.fill_between(at, mean - ERRORS * error, mean + ERRORS * error, color=colour, alpha=0.2, linewidth=0)
+        attempt = np.arange(1, len(mean) + 1)
+        axes.plot(attempt, mean, "o-" if len(attempt) < 5 else "-", color=colour, label=label, markersize=4)
+        axes.fill_between(attempt, mean - ERRORS * error, mean + ERRORS * error, color=colour, alpha=0.2, linewidth=0)
     for name, label, style in (("players", "the players trained on", "--"), ("perfect", "a perfect player", ":")):
         axes.plot(np.arange(1, LONGEST + 1), runs[name]["mean"], style, color="#4D4D4D", label=label)
     axes.set(xlabel="attempt", ylabel=f"return (at most {BEST})", xscale="log", title="Unseen tasks")

@@ -88,13 +88,13 @@ def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
         observation, action, reward = (np.asarray(fields[name], np.float64) for name in STEPS)
     except (TypeError, ValueError) as error:
         raise DataError(f"{where} holds what is no number ({error}); repair it or leave it out") from error
-    found = [array.reshape(len(array), -1) if array.ndim else array[None, None] for array in (observation, action)]
-    steps = {"observation": len(found[0]), "action": len(found[1]), "reward": reward.size}
+    arrays = [array.reshape(len(array), -1) if array.ndim else array[None, None] for array in (observation, action)]
+    steps = {"observation": len(arrays[0]), "action": len(arrays[1]), "reward": reward.size}
     if len(set(steps.values())) > 1 or not reward.size:
         raise DataError(f"{where} has {steps} rows; each step has one of each: repair it or leave it out")
-    if not all(np.isfinite(array).all() for array in (*found, reward)):
+    if not all(np.isfinite(array).all() for array in (*arrays, reward)):
         raise DataError(f"{where} holds a number that is not finite; leave it out")
-    return Episode(task, found[0], found[1], reward.reshape(-1))
+    return Episode(task, arrays[0], arrays[1], reward.reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Column:
             return cls(name, tuple(((distinct[1:] + distinct[:-1]) / 2).tolist()), tuple(distinct.tolist()))
         edges = np.unique(np.quantile(numbers, np.arange(1, bins) / bins, method="higher"))
         edges = edges[edges > distinct[0]]
-        places = np.searchsorted(edges, numbers, side="right")
-        medians = (float(np.median(numbers[places == place])) for place in range(len(edges) + 1))
+        bins_of = np.searchsorted(edges, numbers, side="right")
+        medians = (float(np.median(numbers[bins_of == place])) for place in range(len(edges) + 1))
         return cls(name, tuple(edges.tolist()), tuple(medians))
 
 
@@ -232,8 +232,8 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> W
     codec, dealt = Codec.fit(episodes, chains.bins), list(_dealt(episodes, chains))
     if not dealt:
         raise DataError(f"trajectories is {chains.trajectories}, and no task has as many episodes; give fewer")
-    found = [codec.chain(attempts) for attempts in dealt]
-    lengths = np.array([len(ids) for ids, _ in found], np.int32)
+    encoded = [codec.chain(attempts) for attempts in dealt]
+    lengths = np.array([len(ids) for ids, _ in encoded], np.int32)
     seq_length = chains.seq_length or int(lengths.max())
     if lengths.max() > seq_length:
         raise DataError(
@@ -243,7 +243,7 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> W
     ends = (".bin", ".idx", f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", TOKENIZER, ".json")
     with TemporaryDirectory() as folder, writing(*(Path(f"{prefix}{end}") for end in ends)) as drafts:
         sources = [(Path(folder) / "ids", dtype), (Path(folder) / "mask", np.dtype(np.uint8))]
-        for (path, kind), parts in zip(sources, zip(*found, strict=True), strict=True):
+        for (path, kind), parts in zip(sources, zip(*encoded, strict=True), strict=True):
             np.concatenate(parts).astype(kind).tofile(path)
         samples = write_packed(sources, [(drafts[0], drafts[1]), (drafts[2], drafts[3])], lengths, seq_length)
         written = Written(
@@ -252,7 +252,7 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> W
             sequences=len(dealt),
             samples=samples,
             tokens=int(lengths.sum(dtype=np.int64)),
-            learned=sum(int(learned.sum()) for _, learned in found),
+            learned=sum(int(learned.sum()) for _, learned in encoded),
             left_over=left,
             seq_length=seq_length,
         )

@@ -5,7 +5,6 @@ import torch
 
 from bench import memory
 from bench.memory import CASES, OFFLOAD, POLICIES, command, compare, configured, lines_of, main
-from tools.common.report import read_records
 
 SMALL = "--hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 1024 --num-layers 3 --device cpu"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -49,18 +48,6 @@ def test_every_case_is_a_configuration():
         processes, flags = command(line)
         assert processes in (1, 4, 8)
         configured(f"{flags} --device cpu")
-
-
-@pytest.mark.slow
-def test_the_command_measures_in_fresh_processes(tmp_path, capfd):
-    path = tmp_path / "x.jsonl"
-    assert main(["--policies", "--only", "full loss", "--json", str(path), "--", *SMALL.split()[:-2]]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert lines[0].startswith("long full loss_chunk=1024: processes 1, predicted MB ")
-    assert lines[-1].startswith("2 configurations: median ")
-    (first, _) = read_records(path)["cases"].values()
-    assert first["attention_forwards"] == 2
-    assert first["measured_bytes"] > first["kept_bytes"] > 0
 
 
 @without_gpu

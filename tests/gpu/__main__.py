@@ -76,7 +76,7 @@ def attention(device: str, folder: Path) -> dict[str, Any]:
     )
     lengths = rates.LENGTHS if big else (64,)
     found = rates.measure(device, work, lengths, DEFAULT_METHODS, 8, 20 if big else 2)
-    print(rates.table(found))
+    print(rates.told(found))
     found["masked"] = rates.masked(device, replace(work, seq_length=32768) if big else work, 20 if big else 2)
     print(f"masked: {found['masked']}")
     found["targets"] = rates.targets(found, select_backend("auto", device, DTYPES[work.dtype]).name)

@@ -30,7 +30,6 @@ from runtime.machine import describe, time_steps
 from tests.gpu.emulate import emulate
 from tools.common.ceilings import ceilings
 from tools.common.loopback import LoopbackTransport, step_of
-from tools.common.report import Column, Table
 from tools.common.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS
 from train.adamw import Backend
 from train.optim import OptimizerConfig, build_optimizer
@@ -41,27 +40,7 @@ WORST_ERROR = 2e-2
 """Relative difference from torch's own, in the 2-norm, beyond which a kernel is not timed."""
 WORST_UPDATE = 1e-5
 """The same of two optimizers' updates."""
-KERNELS: dict[str, Column] = {
-    "": "{kernel}",
-    "sequence": "{seq_length}",
-    **{
-        f"{half} {head}": column
-        for half in ("forward", "backward")
-        for head, column in (
-            ("ms", lambda row, half=half: f"{row[f'{half}_seconds'] * 1e3:.3f}"),
-            ("TFLOP/s", f"{{{half}_tflops:.1f}}"),
-            ("of matmul", f"{{{half}_of_matmul:.1%}}"),
-        )
-    },
-}
-
-RANKS: dict[str, Column] = {
-    "": "{method}",
-    "slowest rank ms": lambda row: f"{row['slowest_seconds'] * 1e3:.2f}",
-    "TFLOP/s": "{tflops:.1f}",
-    "of its share": "{of_share:.3f}",
-    "by pairs": "{limit:.3f}",
-}
+HALVES = ("forward", "backward")
 
 
 def relative_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
@@ -307,23 +286,14 @@ def optimizers(device: str, sizes: Sequence[tuple[int, ...]], repeats: int) -> d
     return found | {"wrong": [f"updates differ by {error:.1e} of the 2-norm"] if not error <= WORST_UPDATE else []}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Format the figures of ``measure`` as a table."""
-    machine, work, kernels, limits = (result[name] for name in ("machine", "workload", "kernels", "ceilings"))
-    ceiling = limits["matmul_tflops"][work["dtype"]]
-    lines = [
-        f"{machine['device']}, torch {machine['torch']}: batch {work['batch']}, {work['num_heads']} heads "
-        f"({work['kv_heads']} of keys) of {work['head_dim']}, {work['dtype']}, causal",
-        f"measured ceilings: matmul {ceiling:.1f} TFLOP/s, copy {limits['copy_gb_per_s']:.0f} GB/s",
-        "",
-    ]
-    rows = [row | {f"{h}_of_matmul": row[f"{h}_tflops"] / ceiling for h in ("forward", "backward")} for row in kernels]
-    lines += [
-        *Table(KERNELS, rows).text(),
-        "",
-        f"compute of {result['ranks']} ranks, {work['seq_length']} positions each, forward + backward, no traffic;",
-        "share: scaled_dot_product_attention of the whole sequence on this device, divided by the ranks",
-    ]
-    rows = [{"method": name, **row} for name, row in result["ranks_of"].items()]
-    lines += Table(RANKS, rows).text()
+def told(result: dict[str, Any]) -> str:
+    """Return a line for each kernel, each method's slowest rank, and what was skipped."""
+    ceiling = result["ceilings"]["matmul_tflops"][result["workload"]["dtype"]]
+    lines = [f"measured ceiling: {ceiling:.1f} TFLOP/s of matmul"]
+    for row in result["kernels"]:
+        halves = (f"{half} {row[f'{half}_seconds'] * 1e3:.3f} ms, {row[f'{half}_tflops']:.1f}" for half in HALVES)
+        lines.append(f"{row['kernel']} at {row['seq_length']}: {' TFLOP/s; '.join(halves)} TFLOP/s")
+    for name, row in result["ranks_of"].items():
+        share = f"{row['of_share']:.3f} of its share of one device's attention, {row['limit']:.3f} by pairs"
+        lines.append(f"{name}, slowest of {result['ranks']} ranks: {row['slowest_seconds'] * 1e3:.2f} ms, {share}")
     return "\n".join([*lines, *(f"skipped: {label}: {reason}" for label, reason in result["skipped"].items())])

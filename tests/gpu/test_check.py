@@ -10,9 +10,11 @@ import torch
 
 import tests.gpu.__main__ as gpu_check
 from bench.shapes import MaskedShape
+from parallel.context import make_plan
+from parallel.context.traffic import sizes
 from runtime import machine
 from tests import steps
-from tests.gpu import rates
+from tests.gpu import emulate, rates
 from tests.runtime.test_signals import runs
 from tests.starts import wait_until
 from tools.common import ceilings
@@ -58,7 +60,7 @@ def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path, capsys):
 
 
 def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(tmp_path, monkeypatch, capsys):
-    said = iter(("dies", "hangs", {"wrong": ["a tile"]}, {"worst": 0.5}))
+    said = iter(("dies", "hangs", {"wrong": ["1", "2", "3", "4"]}, {"worst": 0.5}))
 
     def ended(command, limit):
         what = next(said)
@@ -75,7 +77,7 @@ def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(tmp_path, 
     for words in (
         "environment: failed: CUDA error: an illegal access (",
         "backends: failed: it took longer than 50 s (",
-        "ranks: WRONG: a tile (",
+        "ranks: WRONG: 1; 2; 3; and 1 more (",
         "attention: right, worst 0.5 (",
     ):
         assert words in printed.out
@@ -83,15 +85,12 @@ def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(tmp_path, 
     assert list(read_records(next(tmp_path.iterdir()))["steps"]) == names
 
 
-def test_what_a_step_needs_and_is_not_here_is_named(tmp_path):
+def test_what_a_step_lacks_is_named_and_what_it_started_ends_with_it(tmp_path):
     def needs_more(device, folder):
         raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
 
     steps.in_process(steps.Step(needs_more, 1), "cpu", tmp_path / "figures.json")
     assert json.loads((tmp_path / "figures.json").read_text()) == {"not_run": "megatron is not installed"}
-
-
-def test_what_a_step_started_ends_with_it(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         steps.ended(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"], 0.3)
     wait_until(lambda: not runs(int((tmp_path / "pid").read_text())))
@@ -106,15 +105,11 @@ def test_a_loss_that_does_not_fall_is_wrong(last, wrong, monkeypatch, tmp_path):
     assert len(gpu_check.training("cpu", tmp_path)["wrong"]) == wrong
 
 
-def test_all_steps_end_within_8_minutes_and_junit_is_counted(tmp_path):
+def test_all_steps_end_within_8_minutes_and_outcomes_are_counted(tmp_path):
     assert sum(step.limit for step in gpu_check.STEPS.values()) <= 480
     cases = "<testcase classname='a' name='good'/><testcase classname='a' name='bad'><failure/></testcase>"
     (tmp_path / "report.xml").write_text(f"<r>{cases}<testcase classname='a' name='away'><skipped/></testcase></r>")
     assert steps.count(tmp_path / "report.xml") == {"passed": 1, "skipped": 1, "wrong": ["a::bad"]}
-
-
-def test_many_wrong_cases_are_counted():
-    assert steps.verdict({"wrong": ["1", "2", "3", "4"]}) == "WRONG: 1; 2; 3; and 1 more"
     missed = {"name": "a", "bound": ">= 1", "ratio": 0.5, "met": False}
     assert steps.verdict({"targets": [missed, missed | {"met": True}]}) == "right; a >= 1: 0.500, MISSED"
 
@@ -131,12 +126,24 @@ def test_kernels_and_simulated_steps_are_measured():
     found = result["ranks_of"]
     assert set(found) == set(METHODS)
     assert found["ring"]["limit"] == pytest.approx((256 * 257 / 2 / 4) / (64 * 65 / 2 + 3 * 64 * 64))
-    for row in found.values():
-        assert row["tflops"] * row["slowest_seconds"] > 0
-        assert row["limit"] <= 1
-    text = rates.table(result)
-    assert all(word in text for word in ("aten", "zigzag", "of its share"))
+    assert all(row["tflops"] * row["slowest_seconds"] > 0 and row["limit"] <= 1 for row in found.values())
+    assert all(word in rates.told(result) for word in ("aten at 64: ", "zigzag, slowest of 4 ranks: "))
     json.dumps(result)
+
+
+def test_rounds_with_the_same_tiles_are_timed_once_and_every_step_computes(monkeypatch):
+    plan, timed = make_plan("zigzag", seq_len=64, size=4), []
+
+    def time_steps(step, device, repeats):
+        step()
+        timed.append(step)
+        return [1.0]
+
+    monkeypatch.setattr(emulate, "time_steps", time_steps)
+    of = sizes(plan.geometry, 1, 4, 2, 16, 4)
+    seconds = emulate.emulate(plan, of, "cpu", torch.float32, 1)
+    assert len(timed) == 2 * 3, "own block, an earlier one's and a later one's, forward and backward"
+    assert seconds.tolist() == [8.0] * 4  # four rounds, forward and backward
 
 
 @pytest.mark.parametrize("wrong", [0.0, float("nan")])
@@ -147,7 +154,7 @@ def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch, wrong
     assert [row["kernel"] for row in result["kernels"]] == ["sdpa"]
     assert "differs from scaled_dot_product_attention" in result["skipped"]["aten at 32"]
     assert "needs a cuda device" in result["skipped"]["flash_attn_3 at 32"]
-    assert "skipped: flash_attn_3 at 32: UserError" in rates.table(result)
+    assert "skipped: flash_attn_3 at 32: UserError" in rates.told(result)
 
 
 def test_figures_are_held_against_what_is_wanted():
@@ -174,8 +181,7 @@ def test_figures_are_held_against_what_is_wanted():
 
 def test_steps_are_timed_after_warming_up():
     calls = []
-    taken = machine.time_steps(lambda: calls.append(1), "cpu", repeats=3, warm_up=2)
-    assert len(taken) == 3
+    assert len(machine.time_steps(lambda: calls.append(1), "cpu", repeats=3, warm_up=2)) == 3
     assert len(calls) == 5
 
 

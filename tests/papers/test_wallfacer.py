@@ -63,7 +63,6 @@ def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
 @pytest.mark.parametrize("model", ["dit", "gpt"])
 def test_a_gain_is_measured_on_a_link(model, monkeypatch):
     monkeypatch.setattr(wallfacer, "LINK_SETTINGS", [("rails", model, 1024)])
-    monkeypatch.setattr(wallfacer, "TURNS", 1)
     (row,) = wallfacer.link_gains(measured=True)
     assert float(row.measured["times_as_fast"] or 0) == pytest.approx(
         float(row.analytic["times_as_fast"] or 0), rel=0.3

@@ -152,3 +152,11 @@ def test_without_the_flag_the_sizes_are_for_the_processes_here_or_the_refusal_na
         with pytest.raises(UserError) as refused:
             yielded(flagged(*more), processes, monkeypatch)
         assert "or give --allow-resize" not in str(refused.value)
+
+
+def test_prediction_and_profile_are_weighed_by_their_errors():
+    assert choice.combine_prediction_and_profile([1.0, 2.0], [1.1, 2.2]) == pytest.approx([1.1, 2.2])
+    near = choice.combine_prediction_and_profile([1.0, 1.2], [1.01, 1.0])  # the profile says 1 %, the predictions 20 %
+    assert near[0] < near[1]
+    far = choice.combine_prediction_and_profile([1.0, 1.2], [1.2, 1.0])
+    assert far[1] < far[0]

@@ -29,12 +29,8 @@ def test_a_folder_of_npz_becomes_chains_that_can_be_read(tmp_path, capsys):
     assert check(["--check", str(tmp_path / "c"), "--inspect", "1", "--whole"]) == 0
     assert "⟦action:" in capsys.readouterr().out
     assert main([*flags, "--trajectories", "4"]) == 1
-    assert "is there already" in capsys.readouterr().err
-
-
-def test_no_episode_is_an_error(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    assert (
-        main(["--input", str(tmp_path / "empty"), "--output-prefix", str(tmp_path / "c"), "--trajectories", "2"]) == 1
-    )
-    assert "there is no episode in" in capsys.readouterr().err
+    assert main(["--input", str(tmp_path / "empty"), *flags[2:], "--trajectories", "2", "--output-prefix", "new"]) == 1
+    there, empty = capsys.readouterr().err.splitlines()
+    assert "is there already" in there
+    assert "there is no episode in" in empty

@@ -138,7 +138,7 @@ link-bench: $(READY) ## Train over a slow link between two emulated nodes, every
 link-attention: $(READY) ## The attention alone over a slow link: exchange against every method, into bench/results/; needs root
 	$(PY) -m bench.link.attention --results bench/results $(ARGS)
 
-link-delta: $(READY) ## The delta rule over a slow link: states against heads and gathering, into bench/results/; needs root
+link-delta: $(READY) ## The delta rule over a slow link: states against gathering, into bench/results/; needs root
 	$(PY) -m bench.link.delta --results bench/results $(ARGS)
 
 peers: $(PEERS) ## Measure attention and training by us and by other packages, in one run, into bench/results/ (10 minutes)

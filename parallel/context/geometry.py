@@ -40,8 +40,8 @@ class PlanOptions:
     """Consecutive ranks per node, for ``double_ring``; None is all."""
     backward: Literal["auto", "kv", "queries"] = "auto"
     """Operands that the backward circulates; ``auto`` moves fewer bytes for the given heads."""
-    delta_rule_schedule: Literal["auto", "chain", "tree", "gather", "ulysses"] = "auto"
-    """Rounds by which states of a delta rule pass, see ``linear/segments.py``; ``ulysses`` exchanges heads instead."""
+    delta_rule_schedule: Literal["auto", "chain", "tree", "gather"] = "auto"
+    """Rounds by which states of a delta rule pass, see ``linear/segments.py``."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
         """Resolve the layout, and the degree if the method decides it, for a method and a sequence.
@@ -110,9 +110,9 @@ class PlanOptions:
             raise ContextError(f"context_parallel_placement is {self.placement!r}; use one of {', '.join(PLACEMENTS)}")
         if self.backward not in ("auto", "kv", "queries"):
             raise ContextError(f"backward is {self.backward!r}; use one of auto, kv, queries")
-        if self.delta_rule_schedule not in ("auto", "chain", "tree", "gather", "ulysses"):
+        if self.delta_rule_schedule not in ("auto", "chain", "tree", "gather"):
             raise ContextError(
-                f"delta_rule_schedule is {self.delta_rule_schedule!r}; use one of auto, chain, tree, gather, ulysses"
+                f"delta_rule_schedule is {self.delta_rule_schedule!r}; use one of auto, chain, tree, gather"
             )
         if self.placement != "collect_intra" and not method.teams:
             raise ContextError(

@@ -40,7 +40,7 @@ class PlanOptions:
     """Consecutive ranks per node, for ``double_ring``; None is all."""
     backward: Literal["auto", "kv", "queries"] = "auto"
     """Operands that the backward circulates; ``auto`` moves fewer bytes for the given heads."""
-    delta_rule_schedule: Literal["auto", "chain", "tree", "gather"] = "auto"
+    delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
     """Rounds by which states of a delta rule pass, see ``linear/segments.py``."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
@@ -110,10 +110,8 @@ class PlanOptions:
             raise ContextError(f"context_parallel_placement is {self.placement!r}; use one of {', '.join(PLACEMENTS)}")
         if self.backward not in ("auto", "kv", "queries"):
             raise ContextError(f"backward is {self.backward!r}; use one of auto, kv, queries")
-        if self.delta_rule_schedule not in ("auto", "chain", "tree", "gather"):
-            raise ContextError(
-                f"delta_rule_schedule is {self.delta_rule_schedule!r}; use one of auto, chain, tree, gather"
-            )
+        if self.delta_rule_schedule not in ("auto", "chain", "tree"):
+            raise ContextError(f"delta_rule_schedule is {self.delta_rule_schedule!r}; use one of auto, chain, tree")
         if self.placement != "collect_intra" and not method.teams:
             raise ContextError(
                 f"context_parallel_placement is {self.placement} and method {method.name} has no teams to place; "

@@ -12,7 +12,7 @@ Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial, reduce
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -207,13 +207,9 @@ class DeltaExecutor:
             for part, state in due.items():
                 enter(part, state)
             due.clear()
-            earlier = defaultdict[Part, list[Tensors]](list)
             for message, arrival in zip(coming, wave.posted or arrivals, strict=True):
-                found = arrival()
-                for target in message.targets:
-                    earlier[placed[target]].append(found)
-            for part, maps in earlier.items():
-                known[part] = reduce(_composed, [*maps, *([known[part]] if part in known else [])])
+                part, earlier = placed[message.target], arrival()
+                known[part] = _composed(earlier, known[part]) if part in known else earlier
                 if len(known[part]) == 1:
                     due[part] = known[part][0]
         for part, state in due.items():

@@ -159,8 +159,8 @@ def maps_out_of_order():
 @pytest.mark.parametrize(
     ("fault", "case", "schedules"),
     [
-        (decay_alone, CASES[0], ("chain", "tree", "gather")),
-        (documents_joined, CASES[2], ("chain", "tree", "gather")),
+        (decay_alone, CASES[0], ("chain", "tree")),
+        (documents_joined, CASES[2], ("chain", "tree")),
         (maps_out_of_order, CASES[6], ("tree",)),
     ],
 )

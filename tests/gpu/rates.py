@@ -19,7 +19,7 @@ from bench.emulate import LoopbackTransport, clock, emulate, step_of
 from bench.harness import MeasureError, forward_backward, target
 from bench.linear import flops
 from bench.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS, AttentionShape
-from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
+from kernels.attention import CAUSAL, select_backend
 from kernels.blocks import Keys, Rows
 from kernels.linear_attention import linear_attention
 from model.attention import sdpa
@@ -27,6 +27,7 @@ from model.linear import alibi_slopes
 from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
+from tests.kernels.attention_cases import block_backward, block_forward
 from tools.common.ceilings import ceilings
 from tools.common.report import Column, Table
 from train.adamw import Backend

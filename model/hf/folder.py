@@ -21,11 +21,10 @@ INDEX = f"{WEIGHTS}.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHT_FILES = (".safetensors", ".index.json", *PICKLES)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-CARRIED = (
-    *TOKENIZERS,
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
+TOKENIZER_FILES = (
+    *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+)  # fmt: skip
+CARRIED = (*TOKENIZER_FILES, "chat_template.jinja", "chat_template.json", "generation_config.json")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 """Dtypes of weights, with safetensors' names."""
 Read = Callable[[str], Tensor]
@@ -54,6 +53,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise UserError(f"{path} holds no JSON object; download it again")
     return contents
+
+
+def write_json(path: Path, contents: Mapping[str, Any], *, ensure_ascii: bool = True) -> None:
+    """Write a JSON object, as transformers lays it out."""
+    path.write_text(json.dumps(contents, indent=2, ensure_ascii=ensure_ascii) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -319,8 +323,8 @@ def write_model(
             "metadata": {"total_size": sum(one.nbytes for one in weights.values())},
             "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / INDEX, index)
+    write_json(folder / CONFIG, contents)
     return [folder / file for file in names]
 
 

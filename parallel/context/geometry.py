@@ -106,12 +106,13 @@ class PlanOptions:
                 f"context_parallel_layout is {self.layout!r} with method {method.name}, which takes "
                 f"{', '.join(layouts)}"
             )
-        if self.placement not in PLACEMENTS:
-            raise ContextError(f"context_parallel_placement is {self.placement!r}; use one of {', '.join(PLACEMENTS)}")
-        if self.backward not in ("auto", "kv", "queries"):
-            raise ContextError(f"backward is {self.backward!r}; use one of auto, kv, queries")
-        if self.delta_rule_schedule not in ("auto", "chain", "tree"):
-            raise ContextError(f"delta_rule_schedule is {self.delta_rule_schedule!r}; use one of auto, chain, tree")
+        for name, value, choices in (
+            ("context_parallel_placement", self.placement, PLACEMENTS),
+            ("backward", self.backward, ("auto", "kv", "queries")),
+            ("delta_rule_schedule", self.delta_rule_schedule, ("auto", "chain", "tree")),
+        ):
+            if value not in choices:
+                raise ContextError(f"{name} is {value!r}; use one of {', '.join(choices)}")
         if self.placement != "collect_intra" and not method.teams:
             raise ContextError(
                 f"context_parallel_placement is {self.placement} and method {method.name} has no teams to place; "

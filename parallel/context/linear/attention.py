@@ -43,15 +43,13 @@ class DeltaAttention:
         out: Tensor = torch.ops.longmesh.delta_attention(q, k, v, g, beta, self._executor.handle, plan)[0]
         return out
 
-    def with_state(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def with_state(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """Do as ``attend`` without a gradient.
 
         Returns:
             Out, and the state ``[B, H, D, E]`` after the last document on the rank that ends it, zeros on the others.
         """
-        plan = self._checked(q, k, v, g, beta, mask)
+        plan = self._checked(q, k, v, g, beta, None)
         out, kept = torch.ops.longmesh.delta_attention(q, k, v, g, beta, self._executor.handle, plan)
         return out, self._executor.final(PLANS[plan], kept, k, v)
 

@@ -57,6 +57,11 @@ def at_least(of: object, least: float, *names: str) -> None:
         require(of, value is None or value >= least, name, f"it must be {least} or more")
 
 
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, in their order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def nearest(value: int, fits: Iterable[int]) -> str:
     """Name the largest of ``fits`` below a value and the smallest above it, as far as they are there."""
     others = sorted(fits)

@@ -26,7 +26,7 @@ from kernels.delta.chunks import CHUNK
 from kernels.linear_attention import check_sequence
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
-from runtime.tensors import differentiable
+from runtime.tensors import accum_dtype, differentiable
 
 DELTA_BACKENDS = ("chunked", "triton", "reference")
 CPU_CHUNKS, GPU_CHUNKS = 32, 4096
@@ -219,7 +219,7 @@ def _slabs(k: Tensor, v: Tensor) -> list[slice]:
 
 
 def _zero_state(k: Tensor, v: Tensor) -> Tensor:
-    wide = torch.promote_types(k.dtype, torch.float32)
+    wide = accum_dtype(k.dtype)
     return v.new_zeros((v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]), dtype=wide)
 
 

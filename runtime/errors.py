@@ -1,7 +1,7 @@
 """The base of every error that a user can cause, checks that name a field and its value, and names that were meant."""
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 
 class UserError(ValueError):
@@ -80,6 +80,12 @@ OTHERS_WORDS = {
     "--max-steps": "--train-iters",
 }
 """Other programs' words for our flags."""
+
+
+def first_few(names: Sequence[str], most: int = 3) -> str:
+    """List the first few names, and say how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def did_you_mean(name: str, known: Collection[str], answers: Mapping[str, str] | None = None) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.errors import UserError
+from runtime.errors import UserError, first_few
 from runtime.files import replacing
 
 CONFIG = "config.json"
@@ -132,8 +132,7 @@ def check_described(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> 
     missing, unknown = sorted(like.keys() - state.keys()), sorted(state.keys() - like.keys())
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(f"The state dict {problem} {', '.join(names[:3])}{more}; it is not of this configuration")
+            raise UserError(f"The state dict {problem} {first_few(names)}; it is not of this configuration")
     for name, weight in like.items():
         if (shape := state[name].shape) != weight.shape:
             raise UserError(f"{name} has shape {tuple(shape)}; the configuration makes it {tuple(weight.shape)}")
@@ -208,8 +207,7 @@ class Weights(Mapping[str, Tensor]):
                 )
             self.files |= dict.fromkeys(held, path)
         if passed := [name for name in beside if whole or name != INDEX]:
-            more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
-            tell(f"note: {folder}: {', '.join(passed[:3])}{more} passed over, as transformers does; {files[0]} is read")
+            tell(f"note: {folder}: {first_few(passed)} passed over, as transformers does; {files[0]} is read")
 
     def __getitem__(self, name: str) -> Tensor:
         with _opened(self.files[name]) as file:

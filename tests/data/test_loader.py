@@ -98,8 +98,7 @@ def test_evaluation_reads_each_sample_once(dp_size, asked):
     assert len(counted) + len(fillers) == len(rows) == -(-len(counted) // 8) * 8
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("eod_mask_loss", [False, True])
+@pytest.mark.parametrize(("num_workers", "eod_mask_loss"), [(0, True), (2, False)])
 def test_real_files_over_an_epochs_boundary(tmp_path, num_workers, eod_mask_loss):
     prefix = write_documents(tmp_path / "d", counting_documents(10))
     config = DataConfig(data_path=(prefix,), split="100,0,0", eod_mask_loss=eod_mask_loss)

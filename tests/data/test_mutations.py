@@ -13,7 +13,7 @@ from data.fingerprint import check_digests, write_digests
 from data.latents.folder import LatentFolder
 from data.text.corpus import Corpus
 from data.text.indexed import TokenReader, check_indexed, open_indexed
-from data.text.prepare import Request, Spool, prepare
+from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError, UserError
 from tests.data.test_tokenizer import write_hugging_face
@@ -73,9 +73,9 @@ def test_a_tokenizer_is_what_it_was_when_the_corpus_was_written(place):
         open_indexed(place / "words").check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
 
     use()
-    found = outcomes(model, mutations(model.read_bytes(), 40), use)
+    found = outcomes(model, mutations(model.read_bytes(), 10), use)
     assert found["read"] == 0
-    assert found["refused"] > 90
+    assert found["refused"] > 60
 
 
 @pytest.mark.parametrize("name", ["words.model", "tokenizer.json"])
@@ -87,15 +87,7 @@ def test_a_damaged_tokenizer_without_a_record(place, name):
         assert 0 <= tokenizer.eod < tokenizer.vocab_size < 1 << 20
         tokenizer.detokenize(tokenizer.tokenize(TEXT))
 
-    assert outcomes(path, mutations(path.read_bytes(), 60), use)["refused"] > 20
-
-
-def test_tokenizers_of_other_kinds(place):
-    kinds = {name: (place / name).read_bytes() for name in ("words.model", "tokenizer.json", "words.bin", "words.json")}
-    for name in ("words.model", "tokenizer.json"):
-        others = [content for other, content in kinds.items() if other != name]
-        found = outcomes(place / name, iter(others), lambda name=name: load_tokenizer(place / name))
-        assert found == {"read": 0, "refused": 3}
+    assert outcomes(path, mutations(path.read_bytes(), 20), use)["refused"] > 20
 
 
 @pytest.mark.parametrize("end", [".idx", ".bin"])
@@ -124,7 +116,7 @@ def test_a_damaged_record(place):
         assert "tokens" in prepare(request, prefix, progress=False)[0].summary
 
     use()
-    assert outcomes(path, mutations(path.read_bytes(), 60), use)["refused"] > 30
+    assert outcomes(path, mutations(path.read_bytes(), 20), use)["refused"] > 30
     wrong = [
         whole | {key: value} for key in ("made_with", "prepared", "inputs") for value in (None, 3, "x", [[1]], [1])
     ]
@@ -136,31 +128,6 @@ def test_a_damaged_record(place):
     wrong += [whole | {"prepared": whole["prepared"] | {"conversations": value}} for value in ({}, [], 3, {"read": 1})]
     found = outcomes(path, (json.dumps(record).encode() for record in wrong), use)
     assert found == {"read": 0, "refused": len(wrong)}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[1]", "3", '"x"', "null", "{}", '{"key": 1}', '{"key": KEY}', '{"key": KEY, "sizes": 3, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": -1, "journal": 0}, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": 1e3, "journal": 0}, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": 1}, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": 1180591620717411303424, "journal": 0}, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": 1, "journal": 0}, "counts": {"read": 1180591620717411303424}}',
-        '{"key": KEY, "sizes": {"a": 1, "journal": 0}, "counts": {"read": -1}}',
-        '{"key": KEY, "sizes": {"a": 1, "journal": 0}, "counts": {"read": "x"}}',
-        "[" * 100_000,
-    ],
-)  # fmt: skip
-def test_a_journal_of_other_content_begins_anew(line, tmp_path):
-    for name, content in (("a", "abc"), ("journal", f"\n{line.replace('KEY', json.dumps('k'))}\n")):
-        (tmp_path / f".d.resume.{name}").write_text(content)
-    spool = Spool(tmp_path / "d", "k", ["a"])
-    spool.open()
-    assert not spool.counts
-    assert spool.paths["a"].stat().st_size == 0
-    spool.close(None, None, None)
-    assert not list(tmp_path.iterdir())
 
 
 INDEX = {"version": 1, "shape": [1, 2, 2], "dtype": "float32"}
@@ -204,16 +171,6 @@ def test_a_named_pipe_is_not_waited_for(name, place, tmp_path):
         use()
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"chat_template": 3}, {"chat_template": [3, {"name": ["default"]}, {"name": "default"}]}]
-)
-def test_a_tokenizer_config_without_a_template(config, place, tmp_path):
-    shutil.copy(place / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="has no chat template"):
-        load_template(str(tmp_path / "tokenizer.json"))
-
-
 def test_a_damaged_cache(place):
     check_digests(place)
     for name in ("shuffle.npy", "digests.json"):
@@ -221,44 +178,22 @@ def test_a_damaged_cache(place):
         found = outcomes(path, mutations(path.read_bytes(), 30), lambda: check_digests(place))
         assert found["refused"] > 60
         assert name == "digests.json" or found["read"] == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda folder: (folder / "digests.json").write_text("{}"), "has not noted 'a.npy'"),
-        (lambda folder: np.save(folder / "c.npy", np.arange(3)), "has not noted 'c.npy'"),
-        (lambda folder: (folder / "b.npy").unlink(), "lacks 'b.npy'"),
-    ],
-)
-def test_a_cache_is_of_the_arrays_noted(tmp_path, change, message):
-    for name in ("a", "b"):
-        np.save(tmp_path / f"{name}.npy", np.arange(3))
-    write_digests(tmp_path)
-    check_digests(tmp_path)
-    change(tmp_path)
-    with pytest.raises(DataError, match=f"{message}.*remove"):
-        check_digests(tmp_path)
+    np.save(place / "more.npy", np.arange(3))
+    with pytest.raises(DataError, match=r"has not noted 'more.npy'.*remove"):
+        check_digests(place)
+    (place / "more.npy").unlink()
+    (place / "shuffle.npy").unlink()
+    with pytest.raises(DataError, match=r"lacks 'shuffle.npy'.*remove"):
+        check_digests(place)
 
 
 LINES = {
-    '{"content": "a", "meta": {"url": 1}}': 'no field "text"; its fields are "content", "meta": .* --json-keys',
-    "{}": 'no field "text"; its fields are none',
     json.dumps({f"field{n}": n for n in range(20)}): '"field7" and 12 more: name',
-    "[1]": 'holds a list, not an object with its text under "text"',
-    "3": "holds a number, not an object",
-    "2.5": "holds a number",
-    '"text"': "holds a string",
-    "null": "holds null",
-    "true": "holds true or false",
+    '{"content": "a", "meta": {"url": 1}}': 'its fields are "content", "meta": .* --json-keys',
+    "true": "holds true or false, not an object",
     '{"text": 3}': 'field "text" is a number, not text',
-    '{"text": null}': 'field "text" is null',
-    '{"text": ["a"]}': 'field "text" is a list',
-    '{"text": {"a": 1}}': 'field "text" is an object',
     '{"text": "\\ud800"}': 'field "text" .* is no text|lone surrogates',
     '{"text": "a"': "not JSON in UTF-8",
-    "text": "not JSON",
-    "{": "not JSON",
     '{"text": "caf\udce9"}': "not JSON in UTF-8",
     "[" * 100_000: "not JSON",
     "1" * 10_000: "not JSON",
@@ -271,11 +206,3 @@ def test_lines_without_text(tmp_path, line, words):
     path.write_text(f'{{"text": "good"}}\n\n{line}\n', errors="surrogateescape")  # as the byte E9 alone
     with pytest.raises(ValueError, match=rf"^[^\n]*a\.jsonl, line 3: [^\n]*({words})[^\n]*$"):
         list(Corpus([path]))
-
-
-def test_flipped_bits_of_lines(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "good é"}\n' * 3)
-    found = outcomes(path, mutations(path.read_bytes(), 40), lambda: list(Corpus([path])))
-    assert found["read"] > 10
-    assert found["refused"] > 30

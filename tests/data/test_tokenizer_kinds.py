@@ -15,7 +15,16 @@ from runtime.errors import DataError
 from tests.data import kinds
 from tests.data.chat.templates import TEMPLATES, TURNS
 from tests.data.families import FAMILIES, added, gpt_2, llama_2, llama_3, phi_3, qwen_2, qwen_3, smollm_2
-from tests.data.test_tokenizer_families import KINDS, assert_alike, both, by_decoder, changed, with_files, without
+from tests.data.test_tokenizer_families import (
+    KINDS,
+    OF_THE_PAGE,
+    assert_alike,
+    both,
+    by_decoder,
+    changed,
+    with_files,
+    without,
+)
 from train.config.derive import beyond_vocabulary
 
 
@@ -24,10 +33,19 @@ def alike(make):
 
     def run(folder):
         path = make(folder)
-        assert_alike(*both(path), path, count=40)
+        assert_alike(*both(path), path, count=100)
         return "right"
 
     return run
+
+
+COMPARED = set()
+"""Kinds of test_tokenizer_families.py that are rows of the page and compared here alone."""
+
+
+def alike_to(name):
+    COMPARED.add(name)
+    return alike(KINDS[name])
 
 
 def refused(make, field, use=load_tokenizer):
@@ -136,27 +154,34 @@ def begun(make, begins, **settings):
 
 
 def ends_once(folder):
-    path = gpt_2(folder)
+    """Right: a document ends once, behind another token that the tokenizer puts last."""
+    path = llama_3(folder)
     backend = Tokenizer.from_file(str(path))
-    end = backend.token_to_id("<|endoftext|>")
-    backend.post_processor = processors.TemplateProcessing(
-        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
-    )
-    backend.save(str(path))
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.document("a") == [*tokenizer.tokenize("a"), end]
+    names = ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>")
+    special = [(name, backend.token_to_id(name)) for name in names]
+    begin, end, other = (number for _, number in special)
+    for last, after in (("<|eot_id|>", []), ("<|end_of_text|>", [other])):
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"<|begin_of_text|> $A {last}", special_tokens=special
+        )
+        backend.save(str(path))
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.document("a b") == [begin, *tokenizer.tokenize("a b"), *after, end]
     return "right"
 
 
 def learned_end(folder):
-    path = phi_3(folder)
+    """Right: the token that ends an answer is learned, though it takes the line break after it."""
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
     )
+    path = phi_3(folder)
     ids, learned = chat_of("Hi", template=template)(path)
-    end = load_tokenizer(path).tokenize_special("<|end|>")[0][0]
-    assert ids[learned][-1] == end
+    tokenizer = load_tokenizer(path)
+    text = tokenizer.detokenize(ids[learned].tolist(), special=True)
+    assert text.replace(" ", "") == "Hello!<|end|>"
+    assert ids.tolist().count(tokenizer.tokenize_special("<|end|>")[0][0]) == 2
     return "right"
 
 
@@ -220,21 +245,21 @@ def told_of_dropped_characters(folder):
 
 TABLE = [
     ("LLaMA 2's sentences: normalizer of tokenizer.json beside class LlamaTokenizer", alike(llama_2)),
-    ("`legacy` true or false", alike(KINDS["LLaMA 2, legacy"])),
-    ("`add_prefix_space` true or false", alike(KINDS["LLaMA 2, add_prefix_space false"])),
-    ("`add_bos_token` beside a tokenizer.json, which has the last word", alike(KINDS["LLaMA 2, add_bos_token false"])),
+    ("`legacy` true or false", alike_to("LLaMA 2, legacy")),
+    ("`add_prefix_space` true or false", alike_to("LLaMA 2, add_prefix_space false")),
+    ("`add_bos_token` beside a tokenizer.json, which has the last word", alike_to("LLaMA 2, add_bos_token false")),
     ("a class that builds itself, such as Qwen2Tokenizer", alike(qwen_2)),
-    ("a class that the model's type overrides", alike(KINDS["Qwen 2, of class PreTrainedTokenizerFast"])),
+    ("a class that the model's type overrides", alike_to("Qwen 2, of class PreTrainedTokenizerFast")),
     ("`added_tokens_decoder` with other flags than tokenizer.json",
-     alike(KINDS["SmolLM 2, tokens with lstrip by tokenizer_config.json"])),
+     alike_to("SmolLM 2, tokens with lstrip by tokenizer_config.json")),
     ("tokens with `rstrip` or `lstrip`, in text", alike(FAMILIES["Phi-4"])),
     ("tokens with `rstrip` around turns: masks", learned_end),
-    ("tokens with `single_word` or `normalized`", alike(KINDS["Phi-4, tokens that are single words"])),
+    ("tokens with `single_word` or `normalized`", alike_to("Phi-4, tokens that are single words")),
     ("special tokens named in special_tokens_map.json alone",
-     alike(KINDS["LLaMA 2, names in special_tokens_map.json alone"])),
-    ("tokens in added_tokens.json", alike(KINDS["GPT-2, tokens in added_tokens.json"])),
-    ("an end token that only tokenizer_config.json names", alike(KINDS["Qwen 3, end token in no tokenizer.json"])),
-    ("a pad token added to the vocabulary", alike(KINDS["LLaMA 2, a pad token added"])),
+     alike_to("LLaMA 2, names in special_tokens_map.json alone")),
+    ("tokens in added_tokens.json", alike_to("GPT-2, tokens in added_tokens.json")),
+    ("an end token that only tokenizer_config.json names", alike_to("Qwen 3, end token in no tokenizer.json")),
+    ("a pad token added to the vocabulary", alike_to("LLaMA 2, a pad token added")),
     ("more entries than the model has", told_of_more_entries),
     ("characters that a BPE has no token for, nor an unknown one", told_of_dropped_characters),
     ("a tokenizer that puts a begin token first", begun(llama_3, True)),
@@ -284,5 +309,6 @@ def test_a_kind_gives_what_the_page_says(name, tmp_path):
 
 
 def test_the_page_lists_these_kinds():
+    assert COMPARED == OF_THE_PAGE
     results = dict(kinds.rows_of_page("Tokenizers"))
     kinds.check_page("Tokenizers", [(name, results.get(name, "right")) for name, _ in TABLE])

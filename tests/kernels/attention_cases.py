@@ -1,10 +1,5 @@
-"""Errors of the Triton attention of lists of tiles against every pair in float64.
+"""Errors of the Triton attention of lists of tiles against every pair in float64."""
 
-Run as a program, it prints those of Triton's interpreter, which must be chosen before Triton is imported.
-"""
-
-import json
-import sys
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -155,8 +150,8 @@ def merge_error(device="cpu"):
     return max(error(a, b) for a, b in zip((out, lse), want, strict=True))
 
 
-def main():
-    """Print the errors, with blocks of 16 tokens, and that of a band that is a token too wide."""
+def report():
+    """Return the errors, with blocks of 16 tokens, and that of a band that is a token too wide."""
     from kernels.triton import attention as tiled
     from kernels.triton import work
 
@@ -171,8 +166,4 @@ def main():
         with patch.object(work, "_band", lambda *given: (*(band := exact(*given))[:5], band[5] + 1)):
             work.work_of.cache_clear()
             found["fault"] = errors(CASES["many documents"])
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,10 +1,4 @@
-"""Errors of the rotation and the gate in one launch each, against torch's operators in float64.
-
-A program, so that Triton's interpreter has a process of its own.
-"""
-
-import json
-import sys
+"""Errors of the rotation and the gate in one launch each, against torch's operators in float64."""
 
 import torch
 
@@ -55,13 +49,9 @@ def gate_errors(dtype, device="cpu", faulty=False, activation="silu"):
     return [error(a, b) for a, b in zip(found, want, strict=True)]
 
 
-def main():
-    """Print the errors, and those of two faults."""
+def report():
+    """Return the errors, and those of two faults."""
     found = {f"rotary {name}": rotary_error(dtype) for name, dtype in DTYPES.items()}
     found |= {f"gate {name}": max(gate_errors(dtype)) for name, dtype in DTYPES.items()}
     found |= {f"gelu {name}": max(gate_errors(dtype, activation="gelu")) for name, dtype in DTYPES.items()}
-    json.dump(found | {"faulty": min(gate_errors(torch.float32, faulty=True))}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    return found | {"faulty": min(gate_errors(torch.float32, faulty=True))}

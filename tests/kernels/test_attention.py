@@ -33,12 +33,14 @@ def beside_the_naive_form(name, kind, given):
     return [(lse, want_lse), (out, want_out), *zip(got, want, strict=True)]
 
 
+BLOCKS = [
+    (1, 1, CAUSAL, 4, 4), (1, 7, FULL, 8, 2), (33, 33, CAUSAL, 4, 4), (65, 17, FULL, 8, 2), (600, 600, CAUSAL, 4, 2),
+    (1, 1, ANTI, 8, 2), (67, 67, ANTI, 4, 4), (67, 67, ANTI, 8, 2),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["aten", "reference"])
-@pytest.mark.parametrize(
-    ("queries", "keys", "kind"),
-    [(1, 1, CAUSAL), (1, 7, FULL), (33, 33, CAUSAL), (65, 17, FULL), (600, 600, CAUSAL), (1, 1, ANTI), (67, 67, ANTI)],
-)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+@pytest.mark.parametrize(("queries", "keys", "kind", "heads", "kv_heads"), BLOCKS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
 def test_forward_and_gradients_equal_autograd_of_the_naive_form(
     name, queries, keys, kind, heads, kv_heads, dtype, bound
@@ -68,27 +70,6 @@ def test_heads_of_any_width_are_padded_to_what_a_gpus_kernel_takes(width):
     want = plain.forward(q, k, v, True, SCALE)
     for got, right in zip(found, (*want, *plain.backward(Rows(q, dout, *want), Keys(k, v), True, SCALE)), strict=True):
         torch.testing.assert_close(got, right, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("name", ["aten", "reference"])
-def test_blocks_merge_to_the_whole_and_their_gradients_add_up(name):
-    """Keys in two blocks, merged; then each block's backward with the *global* out and lse."""
-    backend = select_backend(name, "cpu", torch.float64)
-    q, k, v, dout = tensors(24, 40, 8, 2, torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    want_out, want_lse = reference.attention(*leaves, causal=False, scale=SCALE)
-    want = torch.autograd.grad(want_out, leaves, dout)
-    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=torch.float64)
-    parts = (slice(0, 11), slice(11, 40))
-    for part in parts:
-        merge_(out, lse, *block_forward(q, k[:, part], v[:, part], FULL, SCALE, backend))
-    torch.testing.assert_close(out, want_out, rtol=0, atol=1e-13)
-    torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-13)
-    rows = Rows(q, dout, out, lse)
-    blocks = [block_backward(rows, Keys(k[:, p], v[:, p]), FULL, SCALE, backend) for p in parts]
-    torch.testing.assert_close(sum(block[0] for block in blocks), want[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.cat([block[1] for block in blocks], 1), want[1], rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.cat([block[2] for block in blocks], 1), want[2], rtol=0, atol=1e-12)
 
 
 def test_merge_does_not_overflow_where_a_bare_exponential_would():

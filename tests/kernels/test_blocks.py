@@ -36,11 +36,6 @@ def test_a_square_cut_by_halves_covers_the_same_pairs_once(side, kind):
     assert sum(part.pairs for part in parts) == side * (side + 1) // 2
 
 
-def test_a_full_tile_stays_whole():
-    tile = Tile(slice(0, 100), slice(0, 50), FULL)
-    assert list(halved(tile, 8)) == [tile]
-
-
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("kind", [CAUSAL, ANTI])
 @pytest.mark.parametrize("side", [1, 5, 6, 7, 15, 16, 17, 31, 40])
@@ -81,6 +76,7 @@ def test_a_square_of_one_step_touches_no_row_twice_forward_and_no_column_twice_b
 def test_a_rectangle_stays_whole():
     tile = Tile(slice(0, 1000), slice(7, 50), FULL)
     strips = Strips(16, 4, 4)
+    assert list(halved(tile, 8)) == [tile]
     assert list(strips.parts([tile], torch.float32, by_rows=True)) == [(tile.q, tile.k, False, None)]
 
 

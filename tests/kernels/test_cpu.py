@@ -61,18 +61,6 @@ def test_equals_float64(name):
     assert max(off(attended(inputs, ahead), truth)) > 1e-5
 
 
-def test_a_forward_over_few_keys_takes_many_rows_at_once(monkeypatch):
-    """Nothing is summed over rows there; one product makes scores, and one uses them."""
-    shapes = list[torch.Size]()
-    monkeypatch.setattr(cpu, "product", lambda x, weight: (shapes.append(x.shape), x @ weight.t())[1])
-    q, k = torch.randn(1, 1, 1024, 32), torch.randn(1, 1, 256, 32)
-    cpu.onednn_forward(q, k, k, False, SCALE, None)
-    assert shapes == [(1024, 32), (1024, 256)]
-    shapes.clear()
-    cpu.onednn_forward(q, k, k, True, SCALE, None)  # where a mask hides keys, rows that see few take few
-    assert len(shapes) == 12
-
-
 def test_large_scores_do_not_overflow():
     inputs = made(300, 1100)
     inputs[0] *= 300

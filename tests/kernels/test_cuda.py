@@ -10,7 +10,7 @@ import torch
 from kernels import cuda, reference
 from kernels.attention import select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
-from kernels.cuda import Lengths, Packed, launches, split_by_size
+from kernels.cuda import Packed, launches, split_by_size
 from tests.kernels import test_tiles
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, error, inputs, tiles_of, truth
 
@@ -112,19 +112,6 @@ def test_no_row_and_no_column_appears_twice_in_a_pass():
                 assert len(set(where[index].tolist())) == len(where[index])
         assert [step.packed_rows.stop for step in launch.passes][-1] == launch.lengths.rows[-1]
     assert packed_tiles == batch * len(tiles)
-
-
-@pytest.mark.parametrize("backend", ["aten", "auto", "cudnn"])
-def test_the_kernel_of_torch_takes_what_it_is_given(backend):
-    """Shapes and arguments alone, without a GPU."""
-    kernel = select_backend(backend, "cuda", torch.bfloat16).packed
-    assert kernel is not None
-    q, k = (torch.empty(rows, heads, 64, dtype=torch.bfloat16, device="meta") for rows, heads in ((100, 8), (120, 2)))
-    lengths = Lengths(*(torch.empty(4, dtype=torch.int32, device="meta") for _ in range(2)), 50, 60)
-    out, lse = kernel.forward(q, k, k, lengths, True, 0.1)
-    assert (out.shape, lse.shape) == (q.shape, (100, 8))
-    gradients = kernel.backward(Rows(q, out, out, lse), Keys(k, k), lengths, True, 0.1)
-    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 
 @pytest.mark.gpu

@@ -7,18 +7,16 @@ import torch
 
 from kernels import linear_attention as linear
 from kernels import reference
-from kernels.linear_attention import decayed_state, from_state, linear_attention, select_linear_backend
+from kernels.linear_attention import linear_attention, select_linear_backend
 from tests.kernels.linear_cases import (
     BOUND,
     CASES,
     FAR,
     LENGTHS,
-    NAMES,
     PACKED,
     Case,
     errors,
     inputs,
-    naive_errors,
     results,
     within_bounds,
 )
@@ -64,13 +62,6 @@ def test_chunked_bfloat16_is_as_good_as_the_naive_form_and_so_is_all_far_away(ca
     assert within_bounds(case, found), (case, found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in (*CASES, *FAR) if case.dtype == "float32"])
-def test_the_naive_form_in_float32_equals_itself_in_float64(case):
-    found = naive_errors(case)
-    assert within_bounds(case, found), found
-
-
 @pytest.mark.parametrize(
     "fault", ["decay at the boundary", "mask", "state not handed on", "documents", "gradient of the state"]
 )
@@ -98,47 +89,6 @@ def test_strong_decay_over_a_long_chunk_overflows_nowhere():
     assert max(found.values()) <= BOUND
     for x in results(Case(200, decays=(0.1, 1e-4, 1e-30)), "chunked"):
         assert x.isfinite().all()
-
-
-@pytest.mark.parametrize("documents", [None, (0, 30, 75, 160)])
-def test_ranks_pass_states_on_and_gradients_back(documents):
-    """As ranks that hold 50, 60 and 50 tokens would: all but ``from_state`` without what other ranks send."""
-    case = Case(160, dtype="float64", documents=documents)
-    (q, k, v, state), (dout, dfinal) = inputs(case)
-    log_decay = [math.log(decay) for decay in case.decays]
-    want = dict(zip(NAMES, results(case, "chunked"), strict=True))
-    ranks = [(0, 50), (50, 110), (110, 160)]
-    found = {name: [] for name in ("out", "dq", "dk", "dv")}
-
-    def inside(a, b):
-        return (0, *(d - a for d in documents or () if a < d < b), b - a)
-
-    entering = []
-    for a, b in ranks:
-        entering.append(state)
-        places = inside(a, b)
-        if documents and a in documents[1:]:
-            state = torch.zeros_like(state)
-        out, _ = linear.scan(q[:, a:b], k[:, a:b], v[:, a:b], log_decay, None, places)
-        found["out"].append(out + from_state(q[:, a:b], state, log_decay, places[1]))
-        local = linear.scan(None, k[:, a:b], v[:, a:b], log_decay, None, places)[1]
-        state = local + decayed_state(state, log_decay, b - a) if len(places) == 2 else local
-    gradient = dfinal
-    for (a, b), before in reversed(list(zip(ranks, entering, strict=True))):
-        places = inside(a, b)
-        part = [x[:, a:b] for x in (q, k, v)]
-        dq, dk, dv, _ = linear.backward(linear.scan, dout[:, a:b], None, *part, log_decay, None, places)
-        last = places[-1] - places[-2]
-        turned = before.transpose(-1, -2)
-        found["dq"].insert(0, dq + from_state(dout[:, a:b], turned, log_decay, places[1]))
-        found["dk"].insert(0, dk + from_state(part[2], gradient.transpose(-1, -2), log_decay, last, reverse=True))
-        found["dv"].insert(0, dv + from_state(part[1], gradient, log_decay, last, reverse=True))
-        local = linear.scan(None, part[0], dout[:, a:b], log_decay, None, places, reverse=True)[1]
-        gradient = local + decayed_state(gradient, log_decay, b - a) if len(places) == 2 else local
-    for name, parts in found.items():
-        assert (torch.cat(parts, 1) - want[name]).norm() <= 1e-13 * want[name].norm(), name
-    assert (state - want["final"]).norm() <= 1e-13 * want["final"].norm()
-    assert (gradient - want["dstate"]).norm() <= 1e-13 * want["dstate"].norm()
 
 
 def test_memory_between_forward_and_backward_is_the_inputs():

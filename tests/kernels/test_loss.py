@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.loss
 from kernels.loss import cross_entropy_sum, over_chunks, sum_over_chunks
@@ -73,27 +72,23 @@ def test_ignored_tokens_carry_neither_loss_nor_gradient():
     assert logits.grad[labels != -100].any(dim=-1).all()
 
 
-def test_no_valid_token_at_all():
+def test_no_valid_token_extreme_logits_and_another_ignore_index():
     logits, labels = problem(torch.float32)
     loss, valid = cross_entropy_sum(logits, torch.full_like(labels, -100))
     loss.backward()
     assert (loss.item(), valid.item(), logits.grad.abs().max().item()) == (0, 0, 0)
 
-
-def test_extreme_logits_do_not_overflow():
-    logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
-    loss, _ = cross_entropy_sum(logits, torch.tensor([1]))
+    extreme = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
+    loss, _ = cross_entropy_sum(extreme, torch.tensor([1]))
     loss.backward()
-    assert loss.item() == 2e4
-    assert logits.grad.tolist() == [[1.0, -1.0, 0.0]]
+    assert (loss.item(), extreme.grad.tolist()) == (2e4, [[1.0, -1.0, 0.0]])
 
-
-def test_other_ignore_index():
-    logits, labels = problem(torch.float32)
     loss, valid = cross_entropy_sum(logits, labels.where(labels != -100, 7), ignore_index=7)
     expected, count = naive(logits, labels.where((labels != -100) & (labels != 7), -100))
     assert valid.item() == count
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    with pytest.raises(ValueError, match="must agree"):
+        cross_entropy_sum(logits, labels[:, 1:])
 
 
 def test_keeps_nothing_of_the_logits_size_but_the_logits():
@@ -103,15 +98,6 @@ def test_keeps_nothing_of_the_logits_size_but_the_logits():
         cross_entropy_sum(logits, labels)
     large = [x for x in kept if x.numel() >= logits.numel()]
     assert [x.data_ptr() for x in large] == [logits.data_ptr()]
-
-
-def test_bad_input():
-    logits, labels = problem(torch.float32)
-    with pytest.raises(ValueError, match="must agree"):
-        cross_entropy_sum(logits, labels[:, 1:])
-    labels[1, 1] = 50
-    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        cross_entropy_sum(logits, labels)
 
 
 @pytest.mark.gpu
@@ -173,21 +159,6 @@ def test_a_sum_and_the_rows_it_is_told(size):
     factor = torch.tensor(3.0).double()
     want = gradients((module(x) * dout).sum(), factor, module, x)
     assert furthest(gradients(summed(module, x, dout, size), factor, module, x), want) < 1e-14
-
-
-def test_a_sum_computes_its_chunks_once():
-    _, x, _ = feed_forward()
-    weight = torch.randn(INSIDE, WIDTH, dtype=x.dtype, requires_grad=True)  # no module, whose calls the counter follows
-
-    def squares(part, _=slice(None)):
-        return (part @ weight.t()).square().sum()
-
-    counts = []
-    for run in (lambda: squares(x), lambda: sum_over_chunks(squares, x, 4, (weight,))):
-        with FlopCounterMode(display=False) as counter:
-            run().backward()
-        counts.append(counter.get_total_flops())
-    assert counts == [3 * 2 * ROWS * WIDTH * INSIDE] * 2
 
 
 def test_a_sum_that_needs_no_gradient_computes_none():

@@ -19,17 +19,8 @@ GPT = replace(LLAMA, model_type="gpt", max_position_embeddings=100, num_query_gr
 TRANSNORMER = replace(LLAMA, model_type="transnormer", num_query_groups=None)
 LINEAR = replace(LLAMA, model_type="linear_transformer", num_query_groups=None)
 HYBRID = replace(TRANSNORMER, softmax_every=2)
-QWEN3_5 = replace(
-    LLAMA,
-    model_type="qwen3_5",
-    softmax_every=2,
-    kv_channels=16,
-    rotary_percent=0.25,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
-)
+RULE = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+QWEN3_5 = replace(LLAMA, model_type="qwen3_5", softmax_every=2, kv_channels=16, rotary_percent=0.25, **RULE)
 OLMO_HYBRID = replace(LLAMA, model_type="olmo_hybrid", softmax_every=2, linear_key_head_dim=6, linear_value_head_dim=12)
 LOCAL = {"window_size": "5,0", "window_attn_skip_freq": "2", "rotary_base_local": 90.0}
 GEMMA3 = replace(LLAMA, model_type="gemma3", kv_channels=16, query_pre_attn_scalar=21, **LOCAL)

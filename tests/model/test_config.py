@@ -55,6 +55,8 @@ def test_defaults_of_a_gpt():
 
 TABLE = {"model_type": "gpt", "max_position_embeddings": 8}
 TRANSNORMER = {"model_type": "transnormer"}
+ODD_HEADS = {"hidden_size": 15, "num_attention_heads": 5}
+GEMMA3 = {"model_type": "gemma3", "window_size": "8,0", "window_attn_skip_freq": "2"}
 LINEAR = {"model_type": "linear_transformer"}
 LEARNED = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 8}
 
@@ -62,41 +64,34 @@ LEARNED = {"position_embedding_type": "learned_absolute", "max_position_embeddin
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "gpt"}, "max_position_embeddings is not set; .* set it to the longest sequence"),
+        ({"model_type": "gpt"}, "max_position_embeddings is not set"),
         (TABLE | {"max_position_embeddings": 0}, "max_position_embeddings is 0; it must be 1 or more"),
         (TABLE | {"rotary_base": 500.0}, "rotary_base is 500.0; .* set position_embedding_type to rope"),
         (TABLE | {"position_embedding_type": "rope", "kv_channels": 15}, "kv_channels is 15; .* must be even"),
-        (
-            LEARNED,
-            "position_embedding_type is learned_abs.*; model_type llama has rope alone; .* set model_type to gpt",
-        ),
+        (LEARNED, "position_embedding_type is learned_abs.* has rope alone; .* set model_type to gpt"),
         (TABLE | {"add_qkv_bias": True}, "add_qkv_bias is True; .* of its own"),
         (TRANSNORMER | {"qk_layernorm": True}, "qk_layernorm is True; model_type transnormer has none"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0; model_type llama has no delta rule"),
-        ({"linear_decay": "paper"}, "linear_decay is paper; model_type llama has no decay; .* model_type to transnor"),
-        (LINEAR | {"linear_decay": "paper"}, "linear_decay is paper; .* has no decay"),
+        ({"linear_decay": "paper"}, "linear_decay is paper; .* has no decay; .* model_type to transnor"),
         ({"no_scale_embedding": True}, "no_scale_embedding is True; model_type llama scales no embeddings"),
         (TRANSNORMER | {"num_query_groups": 2}, "num_query_groups is 2; .* per query head, 8 here"),
-        (TRANSNORMER | {"position_embedding_type": "rope"}, "position_embedding_type is rope; .* has LRPE positions"),
-        (LINEAR | {"max_position_embeddings": 9}, "max_position_embeddings is 9; .* has sinusoidal positions"),
+        (TRANSNORMER | {"position_embedding_type": "rope"}, "position_embedding_type is rope; .* LRPE"),
+        (LINEAR | {"max_position_embeddings": 9}, "max_position_embeddings is 9; .* sinusoidal positions"),
         (TRANSNORMER | {"rotary_base": 500.0}, "rotary_base is 500.0; .*; leave it out"),
-        ({"softmax_every": 2}, "softmax_every is 2; model_type llama has one kind .* set model_type to transnormer"),
+        ({"softmax_every": 2}, "softmax_every is 2; .* one kind .* set model_type to transnormer"),
         (TRANSNORMER | {"softmax_every": 5}, "softmax_every is 5; .* to num_layers 4"),
-        ({"model_type": "qwen3_5", "num_layers": 3}, "num_layers is 3; qwen3_5 has softmax attention in every 4th"),
-        (TRANSNORMER | {"softmax_every": 0}, "softmax_every is 0; it must be from 2"),
+        ({"model_type": "qwen3_5", "num_layers": 3}, "num_layers is 3; qwen3_5 has softmax attention"),
         ({"model_type": "qwen3_5", "softmax_every": 0}, "softmax_every is 0; it must be from 2"),
         (TRANSNORMER | {"softmax_every": 1}, "softmax_every is 1; it must be from 2"),
-        (
-            TRANSNORMER | {"window_size": "8,0"},
-            "window_size is 8,0; .* has linear .* leave it out, or .* softmax_every",
-        ),
-        (LINEAR | {"softmax_type": "learnable"}, "softmax_type is learnable; model_type linear_transformer has linear"),
-        ({"window_size": "8,0", "window_attn_skip_freq": "[0]*4"}, "window_attn_skip_freq is .*; it leaves no layer"),
-        (
-            TRANSNORMER | {"softmax_every": 2, "hidden_size": 15, "num_attention_heads": 5},
-            "hidden_size is 15; .* must be even",
-        ),
+        (TRANSNORMER | {"window_size": "8,0"}, "window_size is 8,0; .* leave it out, or .* softmax_every"),
+        (LINEAR | {"softmax_type": "learnable"}, "softmax_type is learnable; .* has linear"),
+        ({"window_size": "8,0", "window_attn_skip_freq": "[0]*4"}, "window_attn_skip_freq is .*no layer"),
+        (TRANSNORMER | {"softmax_every": 2} | ODD_HEADS, "hidden_size is 15; .* must be even"),
         (LINEAR | {"hidden_size": 15, "num_attention_heads": 3}, "hidden_size is 15; it must be even"),
+        ({"model_type": "llama", "rotary_base_local": 90.0}, "rotary_base_local is 90.0; model_type llama"),
+        ({"model_type": "olmo3", "rotary_base_local": 90.0}, "rotary_base_local is 90.0; no layer has a window"),
+        ({"model_type": "olmo3", "query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8; model_type olmo3"),
+        (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be 1 or more"),
     ],
 )
 def test_what_does_not_fit_the_model_type_is_refused(values, message):

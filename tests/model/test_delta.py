@@ -2,19 +2,16 @@
 
 import dataclasses
 import math
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from kernels.cache import States
-from model.attention import HybridAttention, sdpa
 from model.config import ModelConfig
-from model.linear import DeltaAttention, Gates, OneDevice, initial_bias, initial_rate, normalised
+from model.linear import DeltaAttention, Gates, OneDevice
 from model.registry import build_model, flops_per_token, num_parameters, state_elements
 from runtime.errors import UserError
-from tests.model.models import DELTAS, KDA, OLMO_HYBRID, QWEN3_5, built, generate, tied, tokens, used, without_float32
+from tests.model.models import DELTAS, KDA, OLMO_HYBRID, QWEN3_5, built, tied, tokens, without_float32
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's modules")
 
@@ -32,13 +29,9 @@ def test_a_gate_per_channel_is_kimis_layer():
     from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 
     theirs_config = transformers.KimiLinearConfig(
-        hidden_size=32,
-        linear_head_dim=8,
-        linear_num_heads=4,
-        num_hidden_layers=2,
+        hidden_size=32, linear_head_dim=8, linear_num_heads=4, num_hidden_layers=2, rms_norm_eps=1e-5,
         layer_types=["linear_attention"] * 2,
-        rms_norm_eps=1e-5,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     theirs = kimi.KimiLinearDeltaAttention(theirs_config, 0).double()
     for parameter in theirs.parameters():
@@ -68,45 +61,6 @@ def as_ours(theirs):
         module, kind = name.rsplit(".", 1)
         found[f"{names[module]}.{kind}"] = tensor.flatten() if kind == "A_log" else tensor
     return found
-
-
-def test_documents_are_each_alone(config):
-    """Logits and gradients of packed documents equal those of each on its own; a halo that goes on is seen."""
-    ends, ids = (0, 5, 6, 40), tokens(40)
-    lengths = [last - first for first, last in pairwise(ends)]
-    places = torch.cat(list(map(torch.arange, lengths)))
-
-    def softmax(q, k, v):
-        return torch.cat([sdpa(*part) for part in zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)], 1)
-
-    def graded(model, logits):
-        logits.square().sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    packed = OneDevice(lambda mask: ends)
-    model = used(config, attend=HybridAttention(packed, softmax), dtype=torch.float64)
-    alone = used(config, dtype=torch.float64)
-    got, want = model(ids, places), torch.cat([alone(part) for part in ids.split(lengths, 1)], 1)
-    assert (got - want).abs().max() < 1e-11 * want.abs().max()
-    for a, b in zip(graded(model, got), graded(alone, want), strict=True):
-        assert (a - b).norm() < 1e-11 * b.norm()
-    packed.convolve = OneDevice().convolve
-    leaking = used(config, attend=HybridAttention(packed, softmax), dtype=torch.float64)
-    assert (leaking(ids, places) - want).abs().max() > 1e-3 * want.abs().max()
-
-
-def test_generation_equals_the_full_forward(config):
-    """Chunks and single tokens, read from states, give the logits of all tokens at once."""
-    model, ids = used(config, dtype=torch.float64), tokens(20)
-    want, states = model(ids), States(config.num_layers)
-    found = []
-    for first, last in ((0, 2), (2, 3), (3, 4), (4, 12), *((n, n + 1) for n in range(12, 20))):
-        positions = torch.arange(first, last)[None]
-        states.read(positions, torch.tensor([last, last]))
-        found.append(model(ids[:, first:last], positions, states=states))
-    assert (torch.cat(found, 1) - want).abs().max() < 1e-11 * want.abs().max()
-    prompts = [[1, 2, 3, 4, 5, 6, 7], [9], [3, 3, 8]]
-    assert generate(model, prompts, 4) == [generate(model, [prompt], 4)[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("kind", DELTAS, ids=IDS)
@@ -146,15 +100,6 @@ def test_gates_stay_in_float32_in_a_model_of_bfloat16():
     assert (model(tokens()).float() - exact).norm() < 0.05 * exact.norm()
 
 
-def test_normalised_is_exact_in_float32():
-    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
-    want = x.double() * (x.double().square().sum(-1, keepdim=True) + 1e-6).rsqrt() / 3
-    assert (normalised(x, 1 / 3) - want).abs().max() < 1e-7
-    assert normalised(x.bfloat16()).dtype == torch.bfloat16
-    assert initial_rate(torch.empty(9), 1.0, generator=torch.Generator()).min() >= 0
-    assert initial_bias(torch.empty(9), generator=torch.Generator()).max() < 0
-
-
 def test_flops_count_the_rule_and_the_convolution():
     """Three products with each state, forward and twice backward, and six operations a tap."""
     delta = dataclasses.replace(QWEN3_5, num_layers=2)
@@ -179,19 +124,10 @@ PUBLISHED = {  # hidden, layers, heads, groups, ffn, value heads, tied: billions
 def test_published_sizes(shape, billions):
     hidden, layers, heads, groups, ffn, values, same = shape
     config = ModelConfig(
-        model_type="qwen3_5",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        kv_channels=256,
-        ffn_hidden_size=ffn,
-        linear_num_key_heads=16,
-        linear_num_value_heads=values,
-        linear_key_head_dim=128,
-        vocab_size=248320,
-        untie_embeddings_and_output_weights=not same,
-    )
+        model_type="qwen3_5", num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, vocab_size=248320,
+        num_attention_heads=heads, num_query_groups=groups, kv_channels=256, linear_num_key_heads=16,
+        linear_num_value_heads=values, linear_key_head_dim=128, untie_embeddings_and_output_weights=not same,
+    )  # fmt: skip
     assert num_parameters(config) / 1e9 == pytest.approx(billions, abs=0.006 if billions < 10 else 0.06)
 
 
@@ -201,11 +137,8 @@ def test_published_sizes(shape, billions):
         ({"linear_num_value_heads": 3}, "linear_num_value_heads is 3; it must be a multiple of linear_num_key_heads 2"),
         ({"linear_gate": "per_channel"}, "linear_gate is per_channel; a gate per channel takes one key head per"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
-        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0"),
         ({"softmax_every": 3}, "softmax_every is 3; it must be from 2"),
         ({"rotary_percent": 0.2}, "rotary_percent is 0.2; 3 of 16 channels would turn"),
-        ({"rotary_percent": 0.0}, "rotary_percent is 0.0"),
-        ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
         ({"rotary_percent": float("nan")}, "rotary_percent is nan; it must be above 0"),
         ({"model_type": "llama", "softmax_every": None, "rotary_percent": 1.0}, "linear_num_key_heads is 2; model_ty"),
         ({"model_type": "olmo_hybrid", "rotary_percent": 1.0, "rotary_base": 5e3}, "rotary_base is 5000.0; model_typ"),

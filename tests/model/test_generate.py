@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.cache import States
+from kernels.cache import KVCache, States
 from model.config import ModelConfig
 from model.generate import DivergedError, Draw
-from tests.model.models import HYBRID, LINEAR, LLAMA, TRANSNORMER, built, generate
+from tests.model.models import HYBRID, KDA, LINEAR, LLAMA, OLMO_HYBRID, QWEN3_5, TRANSNORMER, built, generate
 
 PROMPT = [[1, 2, 3], [7, 8, 9]]
 
@@ -143,18 +143,21 @@ KINDS = {
     "hybrid": HYBRID,
     "hybrid, window and sinks": replace(HYBRID, window_size="40,0", softmax_type="learnable"),
 }
+KINDS = {name: replace(config, num_layers=3) for name, config in KINDS.items()}
+KINDS |= {"qwen3_5": QWEN3_5, "olmo_hybrid": OLMO_HYBRID, "kda": KDA}
 
 
 @pytest.fixture(params=KINDS)
 def recurrent(request):
-    return built(replace(KINDS[request.param], num_layers=3, vocab_size=20), seed=0).double()
+    return built(replace(KINDS[request.param], vocab_size=20), seed=0).double()
 
 
 def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
     """Prompts and continuations of any length, in double precision; a state holds no more for it, a cache does."""
     tokens = torch.randint(20, (2, 150), generator=torch.Generator().manual_seed(1))
     want = recurrent.hidden(tokens)
-    states, parts, start, sizes = States(3), [], 0, []
+    count = recurrent.config.num_layers
+    states, parts, start, sizes = States(count), [], 0, []
     window = recurrent.config.window(1)  # the hybrids' softmax layer; its cache holds no more than the next token sees
     seen = 150 if window is None else window[0]
     for stop in (1, 70, 71, 72, 150):
@@ -163,11 +166,12 @@ def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
         found = [state.numel() for state in states.layers if isinstance(state, torch.Tensor)]  # of linear attention
         sizes = sizes or found
         assert sizes == found
-        assert all(len(state) == min(stop, seen) for state in states.layers if not isinstance(state, torch.Tensor))
+        caches = [state for state in states.layers if isinstance(state, KVCache)]
+        assert [len(cache) for cache in caches] == [min(stop, seen)] * len(caches)
         start = stop
     assert (torch.cat(parts, 1) - want).norm() < 1e-12 * want.norm()
-    assert len(sizes) == (3 if recurrent.config.softmax_every is None else 2)
-    states = States(3)
+    assert len(caches) == (0 if recurrent.config.softmax_every is None else 1)
+    states = States(count)
     states.read(torch.arange(1, 2)[None], torch.full((2,), 2))
     wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), states=states)
     assert (wrong - want[:, 1:2]).norm() > 1e-3 * want[:, 1:2].norm()  # negative control: without what came before

@@ -42,14 +42,9 @@ def test_known_sizes():
     llama3 = dataclasses.replace(llama2, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)
     assert num_parameters(llama3) == 8_030_261_248
     gpt2 = ModelConfig(
-        model_type="gpt",
-        num_layers=12,
-        hidden_size=768,
-        num_attention_heads=12,
-        vocab_size=50257,
-        max_position_embeddings=1024,
-        untie_embeddings_and_output_weights=False,
-    )
+        model_type="gpt", num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50257,
+        max_position_embeddings=1024, untie_embeddings_and_output_weights=False,
+    )  # fmt: skip
     assert num_parameters(gpt2) == 124_439_808
 
 

@@ -1,4 +1,3 @@
-import math
 import warnings
 
 import pytest
@@ -35,12 +34,8 @@ def test_equals_diffusers_step_by_step(objective, method):
         warnings.simplefilter("ignore")
         diffusers = pytest.importorskip("diffusers")
     learned = method == "learned"
-    settings = {
-        "beta_start": 1e-4,
-        "beta_end": 0.02,
-        "clip_sample": False,
-        "prediction_type": {"ddpm": "epsilon"}.get(objective, objective),
-    }
+    settings = {"beta_start": 1e-4, "beta_end": 0.02, "clip_sample": False}
+    settings["prediction_type"] = "epsilon" if objective == "ddpm" else objective
     if method == "ddim":
         scheduler = diffusers.DDIMScheduler(**settings, set_alpha_to_one=True)
     else:
@@ -90,6 +85,9 @@ def test_a_perfect_model_gives_the_distribution_back(objective, method):
     # 8,000 values: standard errors of 0.0034 and 0.0024; over all times the smaller fixed variance is short by 1 %.
     assert found.mean().item() == pytest.approx(mean, abs=0.014)
     assert found.std().item() == pytest.approx(std, abs=0.012)
+    if (objective, method) == ("ddpm", "ddim"):  # negative control
+        wrong = draw(diffusion, lambda x, times: 0.9 * perfect(diffusion, mean, std)(x, times), start, steps=steps)
+        assert abs(wrong.std().item() - std) > 0.02
 
 
 def test_perfect_variances_make_few_steps_exact():
@@ -119,13 +117,6 @@ def test_perfect_variances_make_few_steps_exact():
     assert found(fixed, perfect(fixed, mean, std)).std().item() < 0.25
 
 
-def test_a_model_that_is_wrong_does_not():
-    diffusion = of("ddpm")
-    denoise = perfect(diffusion, 0.4, 0.3)
-    found = draw(diffusion, lambda x, times: 0.9 * denoise(x, times), drawn(4000, 1, 2), steps=200)
-    assert abs(found.std().item() - 0.3) > 0.02
-
-
 def test_euler_walks_the_straight_path():
     """A constant velocity is followed exactly, in one step as in many."""
     diffusion, start, velocity = of("rectified_flow"), drawn(*SHAPE), drawn(*SHAPE, seed=1)
@@ -148,22 +139,6 @@ def test_times_visited_are_those_of_the_original():
             wanted.append(round(current))
             current += 999 / max(steps - 1, 1)
         assert chosen_times(1000, steps) == (wanted if steps > 1 else [999])
-
-
-def test_guidance_moves_away_from_no_class():
-    diffusion = Diffusion(DiffusionConfig(), learn_sigma=True, channels=2)
-    x, labels, null = drawn(2, 3, 4), torch.tensor([3, 5]), 10
-
-    def model(x, times, labels):
-        value = labels.view(-1, 1, 1).expand(*x.shape)
-        return diffusion.join(value + 0.0 * x, value + 100.0)
-
-    prediction, variance = diffusion.split(guided(model, labels, null, 4.0, diffusion)(x, torch.zeros(2)))
-    for row, label in enumerate([3, 5]):
-        assert prediction[row].eq(10 + 4 * (label - 10)).all()
-        assert variance[row].eq(label + 100).all()
-    plain, _ = diffusion.split(guided(model, labels, null, 1.0, diffusion)(x, torch.zeros(2)))
-    assert plain[0].eq(3).all()
 
 
 def test_guidance_of_the_first_channels_is_the_original_s():
@@ -191,18 +166,3 @@ def test_guidance_of_the_first_channels_is_the_original_s():
     torch.testing.assert_close(found, forward_with_cfg(torch.cat([x, x]), 4.0))
     whole = picture(guided(model, labels, 10, 4.0, diffusion)(x, torch.zeros(2)), 8)
     assert (whole - found).abs().amax(dim=(0, 2, 3)).gt(0.01).tolist() == [False] * 3 + [True] + [False] * 4
-
-
-def test_a_part_of_the_patches_is_drawn_as_within_the_whole():
-    diffusion = of("ddpm")
-    start = drawn(*SHAPE)
-
-    def denoise(x, times):
-        return torch.tanh(x) + times.double().view(-1, 1, 1) / 2000
-
-    whole = draw(diffusion, denoise, start, steps=20, method="ddpm", step_noise=lambda i: drawn(*SHAPE, seed=i))
-    part = draw(
-        diffusion, denoise, start[:, 1:], steps=20, method="ddpm", step_noise=lambda i: drawn(*SHAPE, seed=i)[:, 1:]
-    )
-    torch.testing.assert_close(part, whole[:, 1:], rtol=0, atol=1e-12)
-    assert math.isfinite(whole.sum().item())

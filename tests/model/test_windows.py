@@ -24,21 +24,10 @@ def megatrons(window_attn_skip_freq, layer_number):
     return bool(window_attn_skip_freq[layer_number - 1])
 
 
-@pytest.mark.parametrize(
-    "skip",
-    [
-        None,
-        "2",
-        "3",
-        "12",
-        "13",
-        "[1]*12",
-        "([1]*3+[0]*1)*3",
-        "[1,0,1,1]+2*[0]+([1]+[0])*3",
-        "3*([0]+[1]*3)",
-        "[1]*11+[0]",
-    ],
-)
+PATTERNS = [None, "2", "13", "([1]*3+[0]*1)*3", "[1,0,1,1]+2*[0]+([1]+[0])*3", "3*([0]+[1]*3)"]
+
+
+@pytest.mark.parametrize("skip", PATTERNS)
 def test_layers_are_those_of_megatron(skip):
     want = [megatrons(None if skip is None else eval(skip), number) for number in range(1, 13)]
     assert [window == (8, 0) for window in windows_of("8,0", skip, 12)] == want
@@ -51,9 +40,7 @@ def test_layers_are_those_of_megatron(skip):
         ("-2,0", "window_size is -2,0, -2 keys before"),
         ("1000000000,0", "window_size is 1000000000,0, .* from 1 to"),
         ("8,1", "window_size is 8,1, 1 keys after .* causal mask hides; give --window-size 8,0"),
-        ("8,-1", "window_size is 8,-1, -1 keys after .* give --window-size 8,0"),
         ("8", "window_size is 8; it must be two numbers"),
-        ("8,0,0", "window_size is 8,0,0; it must be two numbers"),
         ("a,b", "window_size is a,b; it must be two numbers"),
         ("1.5,0", "window_size is 1.5,0; it must be two numbers"),
         ("9" * 5000 + ",0", "it must be two numbers"),
@@ -68,17 +55,12 @@ def test_what_is_no_window_is_refused(size, message):
     ("skip", "message"),
     [
         ("1", "window_attn_skip_freq is 1, which leaves no layer with the window; it must be 2"),
-        ("0", "window_attn_skip_freq is 0, which leaves no layer"),
         ("-4", "window_attn_skip_freq is -4; it must be a number, .* more than numbers, lists"),
         ("[1]*3", "window_attn_skip_freq is .*, a pattern of 3 layers, and num_layers is 4; give each"),
-        ("[]", "a pattern of 0 layers"),
-        ("[1]*5", "it has more than 4 layers"),
         ("[1]*1000000000000", "it has more than 4 layers"),
         ("[2]*4", "a list has a 1 for each layer with the window and a 0"),
-        ("[[1]]*4", "a list has a 1"),
         ("[True]*4", "more than numbers, lists"),
         ("[1]*[1]", "lists are added to lists, and multiplied by numbers"),
-        ("2*2", "lists are added to lists, and multiplied by numbers"),
         ("[1]+4", "lists are added to lists"),
         ("[1]*4;1", "it is neither"),
         ("__import__('os').abort()", "more than numbers, lists"),
@@ -86,7 +68,6 @@ def test_what_is_no_window_is_refused(size, message):
         ("(" * 3000, "it is neither"),
         ("+".join(["[]"] * 3000), "window_attn_skip_freq is"),
         ("x" * 10001, "window_attn_skip_freq is a text of 10,001 characters"),
-        ("\0", "it is neither|more than numbers|null bytes"),
         ("\udcff", "it is neither"),
     ],
 )

@@ -73,5 +73,6 @@ class DoubleRing(BalancedMethod):
         if shape.size % shape.per_node:
             raise ContextError(
                 f"context_parallel_ranks_per_node makes inner rings of {shape.per_node} in double_ring, which does not "
-                f"divide the {shape.size} ranks (or groups of ulysses_degree ranks); what does: {', '.join(map(str, divisors(shape.size)))}"
+                f"divide the {shape.size} ranks (or groups of ulysses_degree ranks); what does: "
+                f"{', '.join(map(str, divisors(shape.size)))}"
             )

@@ -4,24 +4,10 @@ import json
 import re
 from pathlib import Path
 
+from tests.data.chat.templates import source_of
 from tests.data.test_tokenizer import write_hugging_face
 
-RICH = """\
-{%- if tools %}{{ '<|im_start|>tools\\n' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}
-{{- '<|im_end|>\\n' }}{%- endif %}
-{%- for document in documents or [] %}{{ document.title + ': ' + document.text + '\\n' }}{%- endfor %}
-{%- if enable_thinking is defined %}{{ 'thinking ' ~ enable_thinking ~ '\\n' }}{%- endif %}
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role }}{%- if m['name'] %}{{ ' ' + m['name'] }}{%- endif %}
-{%- if m.tool_call_id %}{{ ' ' + m.tool_call_id }}{%- endif %}{{ '\\n' }}
-{%- if m.thinking %}{{ '<think>' + m.thinking + '</think>' }}{%- endif %}
-{%- if m.content is string %}{{ m.content }}{%- endif %}
-{%- for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' }}
-{%- if call.function.arguments is string %}{{ call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}
-{%- endif %}{{ '</call>' }}{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+RICH = source_of("rich")
 """ChatML with tools, documents, a variable, names, thoughts and calls."""
 SPECIAL = re.compile(r"<[|\uff5c][^<>{}'\" ]*[|\uff5c]>|<start_of_turn>|<end_of_turn>|\[/?[A-Z_]+\]")
 

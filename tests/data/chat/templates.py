@@ -1,44 +1,28 @@
 """Five published chat templates, and what each makes of one conversation, by hand."""
 
 import json
+from pathlib import Path
 
 from data.chat.conversations import NAMED
 from tests.data.test_tokenizer import write_hugging_face
 
-ALTERNATE = "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
+FOLDER = Path(__file__).with_name("jinja")
+
+
+def source_of(name):
+    """A template of the folder jinja."""
+    path = FOLDER / f"{name.replace(' ', '_')}.jinja"
+    return path.read_text(encoding="utf-8").removesuffix("\n")
+
+
 TEMPLATES = {
     "chatml": NAMED["chatml"].source,
-    "llama 2": (
-        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = "
-        "messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}"
-        "{% endif %}{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        + ALTERNATE
-        + "{% endif %}{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\n' + "
-        "system_message + '\n<</SYS>>\n\n' + message['content'] %}{% else %}{% set content = message['content'] %}"
-        "{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
-        "{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-    ),
+    "llama 2": source_of("llama 2"),
     "llama 3": NAMED["llama3"].source,
-    "mistral": (
-        "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        + ALTERNATE
-        + "{% endif %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif "
-        "message['role'] == 'assistant' %}{{ message['content'] + eos_token + ' ' }}{% else %}{{ raise_exception('Only "
-        "user and assistant roles are supported!') }}{% endif %}{% endfor %}"
-    ),
-    "zephyr": (
-        "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + "
-        "eos_token }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}\n"
-        "{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n"
-        "{% endif %}\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
-    ),
+    "mistral": source_of("mistral"),
+    "zephyr": source_of("zephyr"),
 }
-MARKED = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ '<|im_start|>' + "
-    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+MARKED = source_of("marked")
 """ChatML with the marks of what is generated."""
 SPECIAL = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|user|>",

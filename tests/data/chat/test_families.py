@@ -9,37 +9,10 @@ from data.chat.rows import conversation_of
 from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from tests.data.chat.rich import theirs, write_folder
+from tests.data.chat.templates import source_of
 
 TRL = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
 COUNT = 50
-MISTRAL = (
-    "{{ bos_token }}{% if tools %}{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}"
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST]' + message['content'] + '[/INST]' }}"
-    "{% elif message['role'] == 'system' %}{{ '[SYSTEM_PROMPT]' + message['content'] + '[/SYSTEM_PROMPT]' }}"
-    "{% elif message['role'] == 'tool' %}{{ '[TOOL_RESULTS]' + message['content'] + '[/TOOL_RESULTS]' }}"
-    "{% else %}{% generation %}{% if message['content'] %}{{ message['content'] }}{% endif %}"
-    "{% for call in message['tool_calls'] or [] %}{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + "
-    "call.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
-)
-"""Mistral's of 2025, with marks: `[SYSTEM_PROMPT]`, `[INST]`, `[TOOL_CALLS]name[ARGS]`."""
-OLMO = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a helpful function-calling AI assistant. "
-    "<functions>' + (tools | tojson if tools else '') + '</functions><|im_end|>\\n' }}{% endif %}"
-    "{% for message in messages %}{% if message['role'] == 'system' %}"
-    "{{ '<|im_start|>system\\n' + message['content'] }}"
-    "{% if tools %}{{ ' <functions>' + tools | tojson + '</functions>' }}{% endif %}{{ '<|im_end|>\\n' }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% generation %}"
-    "{% if message.get('reasoning_content') %}{{ '<think>' + message['reasoning_content'] + '</think>' }}{% endif %}"
-    "{% if message.get('content') %}{{ message['content'] }}{% endif %}{% if message.get('tool_calls') %}"
-    "{{ '<function_calls>' }}{% for call in message['tool_calls'] %}{{ call['function']['name'] + '(' }}"
-    "{% for name, value in call['function']['arguments'].items() %}{{ name + '=' + value | tojson }}"
-    "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ')' }}{% endfor %}{{ '</function_calls>' }}"
-    "{% endif %}{{ '<|im_end|>\\n' }}"
-    "{% endgeneration %}{% elif message['role'] == 'tool' %}{{ '<|im_start|>environment\\n' + message['content'] + "
-    "'<|im_end|>\\n' }}{% else %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""As OLMo 3's, with marks: functions of the system, an environment, calls as of Python."""
 PUBLISHED = {
     "LLaMA 3": ("llama3", ""),
     "LLaMA 3.1": ("llama3_1", "tools"),
@@ -53,7 +26,8 @@ PUBLISHED = {
     "DeepSeek R1": ("deepseek_r1_distill", ""),
     "GLM 4": ("glm4moe", "tools thoughts"),
 }
-WRITTEN = {"Mistral": (MISTRAL, "tools"), "OLMo 3": (OLMO, "tools thoughts")}
+WRITTEN = {"Mistral": ("mistral tools", "tools"), "OLMo 3": ("olmo 3", "tools thoughts")}
+"""Mistral's of 2025 and one as OLMo 3's, both with marks of what is generated."""
 TOOL = {
     "type": "function",
     "function": {
@@ -63,17 +37,9 @@ TOOL = {
     },
 }
 PIECES = (
-    "Straße",
-    "日本",
-    "2 + 2 = 4",
-    "```python\nx = 1\n```",
-    "é\u0301",
-    "🙂",
-    "\n- a\n- b",
-    "<b>",
-    "a \"b\" 'c'",
-    "\\n",
-)
+    "Straße", "日本", "2 + 2 = 4", "```python\nx = 1\n```", "é\u0301", "🙂", "\n- a\n- b", "<b>",
+    "a \"b\" 'c'", "\\n",
+)  # fmt: skip
 
 
 def text(draw):
@@ -96,11 +62,11 @@ def conversation(draw, has):
     return {"messages": turns, **({"tools": [TOOL]} if calls else {})}
 
 
-def compared(folder, source, has):
-    """Conversations with a template, of which all ids and masks are compared with transformers'; returns how many."""
+def compare(folder, source, has):
+    """Compare all ids and masks of ``COUNT`` conversations with those of transformers."""
     path = write_folder(folder, source)
     tokenizer, template, other = load_tokenizer(path), load_template(path), theirs(path)
-    draw, same = random.Random(5), 0
+    draw = random.Random(5)
     for _ in range(COUNT):
         row = conversation(draw, has)
         encoded = template.encode(tokenizer, conversation_of(row, template.reads))
@@ -109,13 +75,12 @@ def compared(folder, source, has):
         )
         assert encoded.ids.tolist() == want["input_ids"]
         assert encoded.learned.tolist() == [mask == 1 for mask in want["assistant_masks"]]
-        same += 1
-    return same
 
 
 @pytest.mark.parametrize("family", WRITTEN)
 def test_ids_and_masks_of_a_template_with_marks_are_those_of_transformers(family, tmp_path):
-    assert compared(tmp_path, *WRITTEN[family]) == COUNT
+    name, has = WRITTEN[family]
+    compare(tmp_path, source_of(name), has)
 
 
 @pytest.mark.parametrize("family", sorted(PUBLISHED.keys() - {"LLaMA 3.1"}))  # which TRL does not train
@@ -126,7 +91,7 @@ def test_ids_and_masks_of_a_published_template_are_those_of_trl(family, tmp_path
     name, has = PUBLISHED[family]
     source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
     other = theirs(write_folder(tmp_path / "published", source))
-    assert compared(tmp_path / "training", get_training_chat_template(other), has) == COUNT
+    compare(tmp_path / "training", get_training_chat_template(other), has)
 
 
 @pytest.mark.parametrize("family", sorted(PUBLISHED.keys() - {"DeepSeek R1"}))  # whose prompt begins a thought

@@ -67,8 +67,9 @@ def said(*contents):
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
 
 
-@pytest.mark.parametrize("row", [SHAREGPT, MESSAGES], ids=["sharegpt", "messages"])
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ""])
+@pytest.mark.parametrize(
+    ("suffix", "row"), [(".jsonl", MESSAGES), (".json", SHAREGPT), (".parquet", MESSAGES), ("", SHAREGPT)]
+)
 def test_every_format_gives_the_same_bytes(suffix, row, tmp_path):
     facts = prepared(tmp_path, write_rows(tmp_path / f"in{suffix}", [row] * 5))
     assert facts.conversations == {
@@ -150,16 +151,11 @@ BAD = {
     "not JSON": ("{", "not JSON in UTF-8"),
     "no object": ("3", "has no turns"),
     "no turns": ('{"messages": []}', "has no turns"),
-    "missing": ('{"text": "x"}', "has no turns"),
     "turns as JSON": ('{"messages": "[]"}', "has messages as a text; give the turns as a list"),
     "turn is text": ('{"messages": ["x"]}', "turn 1 is no object"),
     "empty turn": (lines(said("Hi", " ")), r"turn 2 \(assistant\) is empty"),
-    "no content": ('{"messages": [{"role": "user"}]}', r"turn 1 \(user\) is empty"),
     "role": ('{"messages": [{"role": "robot", "content": "x"}]}', "turn 1 has the role 'robot'; it must be one of"),
     "no answer": (lines(said("Hi")), "no turn is the assistant's"),
-    "image": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "turn 1 has a part that is not text"),
-    "tools": ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}', "turn 1 has tool_calls"),
-    "weight": ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "every turn of the assistant is"),
     "surrogate": ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "turn 1 holds a lone surrogate"),
     "nested": (
         '{"messages": [{"role": ' + "[" * 900 + "]" * 900 + "}]}",
@@ -193,9 +189,7 @@ def test_what_is_refused_is_named_or_listed_and_counted(tmp_path):
     [
         ("in.json", b'[{"a": 1},\n {"b"', r"in\.json, line 2, element 2: not JSON, or cut off"),
         ("in.json", b'{"a":\n 1}', r"in\.json: holds no array"),
-        ("in.json", b"[]", r"no conversation in"),
         ("in.json", b'[{"a": 1}]\n[{"a": 2}]', r"in\.json, line 1: goes on after its array"),
-        ("in.json", b'["\xff"]', r"in\.json is not UTF-8"),
         ("in.jsonl", b"", r"no conversation in"),
         ("in.parquet", b"PAR1 and no more", r"in\.parquet: no Parquet, or cut off"),
         ("in.txt", b"Hi", r"in\.txt holds no rows"),
@@ -219,13 +213,6 @@ def test_nested_rows_reach_no_other_process(tmp_path):
     )  # fmt: skip
     facts, _ = prepare(request, tmp_path / "out" / "d", progress=False, workers=2)
     assert (facts.conversations["kept"], facts.conversations["refused"]) == (1, 1)
-
-
-def test_parquet_of_times_that_python_has_none_for(tmp_path):
-    times = pa.array([1 << 60], pa.timestamp("ms"))
-    pq.write_table(pa.table({"messages": [MESSAGES["messages"]], "at": times}), tmp_path / "in.parquet")
-    with pytest.raises(DataError, match=r"in\.parquet: no Parquet, or cut off, after row 0 \("):
-        prepared(tmp_path, tmp_path / "in.parquet")
 
 
 def test_where_all_are_refused_the_first_says_why(tmp_path):
@@ -269,13 +256,6 @@ def test_text_in_place_of_conversations_has_no_loss_mask(tmp_path):
     text = Request(inputs=(str(tmp_path / "text.txt"),), tokenizer_model=model, vocab_size=None)
     prepare(text, tmp_path / "out" / "chats", overwrite=True, progress=False)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"chats.bin", "chats.idx", "chats.json"}
-
-
-def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path):
-    source = write_rows(tmp_path / "in.jsonl", [SHAREGPT | {"system": "Be brief."}])
-    assert prepared(tmp_path, source).tokens == SIZE + len("system\nBe brief.\n") + 2
-    with pytest.raises(DataError, match=r"turn 1 \(system\) is empty"):
-        prepared(tmp_path, write_rows(tmp_path / "no.jsonl", [SHAREGPT | {"system": " "}]), name="no")
 
 
 def test_the_records_of_a_blend_give_all_ends_and_the_template_if_it_is_one(tmp_path):

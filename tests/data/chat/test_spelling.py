@@ -9,14 +9,10 @@ from transformers import AutoTokenizer
 from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
-from tests.data.chat.templates import TEMPLATES, TURNS
+from tests.data.chat.templates import TEMPLATES, TURNS, source_of
 from tests.data.families import QWEN, QWEN_2, QWEN_CONFIG, added, by_pattern, write
 
-THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
-    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
-)
+THINKING = source_of("thinking")
 
 
 def folder_of(folder, tokens=QWEN, template=TEMPLATES["chatml"], settings=QWEN_CONFIG, **files):
@@ -95,9 +91,8 @@ def test_a_text_in_any_field_of_a_turn_is_looked_at(tmp_path):
         template.tokenize(tokenizer, [TURNS[0], TURNS[1] | {"tool_calls": [call]}])
 
 
-@pytest.mark.parametrize("template", ["chatml", "thinking"])
-def test_ordinary_added_words_in_a_turn_are_the_tokens_of_transformers(template, tmp_path):
-    path = folder_of(tmp_path, template=THINKING if template == "thinking" else TEMPLATES["chatml"])
+def test_ordinary_added_words_in_a_turn_are_the_tokens_of_transformers(tmp_path):
+    path = folder_of(tmp_path, template=THINKING)
     turns = spelling("<think>\nWhy?\n</think>\n\n<tool_call>{}</tool_call>", "assistant")
     ids, _ = load_template(str(path)).tokenize(load_tokenizer(path), turns)
     theirs = AutoTokenizer.from_pretrained(path.parent)
@@ -115,17 +110,6 @@ def test_a_document_that_spells_a_control_token_is_ordinary_text(name, tmp_path)
     assert tokenizer.detokenize(ids) == f"a{word}b"
 
 
-def test_a_document_whose_end_token_is_an_ordinary_word_too_is_refused(tmp_path):
-    content = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1, "</s>": 2}, "unk_token": "<unk>"}
-    whole = {"version": "1.0", "model": content, "pre_tokenizer": {"type": "WhitespaceSplit"}}
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(whole | {"added_tokens": [{"id": 2} | added("</s>")]}))
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.tokenize("a a") == [1, 1]
-    with pytest.raises(DataError, match=r"a text spells '</s>'"):
-        tokenizer.tokenize("a </s> a")
-
-
 @pytest.mark.parametrize("flags", [{"normalized": True}, {"single_word": True, "special": False}])
 def test_a_control_token_with_flags_is_found_as_the_tokenizer_finds_it(flags, tmp_path):
     tokens = [*QWEN, added("<|stop|>", **flags)]
@@ -133,22 +117,3 @@ def test_a_control_token_with_flags_is_found_as_the_tokenizer_finds_it(flags, tm
     assert tokenizer.spelled("a <|stop|> b") == "<|stop|>"
     assert tokenizer.spelled("a b") is None
     assert tokenizer.spelled("x<|stop|>y") == (None if "single_word" in flags else "<|stop|>")
-
-
-def test_a_template_that_ends_turns_with_no_token_is_refused(tmp_path):
-    tokens = [entry for entry in QWEN if entry["content"] != "<|im_end|>"]
-    path = folder_of(tmp_path, tokens, settings=CONFIG)
-    tokenizer, template = load_tokenizer(path), load_template(str(path))
-    with pytest.raises(DataError, match=r"ends a turn with '<\|im_end\|>', which is no token"):
-        template.tokenize(tokenizer, TURNS)
-
-
-def test_an_end_token_that_tokenizer_config_alone_names_is_a_token_as_in_transformers(tmp_path):
-    tokens = [entry for entry in QWEN if entry["content"] != "<|im_end|>"]
-    path = folder_of(tmp_path, tokens)
-    tokenizer = load_tokenizer(path)
-    ids, learned = load_template(str(path)).tokenize(tokenizer, TURNS)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert ids.tolist() == theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
-    assert (tokenizer.eod, tokenizer.vocab_size) == (theirs.eos_token_id, len(theirs))
-    assert [i for i, yes in zip(ids, learned, strict=True) if yes].count(tokenizer.eod) == 2

@@ -53,10 +53,10 @@ def test_ids_are_those_of_transformers(tmp_path):
 
 def test_where_a_template_is_found(tmp_path):
     path = write_tokenizer(tmp_path, None)
-    with pytest.raises(DataError, match=r"has no chat template, .* --chat-template FILE, or chatml or llama3"):
+    with pytest.raises(DataError, match="has no chat template"):
         load_template(path)
     assert load_template(path, "chatml").source == TEMPLATES["chatml"]
-    with pytest.raises(DataError, match=r"lacks <\|begin_of_text\|>, special tokens of the chat template llama3"):
+    with pytest.raises(DataError, match=r"lacks <\|begin_of_text\|>, .* llama3"):
         load_template(path, "llama3")
     named = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "of the configuration"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": named}))
@@ -78,24 +78,17 @@ def test_where_a_template_is_found(tmp_path):
         load_template(str(tmp_path / "t.model"))
 
 
-@pytest.mark.parametrize(
-    ("source", "refused"),
-    [
-        *((source, True) for source in ("{{ sep_token }}", "{{ 'x' ~ sep_token }}", "{% set y = sep_token %}{{ y }}")),
-        ("{{ unk_token }}", False),
-        ("{% if sep_token %}{{ sep_token }}{% endif %}", False),
-        ("{{ messages[0].nothing }}", False),
-    ],
-)
-def test_a_special_token_without_a_text_is_refused_and_one_that_there_is_none_of_left_out(source, refused, tmp_path):
-    """It would be left out in silence."""
+SILENT = ("{{ sep_token }}", "{{ 'x' ~ sep_token }}", "{% set y = sep_token %}{{ y }}")
+HARMLESS = ("{{ unk_token }}", "{% if sep_token %}{{ sep_token }}{% endif %}", "{{ messages[0].x }}")
+
+
+@pytest.mark.parametrize("source", [*SILENT, *HARMLESS])
+def test_a_special_token_that_has_no_text_is_refused_if_it_would_be_left_out(source, tmp_path):
     tokenizer, template = loaded(tmp_path, TEMPLATES["chatml"] + source)
-    if not refused:
+    if source in HARMLESS:
         assert template.tokenize(tokenizer, TURNS)[1].any()
         return
-    with pytest.raises(
-        DataError, match=r"it has sep_token, which tokenizer_config\.json does not name; write it there"
-    ):
+    with pytest.raises(DataError, match=r"sep_token, which tokenizer_config\.json does not name"):
         template.tokenize(tokenizer, TURNS)
 
 
@@ -141,13 +134,10 @@ UNBOUNDED = {
     "endless": (ENDLESS, "does not end within"),
     "endless power": ("{{ 7 ** 999999999 }}", "does not end within"),
     "endless compilation": ("{{ " + "1 + " * 100_000 + "1 }}", "does not end within|is none of jinja2"),
-    "doubled text": (DOUBLED, "takes more than 1,024 MiB|does not end within"),
-    "doubled list": (DOUBLED.replace("'xx'", "[1]").replace("~", "+"), "takes more than 1,024 MiB|does not end within"),
-    "padded": ("{{ messages[0]['content'].center(9999999999) }}", "takes more than 1,024 MiB"),
-    "padded constant": ("{{ 'x' | center(9999999999) }}", "takes more than 1,024 MiB"),
-    "padded format": ("{{ '{:>9999999999}'.format(messages[0]['role']) }}", "takes more than 1,024 MiB"),
-    "times": ("{{ messages[0]['role'] * 9999999999 }}", "takes more than 1,024 MiB"),
-    "long": ("{{ messages[0]['role'] * 20000000 }}", "makes 80,000,000 characters, and 67,108,864 are the most"),
+    "doubled": (DOUBLED, "takes more than 128 MiB|does not end within"),
+    "padded": ("{{ messages[0]['content'].center(9999999999) }}", "takes more than 128 MiB"),
+    "padded constant": ("{{ 'x' | center(9999999999) }}", "takes more than 128 MiB"),
+    "long": ("{{ messages[0]['role'] * 20000000 }}", "makes 80,000,000 characters"),
 }
 NESTED = {
     "brackets": "{{ " + "[" * 500_000 + "]" * 500_000 + " }}",
@@ -160,6 +150,7 @@ NESTED = {
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_a_template_that_does_not_end_or_grows_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr(bounds, "MOST_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
+    monkeypatch.setattr(bounds, "MOST_BYTES", 1 << 27 if name != "long" else 1 << 30)
     source, message = UNBOUNDED[name]
     with pytest.raises(UnboundedError if "jinja2" not in message else DataError, match=rf"_config\.json ({message})"):
         loaded(tmp_path, source)[1].render(TURNS)
@@ -208,9 +199,3 @@ def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path):
     assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
     tokenizer, template = loaded(tmp_path / "d", ONE_MARK)
     assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
-
-
-def test_a_turn_that_spells_a_special_token_is_refused(tmp_path):
-    tokenizer, template = loaded(tmp_path, TEMPLATES["zephyr"])
-    with pytest.raises(DataError, match=r"turn 1 spells the special token '</s>'"):
-        template.tokenize(tokenizer, [{"role": "user", "content": "a </s> b"}, *TURNS[1:]])

@@ -13,8 +13,7 @@ from data.text.megatron import build_datasets
 from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
-from tests.data.families import FAMILIES, added, by_pattern, gemma_3, llama_3, smollm_2, write
-from tests.data.families import QWEN_2 as PATTERN
+from tests.data.families import FAMILIES, gemma_3, llama_3, smollm_2
 from tools.prepare_data import main as prepare_data
 
 TEXTS = ["A first text.", "And <s> another one", ""]
@@ -50,21 +49,6 @@ def test_documents_are_what_transformers_gives_and_the_end_token(name, tmp_path)
     assert recorded_begin(prefix) == ((theirs.bos_token_id,) if name in ADDING else ())
 
 
-def test_a_tokenizer_that_adds_the_end_token_too_ends_a_document_once(tmp_path):
-    from tokenizers import Tokenizer, processors
-
-    tokens = [added("<s>"), added("</s>"), added("<sep>")]
-    path = write(tmp_path, "bytes", tokens, {"eos_token": "</s>", "bos_token": "<s>"}, None, split=by_pattern(PATTERN))
-    backend = Tokenizer.from_file(str(path))
-    begin, end, separator = map(backend.token_to_id, ("<s>", "</s>", "<sep>"))
-    for single, after in (("<s> $A </s>", []), ("<s> $A <sep>", [separator])):
-        special = [("<s>", begin), ("</s>", end), ("<sep>", separator)]
-        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
-        backend.save(str(path))
-        tokenizer = load_tokenizer(path)
-        assert tokenizer.document("a b") == [begin, *tokenizer.tokenize("a b"), *after, end]
-
-
 def test_the_flag_adds_or_leaves_out_the_begin_token(tmp_path):
     path = smollm_2(tmp_path)
     tokenizer = load_tokenizer(path)
@@ -74,13 +58,6 @@ def test_the_flag_adds_or_leaves_out_the_begin_token(tmp_path):
     (tmp_path / "llama").mkdir()
     without = documents(prepared(tmp_path, llama_3(tmp_path / "llama"), "never", add_bos_token="never"))
     assert without[0][0] != load_tokenizer(tmp_path / "llama" / "tokenizer.json").bos
-
-
-def test_always_without_a_begin_token_is_refused(tmp_path):
-    path = FAMILIES["Qwen 3"](tmp_path)
-    with pytest.raises(DataError, match=r"add_bos_token is always, and .* names no bos_token"):
-        prepared(tmp_path, path, add_bos_token="always")
-    assert not (tmp_path / "d.bin").exists()
 
 
 def older(prefix):

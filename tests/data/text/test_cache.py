@@ -19,15 +19,6 @@ def prefix(tmp_path):
     return write_documents(tmp_path / "d", counting_documents(40))
 
 
-def test_rewritten_corpus_does_not_meet_old_indices(tmp_path):
-    prefix = write_documents(tmp_path / "d", counting_documents(40))
-    before = len(build(prefix)[0])
-    write_documents(tmp_path / "d", counting_documents(10))
-    after = build(prefix)[0]
-    assert len(after) < before
-    tokens_of(after, range(len(after)))
-
-
 def test_cache_is_written_whole_and_reused(tmp_path, prefix):
     build(prefix)
     cache = tmp_path / "d" / "cache"

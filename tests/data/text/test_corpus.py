@@ -4,8 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from data.text import corpus
@@ -69,19 +67,6 @@ def test_missing_input_is_named(tmp_path):
         input_files([tmp_path / "none"], ".txt")
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt"):
         list(Corpus([tmp_path / "gone.txt"]))
-
-
-def test_rows_of_every_kind_are_documents(tmp_path):
-    texts = ["one", "", "\n[two]: {", "drei\u00e9"]
-    table = [{"text": text, "id": n} for n, text in enumerate(texts)]
-    (tmp_path / "a.json").write_text(json.dumps(table, indent=2))
-    pq.write_table(pa.Table.from_pylist(table), tmp_path / "a.parquet", row_group_size=2)
-    files = [tmp_path / "a.json", tmp_path / "a.parquet"]
-    assert list(Corpus(files)) == 2 * [text for text in texts if text]
-    with pytest.raises(DataError, match=r'a\.parquet, row 1: has no field "body"; its fields are "text", "id"'):
-        list(Corpus(files[1:], json_key="body"))
-    with pytest.raises(DataError, match=r'a\.json, line 2, element 1: field "id" is a number, not text'):
-        list(Corpus(files, json_key="id"))
 
 
 def test_an_array_is_read_in_pieces(tmp_path, monkeypatch):

@@ -73,8 +73,7 @@ def streamed(documents, epoch):
     return [stream[SEQ * place : SEQ * place + SEQ + 1] for place in epoch.shuffle_index.tolist()]
 
 
-@pytest.mark.parametrize("mask", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mask"), [*((kind, True) for kind in KINDS), ("no ends", False)])
 def test_segments_and_losses_of_a_stream_are_those_of_the_index(tmp_path, kind, mask):
     prefix = write_pair(tmp_path / "d", KINDS[kind])
     train = build(prefix, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=mask)
@@ -98,12 +97,12 @@ def test_a_flag_alone_does_its_part(tmp_path):
     both = build(prefix, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
     masked = build(prefix, eod_mask_loss=True)
     plain = build(prefix)
+    alone = [build(prefix, **{flag: True}) for flag in ("reset_attention_mask", "reset_position_ids")]
     for number in range(len(both)):
         assert masked[number].keys() == plain[number].keys() == {"tokens", "labels", "loss_mask"}
         assert torch.equal(masked[number]["loss_mask"], both[number]["loss_mask"])
         assert plain[number]["loss_mask"].all()
-        for flag in ("reset_attention_mask", "reset_position_ids"):
-            sample = build(prefix, **{flag: True})[number]
+        for sample in (dataset[number] for dataset in alone):
             assert torch.equal(sample["starts"], both[number]["starts"])
             assert sample["loss_mask"].all()
 
@@ -224,13 +223,6 @@ def test_sequences_of_one_document_alone_are_documents_and_that_is_told(tmp_path
     other = build(whole, reset_attention_mask=True)
     assert capsys.readouterr().err == ""
     assert all(torch.equal(train[n][name], other[n][name]) for n, name in product(range(9), ("tokens", "starts")))
-
-
-def test_conversations_are_counted_one_by_one_whatever_sample_they_are_packed_into(tmp_path):
-    prefix = write_pair(tmp_path / "d", KINDS["sentences"])
-    write_pair(tmp_path / "d_loss_mask", KINDS["sentences"])
-    indexed = check_indexed(prefix, 1000)
-    assert indexed.document_lengths.tolist() == indexed.lengths.tolist()
 
 
 def test_document_bounds_of_a_damaged_index_are_refused_where_lengths_are_read(tmp_path):

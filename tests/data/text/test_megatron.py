@@ -1,6 +1,6 @@
 """Samples from GPTDataset: exact tokens, an order that depends on the seed alone, and errors on every rank."""
 
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -32,27 +32,6 @@ def tokens_of(dataset, numbers):
     return [dataset[n]["tokens"].tolist() for n in numbers]
 
 
-def test_samples_are_the_files_tokens(prefix):
-    train, valid, test = build(prefix)
-    assert test is None
-    assert len(train) == (36 * 25 - 1) // SEQ
-    assert len(valid) == (4 * 25 - 1) // SEQ
-    documents = counting_documents(40)
-    pairs = {pair for document in documents[:36] for pair in pairwise(document)}
-    for n in range(len(train)):
-        sample = train[n]
-        assert sample["tokens"].dtype == sample["labels"].dtype == torch.int64
-        assert sample["tokens"].shape == sample["labels"].shape == sample["loss_mask"].shape == (SEQ,)
-        assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])  # shifted already
-        assert sample["loss_mask"].min() == 1
-        for pair in zip(sample["tokens"].tolist(), sample["labels"].tolist(), strict=True):
-            assert pair[0] == EOD or pair in pairs
-    # One epoch draws from each position of the training documents at most once, and from nothing else.
-    drawn = sorted(token for n in range(len(train)) for token in train[n]["tokens"].tolist() if token != EOD)
-    assert len(set(drawn)) == len(drawn)
-    assert set(drawn) <= {token for document in documents[:36] for token in document}
-
-
 def test_order_is_a_function_of_seed_and_number(prefix, tmp_path):
     train = build(prefix)[0]
     length = len(train)
@@ -76,19 +55,10 @@ def test_epoch_is_megatrons_own(prefix):
     )  # fmt: skip
     theirs = BlendedMegatronDatasetBuilder(megatron.GPTDataset, [None] * 3, lambda: True, config).build()
     assert theirs[2] is None
+    assert [len(dataset) for dataset in ours[:2]] == [(36 * 25 - 1) // SEQ, (4 * 25 - 1) // SEQ]
     for mine, other in zip(ours[:2], theirs[:2], strict=True):
         assert len(mine) == len(other)
         assert tokens_of(mine, range(len(mine))) == tokens_of(other, range(len(other)))
-
-
-def test_eod_mask_loss(prefix):
-    train = build(prefix, eod_mask_loss=True)[0]
-    masked = 0
-    for n in range(2 * len(train)):
-        sample = train[n]
-        assert torch.equal(sample["loss_mask"] == 0, sample["tokens"] == EOD)
-        masked += int((sample["loss_mask"] == 0).sum())
-    assert masked > 0
 
 
 @pytest.mark.parametrize(
@@ -234,41 +204,37 @@ def test_epochs_are_built_once_and_let_go():
     assert len(dataset._epochs) == 3
 
 
-def rank_samples(rank, world_size, settings):
-    found = []
-    for of_run in settings:
-        config = DataConfig(split="90,10,0", **of_run)
-        train, valid, _ = build_datasets(config, SEQ, SEED, NumberTokenizer())
-        found.append((tokens_of(train, range(2 * len(train))), tokens_of(valid, range(len(valid)))))
-    return found
-
-
-def test_ranks_agree_with_one_process(tmp_path, prefix):
-    low, high = write_two(tmp_path)
-    packed = {"data_path": (write_documents(tmp_path / "p", counting_documents(40)),), "pack_documents": True}
-    settings = [{"data_path": (prefix,)}, {"data_path": ("0.3", low, "0.7", high)}, packed]
-    ranks = run_ranks(rank_samples, 2, settings)
-    assert ranks[0] == ranks[1]
-    assert [len(list((tmp_path / name / "cache").iterdir())) for name in "dp"] == [1, 1]
-    assert ranks[0] == rank_samples(0, 1, settings)
-
-
-def rank_error(rank, world_size, bad, good, only_rank):
+def error_of(path):
     try:
-        build(bad if only_rank in (None, rank) else good)
+        build(path)
     except DataError as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize("only_rank", [None, 0, 1])
-def test_bad_file_raises_on_every_rank(tmp_path, only_rank):
-    good = write_documents(tmp_path / "good", counting_documents(40))
-    prefix = write_documents(tmp_path / "bad", counting_documents(40))
-    with open(f"{prefix}.bin", "r+b") as stream:
+def rank_samples(rank, world_size, settings, bad=None, good=None):
+    found = []
+    for of_run in settings:
+        config = DataConfig(split="90,10,0", **of_run)
+        train, valid, _ = build_datasets(config, SEQ, SEED, NumberTokenizer())
+        found.append((tokens_of(train, range(2 * len(train))), tokens_of(valid, range(len(valid)))))
+    failing = ((0, 1), (0,), (1,)) if bad else ()
+    return found, [error_of(bad if rank in ranks else good) for ranks in failing]
+
+
+def test_ranks_agree_with_one_process_and_fail_together(tmp_path, prefix):
+    """A bad file raises on every rank, whichever ranks have it."""
+    low, high = write_two(tmp_path)
+    packed = {"data_path": (write_documents(tmp_path / "p", counting_documents(40)),), "pack_documents": True}
+    settings = [{"data_path": (prefix,)}, {"data_path": ("0.3", low, "0.7", high)}, packed]
+    bad = write_documents(tmp_path / "bad", counting_documents(40))
+    with open(f"{bad}.bin", "r+b") as stream:
         stream.truncate(100)
-    messages = run_ranks(rank_error, 2, prefix, good, only_rank)
-    assert all("bad.bin has 100 bytes" in message for message in messages)
+    (samples, errors), others = run_ranks(rank_samples, 2, settings, bad, prefix)
+    assert (samples, errors) == others
+    assert ["bad.bin has 100 bytes" in error for error in errors] == [True] * 3
+    assert [len(list((tmp_path / name / "cache").iterdir())) for name in "dp"] == [1, 1]
+    assert samples == rank_samples(0, 1, settings)[0]
 
 
 def test_ids_that_the_tokenizer_has_and_the_model_lacks_are_refused_by_name(tmp_path):
@@ -280,18 +246,6 @@ def test_ids_that_the_tokenizer_has_and_the_model_lacks_are_refused_by_name(tmp_
     message = rf"document 39, token \d+ of the file: token {highest} \('{highest}'\) is in the tokenizer's {VOCAB_SIZE}"
     with pytest.raises(DataError, match=message):
         build_datasets(config, SEQ, SEED, tokenizer, highest)
-
-
-def test_an_id_in_the_middle_of_a_large_file_is_refused_with_its_sample(tmp_path, monkeypatch):
-    documents = counting_documents(40)
-    documents[20][3] = VOCAB_SIZE - 1
-    prefix = write_documents(tmp_path / "d", documents)
-    monkeypatch.setattr(indexed.check_indexed, "__defaults__", (8,))
-    train = build_datasets(
-        DataConfig(data_path=(prefix,), split="1,0,0"), SEQ, SEED, NumberTokenizer(), VOCAB_SIZE - 1
-    )[0]
-    with pytest.raises(DataError, match=rf"sample \d+: token {VOCAB_SIZE - 1} \('{VOCAB_SIZE - 1}'\) is in"):
-        [train[number] for number in range(len(train))]
 
 
 def test_an_end_token_that_the_model_lacks_is_refused_before_any_data_is_read(tmp_path):

@@ -23,13 +23,12 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def interpret(module, *arguments, timeout=PATIENCE):
-    """The JSON that a module prints as a program in a process whose Triton interprets."""
+def interpret(*reports, timeout=PATIENCE):
+    """Reports of ``interpreted.py`` in a process whose Triton interprets, by name."""
     if triton.__version__ < "3.7":
         pytest.skip("the interpreter of Triton before 3.7 cannot loop as often as a tensor says under NumPy 2.4")
-    done = ended(
-        [sys.executable, "-m", module, *arguments], timeout=timeout, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT)
-    )
+    command = [sys.executable, "-m", "tests.kernels.triton.interpreted", *reports]
+    done = ended(command, timeout=timeout, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

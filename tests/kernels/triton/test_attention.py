@@ -13,7 +13,7 @@ from tests.parallel.context.communicators import softmax, timelines
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
-from tests.kernels.triton.harness import SHARED, JITFunction, compiled, interpret, meta, on_a_gpu  # noqa: E402
+from tests.kernels.triton.harness import SHARED, JITFunction, compiled, meta, on_a_gpu  # noqa: E402
 
 BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 """Relative to the largest value: scores are rounded to the inputs' dtype before the second product."""
@@ -22,8 +22,8 @@ SPILLED = (24, 3)
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    return interpret("tests.kernels.attention_cases")
+def interpreted(interpreted):
+    return interpreted["attention"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tests.kernels.delta.cases import BOUND, TRITON, Case, errors_of_triton
+from tests.kernels.delta.cases import BOUND, TRITON, TRITON_ON_A_GPU, errors_of_triton
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
-from tests.kernels.triton.harness import SHARED, compiled, interpret, meta, on_a_gpu  # noqa: E402
+from tests.kernels.triton.harness import SHARED, compiled, meta, on_a_gpu  # noqa: E402
 
 BOUNDS = {"float32": BOUND, "bfloat16": 1e-2}
 FORWARD = ["solve_kernel", "states_kernel", "output_kernel"]
@@ -15,9 +15,9 @@ BACKWARD = [*FORWARD[:2], "read_back_kernel", "states_back_kernel", "changes_bac
 
 
 @pytest.fixture(scope="module")
-def interpreted():
+def interpreted(interpreted):
     """Errors of all cases, of a wide scan, and with faults."""
-    return interpret("tests.kernels.delta.cases")
+    return interpreted["delta"]
 
 
 @pytest.mark.parametrize("index", range(len(TRITON)))
@@ -61,9 +61,12 @@ SPILLED = {80: {"solve_kernel": 288, "changes_back_kernel": 288}, 90: {}}
 """Bytes that a thread may spill in bfloat16 beyond 64: the three products of TF32 in the inverse hold whole chunks."""
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, tmp_path):
-    launched = compiled(capability, lambda: steps(128, 128, torch.bfloat16))
+@pytest.mark.parametrize(
+    ("capability", "width"),
+    [(90, 16), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((80, 128), (90, 128)))],
+)
+def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, width, tmp_path):
+    launched = compiled(capability, lambda: steps(width, width, torch.bfloat16))
     assert [one.name for one in launched] == FORWARD + BACKWARD
     check(capability, launched, SPILLED[capability], tmp_path)
 
@@ -88,7 +91,7 @@ def test_float32_fits_shared_memory(capability, width, values, tmp_path):
 
 @pytest.mark.gpu
 @on_a_gpu
-@pytest.mark.parametrize("case", [*TRITON, *(Case(1000, 2, width=128, values=128, dtype=dtype) for dtype in BOUNDS)])
+@pytest.mark.parametrize("case", TRITON_ON_A_GPU)
 def test_kernels_equal_the_recurrence_on_a_gpu(case):
     found = errors_of_triton(case, "cuda")
     assert max(found.values()) <= BOUNDS[case.dtype], found

@@ -5,32 +5,31 @@ import math
 import pytest
 import torch
 
-from tests.kernels.linear_cases import BOUND, CASES, CUT, CUT_FAR, FAR, NAMES, Case, errors, within_bounds
+from tests.kernels.linear_cases import BOUND, CASES, CUT, CUT_FAR, FAR, INTERPRETED, NAMES, Case, errors, within_bounds
 
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
-from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta  # noqa: E402
+from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta, on_a_gpu  # noqa: E402
 
-PROGRAM = "tests.kernels.linear_cases"
 BOUNDS = 7
 """Place of the kernel's argument ``bounds``."""
 
 
 @pytest.fixture(scope="module")
-def interpreted():
+def interpreted(interpreted):
     """The errors of all cases."""
-    return interpret(PROGRAM)
+    return interpreted["linear"]
 
 
-@pytest.mark.parametrize("index", range(len(CASES + CUT)), ids=[f"{case.length}-{case.dtype}" for case in CASES + CUT])
+@pytest.mark.parametrize("index", range(len(INTERPRETED)))
 def test_kernel_equals_the_reference(index, interpreted):
     found = interpreted["errors"][index]
-    assert within_bounds((CASES + CUT)[index], found), found
+    assert within_bounds(INTERPRETED[index], found), (INTERPRETED[index], found)
 
 
 @pytest.mark.slow
 def test_kernel_equals_the_reference_far_away():
-    for case, found in zip(FAR + CUT_FAR, interpret(PROGRAM, "far", timeout=1200)["errors"], strict=True):
+    for case, found in zip(FAR + CUT_FAR, interpret("far", timeout=1200)["far"]["errors"], strict=True):
         assert within_bounds(case, found), (case, found)
 
 
@@ -74,16 +73,18 @@ def steps(width, value_width, heads, documents):
         scan(*args, decays, None, documents, reverse=True, wide=True)
 
 
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(("width", "value_width"), [(128, 128), (256, 128)])
-def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, width, value_width, tmp_path):
+@pytest.mark.parametrize(
+    ("capability", "width"),
+    [(90, 128), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((80, 128), (80, 256), (90, 256)))],
+)
+def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, width, tmp_path):
     """A sequence of 131,072 tokens; width 256 is the first TransNormer layer's, whose LRPE doubles queries and keys."""
-    added, carried, launched = compiled(capability, lambda: forward(width, value_width, size=(1, 131072, 16)))
+    added, carried, launched = compiled(capability, lambda: forward(width, 128, size=(1, 131072, 16)))
     assert math.prod(added.grid) == math.prod(launched.grid) == 512, "for 132 multiprocessors"
-    assert carried.given[0].shape == (1, 16, 8, width, value_width), "states of segments"
+    assert carried.given[0].shape == (1, 16, 8, width, 128), "states of segments"
     assert [one.name for one in (added, carried, launched)] == ["scan_kernel", "carry_kernel", "scan_kernel"]
     for one in (added, carried, launched):
-        one.check(capability, tmp_path, 0 if max(width, value_width) <= 128 else 32)
+        one.check(capability, tmp_path, 0 if width <= 128 else 32)
     assert ("wgmma" if capability == 90 and width == 128 else "mma") in launched.kernel.asm["ptx"]
 
 
@@ -141,20 +142,16 @@ def test_segments_are_whole_chunks_of_one_document():
     assert steps.tolist() == [[1, 192, 192, 192, 192, 167, 1, 0], [0, 1, 0, 0, 0, 0, 1, 0]]
 
 
+LONG = [
+    Case(4097, "bfloat16", documents, programs=programs)
+    for documents in (None, (0, 1000, 4097))
+    for programs in (1, 528)
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
-@pytest.mark.parametrize(
-    "case",
-    [
-        *CASES,
-        *CUT,
-        *(
-            Case(4097, "bfloat16", documents, programs=programs)
-            for documents in (None, (0, 1000, 4097))
-            for programs in (1, 528)
-        ),
-    ],
-)
+@on_a_gpu
+@pytest.mark.parametrize("case", [*CASES, *CUT, *LONG])
 def test_kernel_equals_the_reference_on_a_gpu(case):
     found = errors(case, "triton", "cuda")
     if case.dtype == "float32":

@@ -8,15 +8,15 @@ from tests.kernels.pointwise_cases import DTYPES, gate_errors, rotary_error
 triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
 
 from kernels.triton import pointwise  # noqa: E402
-from tests.kernels.triton.harness import SHARED, compiled, interpret, meta, on_a_gpu  # noqa: E402
+from tests.kernels.triton.harness import SHARED, compiled, meta, on_a_gpu  # noqa: E402
 
 ROUNDED = {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}
 """Relative to the largest value; 16 bits are rounded once."""
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    return interpret("tests.kernels.pointwise_cases")
+def interpreted(interpreted):
+    return interpreted["pointwise"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

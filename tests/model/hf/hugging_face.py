@@ -15,27 +15,15 @@ from tests.model.models import without_float32
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's models")
 
-LLAMA = ModelConfig(
-    num_layers=2,
-    hidden_size=48,
-    ffn_hidden_size=80,
-    num_attention_heads=6,
-    num_query_groups=2,
-    vocab_size=61,
-    rotary_base=5000.0,
-    norm_epsilon=1e-6,
-    init_method_std=0.2,  # ten times the usual, so that softmax and logits are far from flat
-)
+SHAPE = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": 61}
+SHAPE |= {"norm_epsilon": 1e-6, "init_method_std": 0.2}
+"""Weights ten times the usual, so that softmax and logits are far from flat."""
+LLAMA = ModelConfig(**SHAPE, ffn_hidden_size=80, num_query_groups=2, rotary_base=5000.0)
 GPT2 = ModelConfig(
+    **SHAPE,
     model_type="gpt",
-    num_layers=2,
-    hidden_size=48,
-    num_attention_heads=6,
-    vocab_size=61,
     position_embedding_type="learned_absolute",
     max_position_embeddings=50,
-    norm_epsilon=1e-6,
-    init_method_std=0.2,
     untie_embeddings_and_output_weights=False,
 )
 ODD = dataclasses.replace(LLAMA, num_attention_heads=10, num_query_groups=5, kv_channels=8)
@@ -57,14 +45,8 @@ WINDOW = {"window_size": "7,0", "window_attn_skip_freq": "[0,1]"}
 TRAINED = "rope_scaling_original_max_position_embeddings"
 BANDS = {"rope_scaling_low_freq_factor": 1.0, "rope_scaling_high_freq_factor": 4.0}
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 8.0, TRAINED: 16}
-DELTA = {
-    "num_layers": 3,
-    "softmax_every": 3,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 10,
-}
+DELTA = {"num_layers": 3, "softmax_every": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 10}
 QWEN3_5 = dataclasses.replace(
     LLAMA, model_type="qwen3_5", num_attention_heads=3, num_query_groups=1, kv_channels=16, rotary_percent=0.25, **DELTA
 )

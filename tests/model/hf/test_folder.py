@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 
 import pytest
@@ -16,26 +15,13 @@ from tests.data.test_mutations import mutations, outcomes
 from tests.model.hf.hugging_face import CONFIGS, GPT2, LLAMA, TOKENS, WINDOW, hugging_face, transformers
 from tests.model.models import IMAGE, random_dit
 
+IDS = {"bos_token_id": 7, "eos_token_id": [9, 11]}
 READ = {
-    "llama": {
-        "max_position_embeddings": 8192,
-        "bos_token_id": 7,
-        "eos_token_id": [9, 11],
-        "pad_token_id": 3,
-        "attention_dropout": 0.1,
-        "hidden_act": "swish",
-        "use_cache": False,
-        "pretraining_tp": 2,
-    },
-    "gpt2": {
-        "bos_token_id": 7,
-        "eos_token_id": [9, 11],
-        "activation_function": "gelu_pytorch_tanh",
-        "attn_pdrop": 0.3,
-        "summary_type": "mean",
-        "task_specific_params": {"text-generation": {"max_length": 50}},
-    },
-}
+    "llama": IDS | {"max_position_embeddings": 8192, "pad_token_id": 3, "attention_dropout": 0.1}
+    | {"hidden_act": "swish", "use_cache": False, "pretraining_tp": 2},
+    "gpt2": IDS | {"activation_function": "gelu_pytorch_tanh", "attn_pdrop": 0.3, "summary_type": "mean"}
+    | {"task_specific_params": {"text-generation": {"max_length": 50}}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=READ)
@@ -101,7 +87,7 @@ def test_a_llama_that_none_of_transformers_models_is_is_not_written(tmp_path, ch
 @pytest.mark.parametrize(
     ("contents", "words"),
     [
-        ({"pad_token_id": 61}, "pad_token_id is 61 and vocab_size 61, which transformers does not load"),
+        ({"pad_token_id": 61}, "pad_token_id is 61 and vocab_size 61"),
         ({"eos_token_id": "</s>"}, 'eos_token_id is "</s>"; it must be a whole number'),
         ({"eos_token_id": [9, None]}, "it must be a list of whole numbers"),
         ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported; only "llama" or'),
@@ -117,27 +103,6 @@ def test_contents_that_transformers_could_not_read(contents, words):
 
 def test_null_means_missing():
     assert config_to_hf(LLAMA, {"max_position_embeddings": None, "attention_dropout": None}) == config_to_hf(LLAMA)
-
-
-@pytest.mark.parametrize(
-    ("config", "change"),
-    [
-        (LLAMA, {"attention_dropout": 0.1}),
-        (LLAMA, {"attention_dropout": None}),
-        (LLAMA, {"hidden_act": "swish"}),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": None}),
-        (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 1, "rope_theta": 5000.0}}),
-        (LLAMA, {"rope_parameters": {"rope_type": "default"}}),
-        (GPT2, {"activation_function": "gelu_pytorch_tanh"}),
-        # Of published models: SmolLM2, Qwen2.5, GPT-2 large and XL.
-        (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
-        (CONFIGS["qwen2, yarn"], {"use_mrope": False}),
-        (GPT2, {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1}),
-    ],
-)
-def test_what_changes_nothing_is_read(config, change):
-    read = config_from_hf(config_to_hf(config) | change)
-    assert read == config_from_hf(config_to_hf(config))
 
 
 WRONG = [None, "8", [], {}, ["x"], [[]], {"x": 1}, 2.5, 0, -1, True, float("nan"), float("inf"), 10**30, "a" * 5000]
@@ -157,9 +122,7 @@ def may_be(key, good, value):
     return (key in RATES and value in (0, -1)) or (isinstance(good, bool) and value is True)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama, llama3", "mistral", "ministral", "qwen2, tied, a window", "qwen3", "gpt2"]
-)
+@pytest.mark.parametrize("name", ["llama, llama3", "ministral", "qwen2, tied, a window", "gpt2"])
 def test_every_entry_of_a_wrong_type_is_one_line(name):
     good = config_to_hf(CONFIGS[name])
     rope = good.pop("rope_parameters", {})  # rope_theta is read at the top then
@@ -195,17 +158,6 @@ def test_weights_are_finite_numbers(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_files_have_the_modes_that_the_umask_asks_for(tmp_path):
-    umask = os.umask(0o027)
-    try:
-        save_hf(tmp_path / "llama", LLAMA, build_model(LLAMA).state_dict())
-        save_dit(tmp_path / "dit", IMAGE, random_dit(IMAGE).state_dict())
-    finally:
-        os.umask(umask)
-    for path in (*tmp_path.glob("*/*"),):
-        assert path.stat().st_mode & 0o777 == 0o640, path
-
-
 def test_a_folder_that_cannot_be_written_is_named_and_stays_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match=r"cannot write to .*file/under \(Not a directory\)"):
@@ -225,12 +177,10 @@ def test_a_folder_that_cannot_be_written_is_named_and_stays_as_it_is(tmp_path, m
     [
         ({"num_layers": "2"}, 'num_layers is "2"; it must be a whole number'),
         ({"num_layers": 10**9}, "num_layers is 1000000000, and there are 32 weights"),
-        ({"hidden_size": 2**30}, "hidden_size is 1073741824, and the largest weight has"),
         ({"latent_shape": 3}, "latent_shape is 3; it must be a list"),
         ({"latent_shape": [3, 80000, 80000]}, "pos_embed (1, 16, 24) is not"),
         ({"learn_sigma": 1}, "learn_sigma is 1; it must be true or false"),
         ({"dropout": 0.1}, "dropout is no field of a DiT's configuration"),
-        ({"patch_size": 3}, "patch_size is 3; it must"),
         ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported'),
         ({"ffn_hidden_size": None}, None),
     ],

@@ -10,50 +10,17 @@ from model.registry import build_model
 from runtime.errors import UserError
 from tests.model.hf.hugging_face import TOKENS, transformers
 
-SHAPES = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 50,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 5e3,
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "attention_factor": 1.2,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e3,
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+SHAPES = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+SHAPES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 50}
+SHAPES |= {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PLAIN = {"rope_type": "default", "rope_theta": 5e3}
-WINDOWS = {
-    "sliding_window": 7,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-}
-LINEAR = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 10,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-}
+SCALED = {"rope_theta": 5e3, "factor": 8.0, "original_max_position_embeddings": 16}
+YARN = SCALED | {"rope_type": "yarn", "attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0}
+LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+LINEAR = {"layer_types": ["linear_attention"] * 2 + ["full_attention"]}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6}
+LINEAR |= {"linear_value_head_dim": 10, "num_attention_heads": 3, "num_key_value_heads": 1}
 OF_BOTH = {"full_attention": YARN, "sliding_attention": PLAIN}
 CASES = {
     "llama": ("Llama", {}),

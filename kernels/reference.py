@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kernels.blocks import Gradients, Keys, Rows
-from runtime.tensors import accum_dtype
 
 
 def attention(
@@ -57,13 +56,13 @@ def attention(
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention of one block in float32 or wider; shapes as in ``attention``."""
-    wide = accum_dtype(q.dtype)
+    wide = torch.promote_types(q.dtype, torch.float32)
     return attention(q.to(wide), k.to(wide), v.to(wide), causal=causal, scale=scale)
 
 
 def block_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
     """Compute the gradients of one block in float32 or wider (FlashAttention 2, algorithm 2)."""
-    wide = accum_dtype(rows.q.dtype)
+    wide = torch.promote_types(rows.q.dtype, torch.float32)
     q, dout, out, lse, k, v = (x.to(wide) for x in (*rows, *keys))
     groups = (k.shape[2], q.shape[2] // k.shape[2])
     scores = _scores(q, k, scale=scale)
@@ -106,7 +105,7 @@ def linear_attention(
     length = q.shape[1]
     bounds = torch.tensor(documents or (0, length), device=q.device)
     place = torch.arange(length, device=q.device)
-    rates = torch.tensor(log_decay, dtype=accum_dtype(q.dtype), device=q.device)  # [H]
+    rates = torch.tensor(log_decay, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)  # [H]
 
     def decay(distance: Tensor, seen: Tensor) -> Tensor:
         """Return decay^distance [H, ...] of distances [...]; 0 where not ``seen``."""
@@ -156,4 +155,4 @@ def delta_rule(
         change = beta[:, t, :, None] * (v[:, t] - held)
         running = running + k[:, t, :, :, None] * change[:, :, None]
         out.append(torch.einsum("bhd,bhde->bhe", q[:, t], running))
-    return torch.stack(out, 1).to(dtype), running.to(accum_dtype(widest))
+    return torch.stack(out, 1).to(dtype), running.to(torch.promote_types(widest, torch.float32))

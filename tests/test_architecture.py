@@ -51,8 +51,8 @@ NAMES = PACKAGES | {"configs", "tests", "docs"}
 NODES = {
     "entry": 1688,
     "model": 38616,
-    "kernels": 44456,
-    "parallel": 68799,
+    "kernels": 44478,
+    "parallel": 68838,
     "data": 46325,
     "train": 56233,
     "planner": 29051,

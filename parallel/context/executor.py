@@ -33,7 +33,7 @@ from parallel.context.layout import ContextError
 from parallel.context.plan import Plan, plan_of
 from parallel.context.traffic import Moves, Sizes
 from parallel.context.transport import Arrival, HeadExchange, Tensors, Transport
-from runtime.tensors import Handles, accum_dtype, differentiable
+from runtime.tensors import Handles, differentiable
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Executor:
         self, plan: Plan, q: Tensor, keys: Keys, sinks: Tensor | None, scale: float, prefetch: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider; ``sinks`` ``[H]``."""
-        wide = accum_dtype(q.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)
         backend = self._backend(plan, q)
         rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # of the whole team
         results: Tensors = ()
@@ -191,7 +191,7 @@ class StagedExecutor(Executor):
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider; ``sinks`` ``[H]``."""
         heads, out = self.heads, q.new_empty(q.shape)
-        lse = q.new_empty(q.shape[:3], dtype=accum_dtype(q.dtype))
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for keys_of, stages in self._stages(q, keys.k):
             own_keys = Keys(*(heads.to_heads(keys_of(x)) for x in keys))
             for of in stages:
@@ -299,7 +299,7 @@ def _forward(
 
 
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accum_dtype(q.dtype))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor | None, ...]:

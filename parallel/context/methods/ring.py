@@ -5,7 +5,6 @@ The first three differ in their layouts alone, and so in how a causal mask share
 
 from parallel.context.layout import ContextError
 from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, Send, Shape
-from runtime.errors import divisors
 
 
 class Ring(Method):
@@ -71,8 +70,8 @@ class DoubleRing(BalancedMethod):
     def check(self, shape: Shape, causal: bool) -> None:
         super().check(shape, causal)
         if shape.size % shape.per_node:
+            fitting = [str(n) for n in range(1, shape.size + 1) if shape.size % n == 0]
             raise ContextError(
                 f"context_parallel_ranks_per_node makes inner rings of {shape.per_node} in double_ring, which does not "
-                f"divide the {shape.size} ranks (or groups of ulysses_degree ranks); what does: "
-                f"{', '.join(map(str, divisors(shape.size)))}"
+                f"divide the {shape.size} ranks (or groups of ulysses_degree ranks); what does: {', '.join(fitting)}"
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from data.hugging_face import backend_with_unknown, json_beside, load_folder, make_special, unknown_id
 from data.text.indexed import writing
@@ -26,7 +26,6 @@ _SPACE_MARK = "▁"
 
 AddBos = Literal["auto", "always", "never"]
 """Choice of the begin token before a text: auto puts what the tokenizer adds by itself."""
-ADD_BOS: tuple[AddBos, ...] = get_args(AddBos)
 
 
 class Tokenizer(ABC):

@@ -49,37 +49,24 @@ class AttentionBackend:
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionBackend | None = None
+    q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionBackend
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of the queries to these keys only.
+    """Compute attention of the queries to these keys only, by a backend that takes tiles one by one.
 
     Returns:
-        out ``[B, T, H, D]`` (the inputs' dtype where a GPU takes tiles one by one, else float32 or wider) and lse
-        ``[B, T, H]``.
+        out ``[B, T, H, D]`` (on a GPU in the inputs' dtype, else float32 or wider) and lse ``[B, T, H]``.
     """
-    backend = backend or select_backend("auto", q.device.type, q.dtype)
+    assert backend.forward is not None
     causal = _is_causal(q, k, kind)
-    if backend.forward is None:
-        out, lse = empty_results(q.shape[:3], q, torch.promote_types(q.dtype, torch.float32))
-        attend_tiles_(out, lse, q, Keys(k, v), [_whole(q, k, kind)], scale, backend)
-        return out, lse
     q, k, v = flip_if_anti(kind, q, k, v)
     out, lse = flip_if_anti(kind, *backend.forward(q, k, v, causal, scale))
     return out, lse
 
 
-def block_backward(
-    rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionBackend | None = None
-) -> Gradients:
+def block_backward(rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionBackend) -> Gradients:
     """Compute the gradients through this block; dtypes as in ``block_forward``."""
-    q, k = rows.q, keys.k
-    backend = backend or select_backend("auto", q.device.type, q.dtype)
-    causal = _is_causal(q, k, kind)
-    if backend.backward is None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, *keys))
-        add_gradients_((dq, dk, dv), rows, keys, [_whole(q, k, kind)], scale, backend)
-        return dq, dk, dv
+    assert backend.backward is not None
+    causal = _is_causal(rows.q, keys.k, kind)
     rows, keys = Rows(*flip_if_anti(kind, *rows)), Keys(*flip_if_anti(kind, *keys))
     dq, dk, dv = flip_if_anti(kind, *backend.backward(rows, keys, causal, scale))
     return dq, dk, dv
@@ -89,10 +76,6 @@ def empty_results(rows: Sequence[int], q: Tensor, dtype: torch.dtype) -> tuple[T
     """Return the results over no key of rows ``[B, T, H]``: out ``[B, T, H, D]`` of 0 and lse of -inf."""
     out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)
     return out, torch.full(tuple(rows), float("-inf"), dtype=dtype, device=q.device)
-
-
-def _whole(q: Tensor, k: Tensor, kind: str) -> Tile:
-    return Tile(slice(0, q.shape[1]), slice(0, k.shape[1]), kind)
 
 
 def only_block(tiles: Sequence[Tile], rows: int, columns: int | None, backend: AttentionBackend) -> Tile | None:

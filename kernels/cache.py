@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.blocks import merged, with_sinks
+from runtime.tensors import accum_dtype
 
 UNSEEN = 1 << 62
 """Position of a row that no query sees."""
@@ -76,7 +77,7 @@ class KVCache:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend to the rows that each query sees, bool [B, T, S]; results as in ``KVCache.attend``."""
-    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
     tokens, heads = q.shape[1], k.shape[1]
     grouped = (q * scale).unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)  # [B, G, T H / G, D]
     hidden = ~seen[:, None, :, None]  # [B, 1, T, 1, S]

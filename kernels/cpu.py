@@ -26,6 +26,7 @@ from torch import Tensor
 from kernels import operators
 from kernels.blocks import CAUSAL, FULL, Gradients, Keys, Rows, Tile, halved, heads_first, merge_
 from kernels.operators import product
+from runtime.tensors import accum_dtype
 
 aten = torch.ops.aten
 Part = tuple[slice, slice, bool, Tensor | None]  # rows, columns, causal, mask
@@ -56,7 +57,7 @@ class Strips(NamedTuple):
         """Fold the attention of these tiles into running results, in place."""
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
         q, k, v = heads_first(q, *keys)
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = accum_dtype(q.dtype)
         for rows, columns, causal, mask in self._parts(q, k, tiles, wide, by_rows=True):
             for heads, groups in self._heads(q[:, :, rows], k[:, :, columns]):
                 at_keys = k[:, groups, columns], v[:, groups, columns]
@@ -135,7 +136,7 @@ def strip_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of a strip, whose additive ``mask`` may be None; causal, T may exceed S (aligned top left)."""
     # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = accum_dtype(q.dtype)
     q, k, v = (x.to(wide) for x in (q, k, v))
     if suits(q, k):
         return onednn_forward(q, k, v, causal, scale, mask)
@@ -144,7 +145,7 @@ def strip_forward(
 
 def strip_backward(rows: Rows, keys: Keys, causal: bool, scale: float, mask: Tensor | None) -> Gradients:
     """Return dq, dk and dv through a strip; arguments as of ``strip_forward``."""
-    wide = torch.promote_types(rows.q.dtype, torch.float32)
+    wide = accum_dtype(rows.q.dtype)
     rows, keys = Rows(*(x.to(wide) for x in rows)), Keys(*(x.to(wide) for x in keys))
     if suits(rows.q, keys.k):
         return onednn_backward(rows, keys, causal, scale, mask)
@@ -160,7 +161,7 @@ def is_faster(dtype: torch.dtype) -> bool:
     With several threads they are not: torch's kernel gives each its heads, and these would meet after every operator.
     """
     alone = torch.get_num_threads() == 1
-    return operators.ONEDNN and alone and torch.promote_types(dtype, torch.float32) == torch.float32
+    return operators.ONEDNN and alone and accum_dtype(dtype) == torch.float32
 
 
 def suits(q: Tensor, k: Tensor) -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
-from runtime.tensors import cached_on_device, constants, differentiable, to_device
+from runtime.tensors import accum_dtype, cached_on_device, constants, differentiable, to_device
 
 BACKENDS = ("chunked", "triton", "reference")
 SCAN_CHUNK = 64
@@ -199,7 +199,7 @@ def scan(
         out ``[B, T, H, E]``, empty if q is None, and final ``[B, H, D, E]`` in float32 or wider. out may be in v's
         dtype but with ``wide``, so that more can be added to it; here it always is in float32 or wider.
     """
-    dtype = torch.promote_types(k.dtype, torch.float32)
+    dtype = accum_dtype(k.dtype)
     chunks = chunks_of(k.shape[1], None if documents is None else tuple(documents), k.device)
     rates = constants(tuple(log_decay), dtype, k.device)
     place = torch.arange(SCAN_CHUNK, device=k.device)
@@ -263,7 +263,7 @@ def decayed_state(state: Tensor, log_decay: Sequence[float], tokens: int) -> Ten
 
 def state_after(k: Tensor, v: Tensor, log_decay: Sequence[float], left: Tensor) -> Tensor:
     """Compute what these tokens add to the state [B, H, D, E] after ``left`` [T] more tokens each, in any order."""
-    wide = torch.promote_types(k.dtype, torch.float32)
+    wide = accum_dtype(k.dtype)
     rates = constants(tuple(log_decay), wide, k.device)
     faded = k.to(wide) * (left[:, None] * rates).exp()[..., None]  # [B, T, H, D]
     return torch.einsum("bthd,bthe->bhde", faded, v.to(wide))
@@ -320,7 +320,7 @@ def _forward(
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = accum_dtype(q.dtype)
     return v.new_empty(v.shape), k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
 
 

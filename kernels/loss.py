@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from runtime.tensors import accum_dtype
+
 # Elements of the float32 copy alive at a time: 4 MiB fit a CPU's cache, 128 MiB keep a GPU busy.
 LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 
@@ -57,7 +59,7 @@ def _row_chunks(logits: Tensor) -> Iterator[slice]:
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, split: Split | None) -> Tensor:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
+        dtype = accum_dtype(logits.dtype)
         first, group = split or (0, None)
         valid = labels != ignore_index  # [N]
         here = valid if split is None else valid & (labels >= first) & (labels < first + logits.shape[1])
@@ -142,7 +144,7 @@ class _Gradients:
             for total, one in zip(self._sums, found, strict=True):
                 total += one
         else:
-            wide = [torch.promote_types(p.dtype, torch.float32) for p in self._wanted]
+            wide = [accum_dtype(p.dtype) for p in self._wanted]
             self._sums = [one.to(dtype, copy=True) for one, dtype in zip(found, wide, strict=True)]
         return out.detach()
 

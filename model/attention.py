@@ -18,6 +18,7 @@ from model.config import ModelConfig
 from model.layers import NORMS, JointRMSNorm, Linear, Rotary, ZeroCentredRMSNorm
 from model.windows import SoftmaxType, Window
 from runtime.errors import UserError
+from runtime.tensors import accum_dtype
 
 
 class Attend(Protocol):
@@ -103,7 +104,7 @@ def _of_last(q: Tensor, k: Tensor, v: Tensor, *, window: Window | None, sinks: T
         bias = bias.triu(seen - tokens - left)
     bias = bias[None, None]
     if sinks is not None:
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = accum_dtype(q.dtype)
         k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))  # a key and a value of 0 before the others
         scores = torch.zeros(bias.shape, dtype=wide, device=q.device).masked_fill(~bias, float("-inf"))
         sink = sinks.to(wide)[:, None, None].expand(heads, tokens, 1)

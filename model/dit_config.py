@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from runtime.errors import at_least, require, wrong
+from runtime.errors import at_least, divisors, require, wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +60,15 @@ class DiTConfig:
         require(self, whole, "latent_shape", must)
         *_, height, width = shape
         if height % self.patch_size or width % self.patch_size:
-            fitting = _fitting(math.gcd(height, width))
+            fitting = ", ".join(map(str, divisors(math.gcd(height, width))))
             must = f"it must divide height {height} and width {width} of latent_shape; {fitting} would"
             raise wrong(self, "patch_size", must)
         frames = shape[1] if self.video else 1
         if frames % self.patch_size_t:
             must = "images have no frames; leave it out, or give latent_shape four numbers"
             if self.video:
-                must = f"it must divide the frames {frames} of latent_shape; {_fitting(frames)} would"
+                fitting = ", ".join(map(str, divisors(frames)))
+                must = f"it must divide the frames {frames} of latent_shape; {fitting} would"
             raise wrong(self, "patch_size_t", must)
 
     @property
@@ -116,7 +117,3 @@ class DiTConfig:
     def out_width(self) -> int:
         """Elements that the model predicts for a patch: frames x height x width x (twice the) channels."""
         return self.patch_width * (2 if self.learn_sigma else 1)
-
-
-def _fitting(size: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)

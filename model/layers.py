@@ -15,6 +15,7 @@ from kernels.cache import States
 from kernels.operators import Activation, gated, linear, rotate
 from model.rope import RopeConfig, frequencies
 from model.windows import Window
+from runtime.tensors import accum_dtype
 
 # Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
 # x and one number per token. Hugging Face also rounds before the weight, which changes a quarter of bf16 outputs.
@@ -29,7 +30,7 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Normalise x; by another ``weight`` under tensor parallelism, where the module's own is a DTensor."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = accum_dtype(x.dtype)
         weight = self.scale * (1 + (self.weight if weight is None else weight).to(wide))
         return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
 
@@ -80,7 +81,7 @@ class Rotary:
         self.positions = positions
         turns, scale = frequencies(rope, channels, positions)  # [R/2]
         angles = positions.to(torch.float64)[..., None, None] * turns  # [T, 1, R/2] or [B, T, 1, R/2]
-        dtype = torch.promote_types(dtype, torch.float32)
+        dtype = accum_dtype(dtype)
         self.cos, self.sin = ((scale * part).to(dtype) for part in (angles.cos(), angles.sin()))
         self.local: Rotary | None = None
         """The rotation of layers with a window, where it is another."""

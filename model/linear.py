@@ -31,6 +31,7 @@ from kernels.operators import gated
 from model.attention import LinearAttend, LinearCore, refuse_mask
 from model.config import ModelConfig
 from model.layers import Linear, RMSNorm, Rotary
+from runtime.tensors import accum_dtype
 
 L2_EPSILON = 1e-6
 """Added to the squares of queries and keys before they are normalised."""
@@ -78,7 +79,7 @@ class LRPE(nn.Module):
         """
         angles = (self.theta if theta is None else theta).unflatten(0, (-1, self.head_dim)).double()  # [H, D]
         turns = torch.remainder(angles * positions[..., None, None], 2 * math.pi)  # exact far beyond float32's reach
-        turns = turns.to(torch.promote_types(q.dtype, torch.float32))  # [T, H, D] or [B, T, H, D]
+        turns = turns.to(accum_dtype(q.dtype))  # [T, H, D] or [B, T, H, D]
         cos, sin = turns.cos(), turns.sin()
         q, k = (torch.cat((x * cos, x * sin), dim=-1).to(x.dtype) for x in (q, k))
         return q, k
@@ -203,7 +204,7 @@ class Gates(nn.Module):
         """Return [B, T, H], or [B, T, H, D], of these heads; by their parameters, where a device holds some of them."""
         A_log = self.A_log if A_log is None else A_log
         dt_bias = self.dt_bias if dt_bias is None else dt_bias
-        rates = F.softplus(a.to(torch.promote_types(a.dtype, torch.float32)) + dt_bias)
+        rates = F.softplus(a.to(accum_dtype(a.dtype)) + dt_bias)
         if self.channels == 1:
             return -A_log.exp() * rates
         return -A_log.exp()[:, None] * rates.unflatten(-1, (-1, self.channels))
@@ -295,7 +296,7 @@ class DeltaAttention(nn.Module):
 
 def normalised(x: Tensor, scale: float = 1.0) -> Tensor:
     """Return each head's x [..., D] with norm ``scale``, computed in float32 or wider, in x's dtype."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(accum_dtype(x.dtype))
     return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPSILON))).to(x.dtype)
 
 

@@ -14,7 +14,7 @@ from kernels.delta.chunks import CHUNK
 from kernels.delta.rule import GPU_CHUNKS
 from parallel.context.linear import segments as schedules
 from parallel.context.linear.halo import halo_traffic
-from parallel.context.linear.segments import cut, parts
+from parallel.context.linear.segments import parts
 from parallel.context.plan import Plan
 from planner.attention_cost import GB, MICRO, Sent, transfer_seconds
 from planner.cluster import Cluster
@@ -148,7 +148,7 @@ class DeltaCost:
             work = Counter[int]()
             for one in messages:
                 columns = of.value_dim + of.key_dim * (not one.state)
-                work[one.peer] += len(one.targets) * self.batch * of.heads * of.key_dim**2 * columns
+                work[one.peer] += self.batch * of.heads * of.key_dim**2 * columns
             joined = max(Counter(one.peer for one in messages).values(), default=0)
             seconds += 2 * max(work.values(), default=0) / self._rate + joined * self.cluster.launch_us * MICRO
         return seconds
@@ -176,17 +176,11 @@ class DeltaCost:
         return seconds
 
 
-LONGEST_GATHER = 64
-"""Parts of a document up to which the schedule ``gather`` is considered: its bytes grow with their square."""
-
-
 def fastest_schedule(cost: DeltaCost) -> schedules.Schedule:
     """Return the schedule of fewest seconds, forward and backward; of equals the chain."""
-    longest = max(map(len, cut(cost.plan)), default=0)
-    names = [name for name in schedules.SCHEDULES if name != "gather" or longest <= LONGEST_GATHER]
 
     def seconds(name: schedules.Schedule) -> float:
         one = replace(cost, schedule=name)
         return one.forward() + one.backward()
 
-    return min(names, key=seconds)
+    return min(schedules.SCHEDULES, key=seconds)

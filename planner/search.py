@@ -15,7 +15,7 @@ from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, untri
 from planner.step_cost import Prediction, step_seconds
 from planner.step_memory import Arrangement, StepShape, memory_of, pinned
 from planner.workload import typical_documents, with_softmax_layers, workload_of
-from runtime.errors import UserError
+from runtime.errors import UserError, divisors
 from runtime.progress import Progress
 from train.config.common import CommonConfig
 from train.config.derive import with_joined_ranks
@@ -158,7 +158,7 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
     if size == 1:
         yield base
         return
-    degrees = [degree for degree in range(1, size) if size % degree == 0]
+    degrees = divisors(size)[:-1]
     for name, method in METHODS.items():
         if method.needed_only and not config.packed:
             continue  # of one document it brings nothing
@@ -185,7 +185,7 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
 
 def arrangements(config: C, world_size: int) -> Iterator[C]:
     """Yield every tp x pp x cp (the rest is dp), without a method."""
-    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    sizes = divisors(world_size)
     for tp, pp, cp in product(sizes, sizes, sizes):
         if world_size % (tp * pp * cp) == 0:
             mesh = replace(

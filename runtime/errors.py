@@ -1,7 +1,7 @@
 """The base of every error that a user can cause, checks that name a field and its value, and names that were meant."""
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 
 class UserError(ValueError):
@@ -57,6 +57,11 @@ def at_least(of: object, least: float, *names: str) -> None:
         require(of, value is None or value >= least, name, f"it must be {least} or more")
 
 
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, in their order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def nearest(value: int, fits: Iterable[int]) -> str:
     """Name the largest of ``fits`` below a value and the smallest above it, as far as they are there."""
     others = sorted(fits)
@@ -75,6 +80,12 @@ OTHERS_WORDS = {
     "--max-steps": "--train-iters",
 }
 """Other programs' words for our flags."""
+
+
+def first_few(names: Sequence[str], most: int = 3) -> str:
+    """List the first few names, and say how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def did_you_mean(name: str, known: Collection[str], answers: Mapping[str, str] | None = None) -> str | None:

@@ -63,6 +63,11 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of this one are summed: float32, or float64 of float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host; on a GPU in order with the current stream alone."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)

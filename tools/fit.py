@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from runtime import __version__
-from runtime.errors import UserError
+from runtime.errors import UserError, divisors
 from runtime.progress import counted
 from train.config import diffusion, language
 from train.config.common import CommonConfig
@@ -76,7 +76,7 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
     own = config.mesh.context_parallel_size
     sizes = [own]
     if not any(flag.split("=")[0] == "--context-parallel-size" for flag in flags):
-        sizes = sorted((n for n in range(1, size + 1) if size % n == 0), key=lambda n: (n != own, abs(n - own)))
+        sizes = sorted(divisors(size), key=lambda n: (n != own, abs(n - own)))
     for ranks in sizes:
         try:
             ENTRIES[entry].validate(replace(config, mesh=replace(config.mesh, context_parallel_size=ranks)), size)

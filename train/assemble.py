@@ -95,7 +95,7 @@ class Run(Generic[C_co]):
         train = self.config.train
         sequences, tokens = self.objective.first_input(train.micro_batch_size)[1].shape[:2]
         shape = (sequences, tokens // self.mesh.tp.size(), self.config.model.hidden_size)
-        return torch.empty(shape, dtype=torch.bfloat16 if train.bf16 else torch.float32, device="meta")
+        return torch.empty(shape, dtype=train.dtype, device="meta")
 
     def summary(self, model: str, method: str, samples: str) -> str:
         """Describe in one line the model, the mesh and the data."""

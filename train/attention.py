@@ -99,7 +99,7 @@ def _linear_context_of(
     config: Config, group: dist.ProcessGroup | None, multiple: int, links: Transport | None
 ) -> tuple[ContextParallel, LinearAttend]:
     """Set up linear attention by the method, or on one process with whole sequences."""
-    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
+    dtype = config.train.dtype
     backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: PlanHandle | None = None) -> Tensor:
@@ -140,8 +140,7 @@ def softmax_context(
         cp = context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal)
         # Without a causal mask, tokens would attend to the padding that tp asks for.
         return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
-    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
-    select_backend(backend, config.mesh.device_type, dtype)
+    select_backend(backend, config.mesh.device_type, config.train.dtype)
     width = config.model.head_dim
     if config.mesh.device_type == "cuda" and backend != "reference" and width > 256:
         raise ConfigError(
@@ -164,7 +163,7 @@ def softmax_context(
     if (
         config.mesh.context_parallel_size > 1
         or config.packed
-        or not takes_whole(backend, config.mesh.device_type, dtype)
+        or not takes_whole(backend, config.mesh.device_type, config.train.dtype)
     ):
         return cp, cp.attend
     return cp, _whole(cp, alone) if config.causal or cp.plan.padded_len == length else cp.attend
@@ -173,7 +172,7 @@ def softmax_context(
 def kernel_lines(config: CommonConfig) -> list[str]:
     """Say in a line which attention kernel runs and, on a GPU, which cuDNN is loaded; in another, if it is slow."""
     device, asked, model = config.mesh.device_type, config.context.attention_backend, config.model
-    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
+    dtype = config.train.dtype
     linear, own = getattr(model, "linear_attention", False), getattr(model, "own_softmax_layout", False)
     said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
     if isinstance(model, ModelConfig) and model.traits.delta:

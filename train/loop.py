@@ -116,8 +116,7 @@ class Trainer:
         stop.request = request or stop.request
         stop.request.works = True
         if not self.peak_flops:
-            dtype = torch.bfloat16 if config.train.bf16 else torch.float32
-            self.peak_flops = peak_flops(self.run.mesh.device, dtype)
+            self.peak_flops = peak_flops(self.run.mesh.device, config.train.dtype)
         there = None if self.valid_data is None else len(self.valid_data)
         if note := few_samples(progress.iteration, config.train, there, self.run.validation_samples):
             say(note)

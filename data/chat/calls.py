@@ -34,7 +34,7 @@ def _listed(name: str, value: Any) -> list[Any] | None:
     if value is None or value == "":
         return None
     if isinstance(value, str):
-        value = _parsed(f"it has {name}", value)
+        value = parsed(f"it has {name}", value)
         if value is None:
             return None
     if isinstance(value, dict):
@@ -51,7 +51,7 @@ def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
     """
     calls, older = turn.get("tool_calls"), turn.get("function_call")
     if isinstance(calls, str) and calls.strip():
-        calls = _parsed(f"{where} has tool_calls", calls)
+        calls = parsed(f"{where} has tool_calls", calls)
     if not says_nothing(calls) and not says_nothing(older):
         raise DataError(f"{where} has tool_calls and function_call, which say the same; leave one out")
     if not says_nothing(older):
@@ -101,21 +101,21 @@ def _content(turn: Mapping[str, Any]) -> Any:
 def spoken_calls(where: str, content: Any) -> list[Call]:
     """Return the calls that a turn of ShareGPT's role function_call has as its text: the JSON of one, or of several."""
     if isinstance(content, str):
-        content = _parsed(f"{where} is a call of a function and", content)
+        content = parsed(f"{where} is a call of a function and", content)
     return _called(where, content)
 
 
 def _called(where: str, calls: Any) -> list[Call]:
     """Return bare calls, each a name and its arguments, as templates take them."""
     if isinstance(calls, str):
-        calls = _parsed(f"{where} has function_call", calls)
+        calls = parsed(f"{where} has function_call", calls)
     called: list[Call] = []
     for call in calls if isinstance(calls, list) else [calls]:
         _check(where, call)
         function = dict(call.get("function", call))
         function.setdefault("arguments", function.pop("parameters", {}))
         if isinstance(function["arguments"], str):
-            function["arguments"] = _parsed(f"{where} calls {function['name']} and", function["arguments"])
+            function["arguments"] = parsed(f"{where} calls {function['name']} and", function["arguments"])
         called.append({"type": "function", "function": function})
     return called
 
@@ -131,7 +131,8 @@ def _check(where: str, call: Any) -> None:
         )
 
 
-def _parsed(what: str, text: str) -> Any:
+def parsed(what: str, text: str) -> Any:
+    """Return the value of a JSON text; in a DataError ``what`` names it."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ from typing import IO, Literal
 import numpy as np
 
 from data.chat.keys import Reads
-from data.chat.rows import Conversation, conversation_of
+from data.chat.rows import conversation_of
 from data.chat.template import ChatTemplate, UnboundedError
 from data.text.corpus import Row
 from data.text.indexed import write_index
@@ -71,8 +71,9 @@ def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer,
     counts = Counter(read=len(batch))
     for where, row in batch:
         try:
-            conversation = _usable(row)
-            encoded = template.encode(tokenizer, conversation)
+            if isinstance(row, DataError):
+                raise row
+            encoded = template.encode(tokenizer, row)
             if chat.strict and encoded.told:
                 raise DataError(f"has {', and '.join(encoded.told)}; remove it, or leave out --strict")
             parts = _pieces(encoded.ids, encoded.learned, chat)
@@ -83,7 +84,7 @@ def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer,
             continue
         counts.update(f"{UNREAD}{key}" for key in encoded.told)
         counts.update(f"{END}{token}" for token in encoded.ends)
-        counts[TURNS] += sum(conversation.learned)
+        counts[TURNS] += sum(row.learned)
         fits = len(encoded.ids) <= chat.seq_length
         done = "kept" if fits else "split" if chat.too_long == "split" else "truncated"
         with_loss = [(part, mask) for part, mask in parts if mask.any()]
@@ -94,12 +95,6 @@ def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer,
     masks = np.concatenate([np.zeros(0, bool), *(mask for _, mask in pieces)])
     joined_ids, lengths = joined(tokenizer, [part for part, _ in pieces])
     return Tokens(ids=joined_ids, lengths=lengths, learned=masks.astype(np.uint8), counts=counts, refused=refused)
-
-
-def _usable(row: Conversation | DataError) -> Conversation:
-    if isinstance(row, DataError):
-        raise row
-    return row
 
 
 def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -1,12 +1,11 @@
 """Turns of conversations, from ShareGPT's and OpenAI's rows, with what else a chat template is given of them."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.chat.calls import CALL_ROLES, calls_of, spoken_calls, tools_of, with_calls_joined
+from data.chat.calls import CALL_ROLES, calls_of, parsed, spoken_calls, tools_of, with_calls_joined
 from data.chat.keys import MARKS, MASKED, THOUGHTS, Reads, is_unread, mark_of, refuse_pictures, says_nothing
 from runtime.errors import DataError
 
@@ -154,10 +153,7 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
     """
     given = row.get("chat_template_kwargs")
     if isinstance(given, str) and given.strip():
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"it has chat_template_kwargs that are not JSON ({error}); repair it") from error
+        given = parsed("it has chat_template_kwargs", given)
     if not says_nothing(given) and not isinstance(given, dict):
         raise DataError(f"it has chat_template_kwargs {given!r:.40}; they must be an object of variables")
     variables: dict[str, Any] = {}

@@ -10,7 +10,7 @@ A template is a program of other people: it is compiled and called within bounds
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -134,7 +134,7 @@ class ChatTemplate:
         a text spells a special token.
         """
         self.refuse_spelled(tokenizer, conversation)
-        text = self._text(conversation.turns, conversation)
+        text = self.render(conversation.turns, variables=conversation.variables)
         # Begin and end of what is generated, and of a turn's number.
         marks = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:4]
         if len(marks) < 4:
@@ -167,16 +167,6 @@ class ChatTemplate:
     def _source(self, tools: Any) -> str:
         return self.source if tools is None or self.tool_use is None else self.tool_use
 
-    def _text(
-        self,
-        turns: Sequence[Turn],
-        conversation: Conversation,
-        prompt: bool = False,
-        marks: Sequence[str] = ("", ""),
-    ) -> str:
-        """Return the text of turns with what the template is given beside those of a conversation."""
-        return self.render(turns, prompt, (marks[0], marks[1]), conversation.variables)
-
     def _owners(
         self, conversation: Conversation, text: str, marks: Sequence[str]
     ) -> tuple[list[int | None] | None, list[str]]:
@@ -188,9 +178,14 @@ class ChatTemplate:
         """
         stand_ins = StandIns(conversation, marks[2], marks[3])
         dates: list[str] = []
+
+        def today(form: str) -> str:
+            dates.append(form)
+            return form
+
         variables = dict(stand_ins.variables)
         if TODAY in self.reads.variables:
-            variables[TODAY] = _noting(dates)
+            variables[TODAY] = today
         marked = self.render(stand_ins.turns, marks=(marks[0], marks[1]), variables=variables)
         written, spans = between(marked, marks)
         places = stand_ins.places(written)
@@ -224,12 +219,13 @@ class ChatTemplate:
         """
         by_marks = None
         if owners is not None and "endgeneration" in self._source(conversation.variables.get("tools")):
-            marked, spans = between(self._text(conversation.turns, conversation, marks=marks), marks)
+            marked = self.render(conversation.turns, marks=(marks[0], marks[1]), variables=conversation.variables)
+            marked, spans = between(marked, marks)
             if marked == text and spans:  # marks change nothing else
                 by_marks = spans_of_turns(spans, owners, conversation)
         if by_marks is not None:
             yield by_marks
-        render = partial(self._prefix, conversation)
+        render = partial(self.render, variables=conversation.variables)
         by_prefixes = spans_by_prefixes(render, conversation, text)
         if isinstance(by_prefixes, dict):
             yield [[span] for span in by_prefixes.values()]
@@ -241,19 +237,6 @@ class ChatTemplate:
                 "{% endgeneration %} around them, take a template that is made for training, as TRL's, or mark turns "
                 'that are not to be learned with "train": false'
             )
-
-    def _prefix(self, conversation: Conversation, turns: Sequence[Turn], prompt: bool) -> str:
-        return self._text(turns, conversation, prompt)
-
-
-def _noting(dates: list[str]) -> Callable[[str], str]:
-    """Return a function that notes each form of a date that it is asked for, and writes the form itself."""
-
-    def written(form: str) -> str:
-        dates.append(form)
-        return form
-
-    return written
 
 
 @lru_cache(maxsize=16)

@@ -108,9 +108,7 @@ def _colours(image: "Image") -> "Image":
     if image.mode in _DEEP or image.mode in ("I", "F"):
         converted = Image.fromarray(_one_deep_channel(image))
     elif image.has_transparency_data:
-        colours = image.convert("LA") if image.mode == "La" else image
-        colours = colours.convert("RGBA")
-        converted = Image.alpha_composite(Image.new("RGBA", image.size, "white"), colours).convert("RGB")
+        converted = Image.alpha_composite(Image.new("RGBA", image.size, "white"), _rgba(image)).convert("RGB")
     else:
         converted = image.convert("RGB")
     if 0x0112 in image.getexif():
@@ -155,9 +153,11 @@ def _hides(image: "Image") -> bool:
         return False
     if image.mode in _DEEP or image.mode == "I":
         return bool((np.asarray(image) == image.info["transparency"]).any())
-    colours = image.convert("LA") if image.mode == "La" else image
-    alpha = np.asarray(colours.convert("RGBA").getchannel("A"))
-    return bool((alpha < 255).any())
+    return bool((np.asarray(_rgba(image).getchannel("A")) < 255).any())
+
+
+def _rgba(image: "Image") -> "Image":
+    return (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
 
 
 def _has_other_profile(image: "Image") -> bool:

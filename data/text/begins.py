@@ -1,10 +1,9 @@
 """Begin tokens of prepared documents: what their records say, and which files go together."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from data.text.indexed import prepared_record
 from data.tokenizer import Tokenizer
 from runtime.errors import DataError
 
@@ -44,11 +43,8 @@ def check_begins(prefixes: Sequence[str], tokenizer: Tokenizer) -> str | None:
 
 def _prepared(prefix: str) -> dict[str, Any] | None:
     """Return what the record beside a prefix says of documents of text, None if there is none."""
-    try:
-        prepared = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))["prepared"]
-        return dict(prepared) if prepared["conversations"] is None else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    prepared = prepared_record(prefix)
+    return prepared if prepared.get("conversations", "unknown") is None else None
 
 
 def _named(begin: Sequence[int], tokenizer: Tokenizer) -> str:

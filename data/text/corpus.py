@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.text.files import ROW_ENDINGS, form_of, opened, text_of
-from runtime.errors import DataError
+from runtime.errors import DataError, first_few
 from runtime.files import sha256
 
 HUB = "hf:"
@@ -92,11 +92,9 @@ def _text(where: str, found: Any, key: str) -> str:
         what = _name_of(found)
         raise DataError(f'{where}: holds {what}, not an object with its text under "{key}"; repair it')
     if key not in found:
-        fields = ", ".join(json.dumps(name, ensure_ascii=False) for name in list(found)[:8]) or "none"
-        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        fields = first_few([json.dumps(name, ensure_ascii=False) for name in found], 8) or "none"
         raise DataError(
-            f'{where}: has no field "{key}"; its fields are {fields}{more}: name the one that holds the text with '
-            "--json-keys"
+            f'{where}: has no field "{key}"; its fields are {fields}: name the one that holds the text with --json-keys'
         )
     if not isinstance(text := found[key], str):
         what = _name_of(text)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -92,14 +93,10 @@ class Indexed:
 
     def check_tokenizer(self, path: str, sha256: str, settings: str | None) -> None:
         """Raise DataError if the record of tools/prepare_data.py beside the pair names another tokenizer."""
-        record = Path(f"{self.prefix}.json")
-        if not record.is_file():
+        prepared = prepared_record(self.prefix)
+        if "tokenizer_sha256" not in prepared:
             return  # written by another tool
-        try:
-            prepared = json.loads(record.read_text(encoding="utf-8"))["prepared"]
-            noted, noted_settings = prepared["tokenizer_sha256"], prepared.get("tokenizer_settings")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return  # no record of ours
+        noted, noted_settings = prepared["tokenizer_sha256"], prepared.get("tokenizer_settings")
         if noted != sha256:
             raise DataError(
                 f"tokenizer {path} is damaged or another than the one that wrote {self.prefix}.bin (SHA-256 "
@@ -110,6 +107,15 @@ class Indexed:
                 f"files beside tokenizer {path}, such as tokenizer_config.json, give it other special tokens or "
                 f"settings than it had as {self.prefix}.bin was written; put them back, or {_REWRITE}"
             )
+
+
+def prepared_record(prefix: str) -> dict[str, Any]:
+    """Return what the record of tools/prepare_data.py beside a pair says of it; {} if there is none of ours."""
+    record = Path(f"{prefix}.json")
+    try:
+        return dict(json.loads(record.read_text(encoding="utf-8"))["prepared"]) if record.is_file() else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:

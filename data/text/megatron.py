@@ -185,7 +185,6 @@ class _Source:
         self.indexed: Indexed = open_indexed(self.prefix)
         if check:
             check_indexed(self.prefix, entries, missing=self.missing)
-        if check:
             self.indexed.check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
         self.lengths = self.indexed.document_lengths
         if check and self.indexed.is_lumped:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.tensors import accum_dtype
+
 CHUNK = 64
 _SOLVED = 16
 """Width of the diagonal blocks that a triangular solver inverts."""
@@ -255,7 +257,7 @@ def _before(x: Tensor) -> Tensor:
 
 def _chunked(x: Tensor, heads: int) -> Tensor:
     """Map ``[B, T, H, X]`` to ``[N, G, n, C, X]`` in float32 or wider, padded with zeros, which change no state."""
-    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK)).to(torch.promote_types(x.dtype, torch.float32))
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK)).to(accum_dtype(x.dtype))
     x = x.unflatten(2, (heads, -1)).unflatten(1, (-1, CHUNK))  # [B, N, C, Hk, n, X]
     return x.permute(1, 0, 3, 4, 2, 5).flatten(1, 2).contiguous()
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear_attention import check_sequence
+from runtime.tensors import accum_dtype
 
 _SLAB = 1 << 17
 """Elements that a CPU takes at a time, so that its cache holds them for all K products."""
@@ -117,7 +118,7 @@ def _(dout: Tensor, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _taps(rows: Tensor, weight: Tensor) -> Tensor:
     """Return the weight ``[K, C]`` in float32 or wider."""
-    return weight.T.to(torch.promote_types(rows.dtype, torch.float32), memory_format=torch.contiguous_format)
+    return weight.T.to(accum_dtype(rows.dtype), memory_format=torch.contiguous_format)
 
 
 def _out_shape(rows: Tensor, weight: Tensor) -> tuple[int, int, int]:

@@ -15,8 +15,6 @@ else is computed again in the backward.
 
 import math
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,9 +26,9 @@ from kernels.delta.chunks import CHUNK
 from kernels.linear_attention import check_sequence
 from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
-from runtime.tensors import differentiable, to_device
+from runtime.tensors import accum_dtype, differentiable
 
-DELTA_BACKENDS = ("chunked", "triton", "fla", "reference")
+DELTA_BACKENDS = ("chunked", "triton", "reference")
 CPU_CHUNKS, GPU_CHUNKS = 32, 4096
 """Chunks of all rows in one slab."""
 WIDEST = 256
@@ -70,8 +68,6 @@ def delta_rule(
     name = select_delta_backend(backend, q.device.type, q.dtype, per_channel=g.ndim == 4, width=q.shape[-1])
     if name == "reference":
         return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
-    if name == "fla":
-        return by_fla((q, k, v, g, beta), state, documents)
     out, states = torch.ops.longmesh.delta_rule(q, k, v, gates_with_resets(g, documents), beta, state, name)
     return out, states[-1]
 
@@ -96,34 +92,6 @@ def check(inputs: tuple[Tensor, ...], state: Tensor | None = None, documents: Se
     check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
 
 
-def by_fla(inputs: tuple[Tensor, ...], state: Tensor | None, documents: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """Compute the rule by flash-linear-attention (fla.ops.gated_delta_rule), with a gate per head; differentiable.
-
-    It takes 16-bit operands and differences of summed gates, and passes no states between ranks. Documents lie behind
-    each other in one row.
-    """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    q, k, v, g, beta = inputs
-    batch, length = v.shape[:2]
-    apart = documents is not None and len(documents) > 2
-    more: dict[str, Tensor] = {}
-    if documents is not None and apart:
-        count = len(documents) - 1
-        ends = [row * length + end for row in range(batch) for _, end in pairwise(documents)]
-        more["cu_seqlens"] = to_device(torch.tensor([0, *ends]), v.device)
-        q, k, v, g, beta = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
-        if state is not None:  # of each row's first document
-            later = state.new_zeros(batch, count - 1, *state.shape[1:])
-            state = torch.cat((state[:, None], later), 1).flatten(0, 1)
-    out, final = chunk_gated_delta_rule(
-        q, k, v, g, beta, scale=1.0, initial_state=state, output_final_state=True, **more
-    )  # fmt: skip
-    if apart:
-        out, final = out[0].unflatten(0, (batch, length)), final.unflatten(0, (batch, -1))[:, -1]
-    return out, final
-
-
 def select_delta_backend(
     name: str,
     device_type: str = "cpu",
@@ -136,8 +104,7 @@ def select_delta_backend(
 
     ``chunked`` is torch on any device, ``reference`` goes token by token. ``triton`` has kernels for a GPU, with gates
     per head and keys of up to 256 channels: ``auto`` takes it there for 16-bit inputs that are so, and ``chunked`` for
-    gates per channel, wider keys and float32, whose products by TF32 are slower than torch's. ``fla`` is
-    flash-linear-attention, for whole documents on a GPU; ``auto`` never takes it, as strong gates cost it digits.
+    gates per channel, wider keys and float32, whose products by TF32 are slower than torch's.
 
     Raises:
         UserError: the backend does not exist, or cannot take these inputs.
@@ -149,17 +116,16 @@ def select_delta_backend(
         raise UserError(
             f"attention_backend is {name!r}, which has no delta rule; use auto, {', '.join(DELTA_BACKENDS)}"
         )
-    if name in ("triton", "fla"):
-        here = interpreted() if name == "triton" else False
+    if name == "triton":
         problems = {
-            "is not installed": not (has_triton() if name == "triton" else find_spec("fla")),
-            f"needs a cuda device and this one is {device_type}": device_type != "cuda" and not here,
+            "is not installed": not has_triton(),
+            f"needs a cuda device and this one is {device_type}": device_type != "cuda" and not interpreted(),
             f"takes no {dtype} in the delta rule": dtype not in (torch.bfloat16, torch.float16, torch.float32),
             "takes gates per head in the delta rule, and these are per channel": per_channel,
             f"takes keys of up to {WIDEST} channels in the delta rule, and these have {width}": width > WIDEST,
         }
         for problem in (text for text, found in problems.items() if found):
-            raise UserError(f"attention_backend {name} {problem}; use auto or chunked")
+            raise UserError(f"attention_backend triton {problem}; use auto or chunked")
     return name
 
 
@@ -177,8 +143,6 @@ def kernel_of(backend: str, k: Tensor, g: Tensor) -> tuple[Callable[..., None], 
     """Return a slab's forward and backward, as ``kernels.delta.chunks`` has them; ``reference`` takes these."""
     asked = "chunked" if backend == "reference" else backend
     name = select_delta_backend(asked, k.device.type, k.dtype, per_channel=g.ndim == 4, width=k.shape[-1])
-    if name == "fla":
-        raise UserError("backend fla passes no states between ranks; use auto, triton or chunked")
     if name == "triton":
         from kernels.triton import delta, delta_backward
 
@@ -255,7 +219,7 @@ def _slabs(k: Tensor, v: Tensor) -> list[slice]:
 
 
 def _zero_state(k: Tensor, v: Tensor) -> Tensor:
-    wide = torch.promote_types(k.dtype, torch.float32)
+    wide = accum_dtype(k.dtype)
     return v.new_zeros((v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]), dtype=wide)
 
 

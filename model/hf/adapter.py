@@ -1,6 +1,5 @@
 """Adapters of a model (``model.lora``) from and to PEFT's adapter_config.json and adapter_model.safetensors."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from model.hf.folder import (
     naming,
     read_json,
     shown,
+    write_json,
     write_weights,
 )
 from model.hf.llama import LLAMA
@@ -86,7 +86,7 @@ def write_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG, contents)
     metas, whole = {theirs: ours[name] for theirs, name in stored.items()}, finite(read)
     write_weights(folder / WEIGHTS, metas, lambda theirs: whole(stored[theirs]))
     return len(stored) // 2

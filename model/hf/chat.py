@@ -1,20 +1,16 @@
 """Files of a folder that say how a model of conversations is asked, and where its turns end."""
 
-import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.hf.folder import TOKENIZERS, inside, read_json
+from model.hf.folder import TOKENIZER_FILES, inside, read_json, write_json
 
 GENERATION = "generation_config.json"
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EOS = "eos_token_id"
-_TOKENIZER_FILES = (
-    *TOKENIZERS, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-)  # fmt: skip
 _ADDITIONAL = "additional_chat_templates"
 
 
@@ -51,7 +47,7 @@ def write_chat(folder: Path, chat: Mapping[str, Any], contents: Mapping[str, Any
     ends = list(dict.fromkeys([*chat["ends"], *(eos_ids(settings) or eos_ids(contents))]))
     if ends:
         settings[EOS] = ends[0] if len(ends) == 1 else ends
-        _write(folder / GENERATION, settings)
+        write_json(folder / GENERATION, settings, ensure_ascii=False)
     if chat["chat_template"] is not None:
         (folder / TEMPLATE).write_text(chat["chat_template"], encoding="utf-8")
         (folder / "chat_template.json").unlink(missing_ok=True)
@@ -61,18 +57,14 @@ def write_chat(folder: Path, chat: Mapping[str, Any], contents: Mapping[str, Any
         if (folder / TOKENIZER_CONFIG).is_file():
             config = read_json(folder / TOKENIZER_CONFIG)
             if config.pop("chat_template", None) is not None:
-                _write(folder / TOKENIZER_CONFIG, config)
+                write_json(folder / TOKENIZER_CONFIG, config, ensure_ascii=False)
     return ends
 
 
 def carry_tokenizer(source: Path, target: Path) -> None:
     """Copy the files of a tokenizer alone, in the place of those that are there. UserError as of ``carry``."""
-    names: Sequence[str] = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         (target / name).unlink(missing_ok=True)
-    for name in names:
-        shutil.copyfile(inside(source, name), target / name)
-
-
-def _write(path: Path, contents: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(inside(source, name), target / name)

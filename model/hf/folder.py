@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.errors import UserError
+from runtime.errors import UserError, first_few
 from runtime.files import replacing
 
 CONFIG = "config.json"
@@ -21,11 +21,10 @@ INDEX = f"{WEIGHTS}.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHT_FILES = (".safetensors", ".index.json", *PICKLES)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-CARRIED = (
-    *TOKENIZERS,
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
+TOKENIZER_FILES = (
+    *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+)  # fmt: skip
+CARRIED = (*TOKENIZER_FILES, "chat_template.jinja", "chat_template.json", "generation_config.json")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 """Dtypes of weights, with safetensors' names."""
 Read = Callable[[str], Tensor]
@@ -54,6 +53,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise UserError(f"{path} holds no JSON object; download it again")
     return contents
+
+
+def write_json(path: Path, contents: Mapping[str, Any], *, ensure_ascii: bool = True) -> None:
+    """Write a JSON object, as transformers lays it out."""
+    path.write_text(json.dumps(contents, indent=2, ensure_ascii=ensure_ascii) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -128,8 +132,7 @@ def check_described(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> 
     missing, unknown = sorted(like.keys() - state.keys()), sorted(state.keys() - like.keys())
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(f"The state dict {problem} {', '.join(names[:3])}{more}; it is not of this configuration")
+            raise UserError(f"The state dict {problem} {first_few(names)}; it is not of this configuration")
     for name, weight in like.items():
         if (shape := state[name].shape) != weight.shape:
             raise UserError(f"{name} has shape {tuple(shape)}; the configuration makes it {tuple(weight.shape)}")
@@ -204,8 +207,7 @@ class Weights(Mapping[str, Tensor]):
                 )
             self.files |= dict.fromkeys(held, path)
         if passed := [name for name in beside if whole or name != INDEX]:
-            more = f" and {len(passed) - 3} more" if len(passed) > 3 else ""
-            tell(f"note: {folder}: {', '.join(passed[:3])}{more} passed over, as transformers does; {files[0]} is read")
+            tell(f"note: {folder}: {first_few(passed)} passed over, as transformers does; {files[0]} is read")
 
     def __getitem__(self, name: str) -> Tensor:
         with _opened(self.files[name]) as file:
@@ -319,8 +321,8 @@ def write_model(
             "metadata": {"total_size": sum(one.nbytes for one in weights.values())},
             "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / INDEX, index)
+    write_json(folder / CONFIG, contents)
     return [folder / file for file in names]
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from kernels.linear_attention import check, linear_attention
 from parallel.context.executor import Executor, StagedExecutor
 from parallel.context.layout import ContextError, Window
-from parallel.context.linear.attention import DeltaAttention, DeltaHeads
+from parallel.context.linear.attention import DeltaAttention
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor
@@ -147,9 +147,7 @@ class ContextParallel:
             self._executor = StagedExecutor(self.transport, backend, self._heads, stages)
             self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges
         self._state_executor = StateExecutor(self.transport, backend)
-        self._delta_executor: DeltaExecutor | DeltaHeads = DeltaExecutor(self.transport, backend)
-        if geometry.options.delta_rule_schedule == "ulysses":
-            self._delta_executor = DeltaHeads(self._heads, self._delta_executor.backend)
+        self._delta_executor = DeltaExecutor(self.transport, backend)
         self._convolution = Convolution(self.transport)
         self._bind_plan(plan)
 
@@ -309,7 +307,7 @@ def context_parallel(
         others: as for ``make_plan``: ``causal``, ``documents``, ``window`` and the fields of ``PlanOptions``.
 
     Raises:
-        ContextError: as in ``make_plan``, and as ``DeltaHeads``.
+        ContextError: as in ``make_plan``.
     """
     size = dist.get_world_size(group) if group is not None else 1
     plan = make_plan(method, seq_len=seq_len, size=size, **others)

@@ -48,9 +48,9 @@ class ContextConfig:
     ulysses_head_chunks: int = 1
     """Stages in which heads are exchanged and attended with (UPipe), to divide the memory of the exchanged q, k, v and
     out by this; it must divide the query heads of a rank. Softmax attention alone."""
-    delta_rule_schedule: Literal["auto", "chain", "tree", "gather"] = "auto"
-    """Rounds by which the states of a delta rule pass between ranks: one rank after the other, in a tree, or all to all
-    later ones; auto takes the one predicted fastest."""
+    delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
+    """Rounds by which the states of a delta rule pass between ranks: one rank after the other, or in a tree; auto takes
+    the one predicted fastest."""
     cluster: str | None = None
     """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
     attention_backend: Literal[

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel.context.layout import BALANCED, PLACEMENTS, ContextError, Layout, padded_length, places
 from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
+from runtime.errors import divisors
 from runtime.tensors import kept_in_object
 
 Moves = Literal["kv", "queries"]
@@ -40,8 +41,8 @@ class PlanOptions:
     """Consecutive ranks per node, for ``double_ring``; None is all."""
     backward: Literal["auto", "kv", "queries"] = "auto"
     """Operands that the backward circulates; ``auto`` moves fewer bytes for the given heads."""
-    delta_rule_schedule: Literal["auto", "chain", "tree", "gather", "ulysses"] = "auto"
-    """Rounds by which states of a delta rule pass, see ``linear/segments.py``; ``ulysses`` exchanges heads instead."""
+    delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
+    """Rounds by which states of a delta rule pass, see ``linear/segments.py``."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
         """Resolve the layout, and the degree if the method decides it, for a method and a sequence.
@@ -52,10 +53,9 @@ class PlanOptions:
         self._check_least(seq_len, size)
         degree = size if method.splits_heads and self.ulysses_degree == 1 else self.ulysses_degree
         if size % degree:
-            fitting = ", ".join(str(degree) for degree in range(1, size + 1) if size % degree == 0)
             raise ContextError(
                 f"ulysses_degree is {degree}, which does not divide the context-parallel size {size}; "
-                f"degrees that do: {fitting}"
+                f"degrees that do: {', '.join(map(str, divisors(size)))}"
             )
         if degree == 1 and self.ulysses_head_chunks > 1:
             raise ContextError(
@@ -106,14 +106,13 @@ class PlanOptions:
                 f"context_parallel_layout is {self.layout!r} with method {method.name}, which takes "
                 f"{', '.join(layouts)}"
             )
-        if self.placement not in PLACEMENTS:
-            raise ContextError(f"context_parallel_placement is {self.placement!r}; use one of {', '.join(PLACEMENTS)}")
-        if self.backward not in ("auto", "kv", "queries"):
-            raise ContextError(f"backward is {self.backward!r}; use one of auto, kv, queries")
-        if self.delta_rule_schedule not in ("auto", "chain", "tree", "gather", "ulysses"):
-            raise ContextError(
-                f"delta_rule_schedule is {self.delta_rule_schedule!r}; use one of auto, chain, tree, gather, ulysses"
-            )
+        for name, value, choices in (
+            ("context_parallel_placement", self.placement, PLACEMENTS),
+            ("backward", self.backward, ("auto", "kv", "queries")),
+            ("delta_rule_schedule", self.delta_rule_schedule, ("auto", "chain", "tree")),
+        ):
+            if value not in choices:
+                raise ContextError(f"{name} is {value!r}; use one of {', '.join(choices)}")
         if self.placement != "collect_intra" and not method.teams:
             raise ContextError(
                 f"context_parallel_placement is {self.placement} and method {method.name} has no teams to place; "
@@ -235,7 +234,7 @@ class Geometry:
             return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
         if not fits(self.ulysses_degree):
-            degrees = [degree for degree in range(1, self.size + 1) if self.size % degree == 0 and fits(degree)]
+            degrees = filter(fits, divisors(self.size))
             raise ContextError(
                 f"ulysses_degree is {self.ulysses_degree} with {heads} query and {kv_heads} key heads on each rank; it "
                 "must divide the former, and divide or be a multiple of the latter; degrees that fit "
@@ -246,7 +245,7 @@ class Geometry:
             raise ContextError(
                 f"ulysses_head_chunks is {chunks}, which does not divide the {own} query heads that each of "
                 f"{self.ulysses_degree} ranks attends with; numbers that do: "
-                f"{', '.join(str(n) for n in range(1, own + 1) if own % n == 0)}"
+                f"{', '.join(map(str, divisors(own)))}"
             )
 
     @cached_property

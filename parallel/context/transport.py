@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel.context.geometry import Geometry, gather_order
 from parallel.context.methods.base import Send
 from parallel.context.traffic import Traffic
-from runtime.tensors import Handles
+from runtime.tensors import Handles, accum_dtype
 
 Tensors = tuple[Tensor, ...]
 Arrival = Callable[[], Tensors]
@@ -247,7 +247,7 @@ def _to_tokens(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
     parts = exchange.transport.exchange(x.unflatten(1, (degree, -1)).transpose(0, 1), exchange.ranks)
     joined = parts.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, T, heads, D]
     if joined.shape[2] > heads:
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = accum_dtype(x.dtype)
         return joined.unflatten(2, (heads, -1)).sum(3, dtype=wide).to(x.dtype)
     return joined.contiguous()
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 from kernels.operators import linear
+from runtime.tensors import accum_dtype
 
 
 def of_tokens(x: Tensor, mesh: DeviceMesh) -> Any:
@@ -157,7 +158,7 @@ class JointNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = x.to(accum_dtype(x.dtype))
             wide = wide.flatten(-2) if joint else wide
             squares = _Sum.apply(wide.square().sum(-1, keepdim=True), device_mesh.get_group())
             found = wide * torch.rsqrt(squares / (wide.shape[-1] * device_mesh.size()) + eps)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from bench.harness import MeasureError, forward_backward, target
 from bench.linear import flops
 from bench.shapes import MaskedShape
-from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
+from kernels.attention import CAUSAL, select_backend
 from kernels.blocks import Keys, Rows
 from kernels.delta.rule import delta_rule
 from kernels.linear_attention import linear_attention
@@ -28,6 +28,7 @@ from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
 from tests.gpu.emulate import emulate
+from tests.kernels.attention_cases import block_backward, block_forward
 from tools.common.ceilings import ceilings
 from tools.common.loopback import LoopbackTransport, step_of
 from tools.common.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels.attention import block_backward, block_forward, select_backend
+from kernels.attention import select_backend
 from kernels.blocks import CAUSAL, FULL, Keys, Rows
 from kernels.linear_attention import linear_attention
 from model.attention import sdpa
@@ -22,6 +22,7 @@ from runtime.errors import UserError
 from runtime.tensors import FORGET, cached_on_device
 from tests import threads
 from tests.gpu.rates import BACKENDS, relative_error
+from tests.kernels.attention_cases import block_backward, block_forward
 from tools.common.loopback import LoopbackTransport, step_of
 from tools.common.shapes import DTYPES, AttentionShape
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from kernels import cuda, installed, reference
-from kernels.attention import ANTI, CAUSAL, FULL, block_backward, block_forward, pad_heads, select_backend
+from kernels.attention import ANTI, CAUSAL, FULL, pad_heads, select_backend
 from kernels.blocks import Keys, Rows, merge_
 from kernels.installed import Gpu
 from runtime.errors import UserError
+from tests.kernels.attention_cases import block_backward, block_forward
 
 SCALE = 0.2
 

@@ -33,16 +33,16 @@ def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
     node = replace(load_cluster(CLUSTERS / "cpu.toml"), gpus_per_node=16)
     slow_link = replace(node, inside_gb_per_s=1e-3, inside_latency_us=1.0)
     slow_start = replace(node, inside_gb_per_s=1e3, inside_latency_us=1e5)
-    for size, cluster, wanted in ((2, slow_link, "chain"), (16, slow_link, "tree"), (16, slow_start, "gather")):
+    for size, cluster, wanted in ((2, slow_link, "chain"), (16, slow_link, "tree"), (16, slow_start, "tree")):
         assert with_schedule(run(size), cluster) == run(size, wanted)
-        times = {name: predicted(run(size, name), size, cluster).time for name in ("auto", "chain", "tree", "gather")}
+        times = {name: predicted(run(size, name), size, cluster).time for name in ("auto", "chain", "tree")}
         assert times.pop("auto") == times[wanted] == min(times.values())
     assert with_schedule(run(1)) == run(1)
     with fake_process_group(0, 16, 8):
         assert config_to_save(run(16, "tree"), run(16)) == run(16), "other ranks that go on choose again"
     unread = replace(run(16), data=replace(run(16).data, reset_attention_mask=True, data_path=["/nowhere/data"]))
-    assert with_schedule(unread, slow_start).context.delta_rule_schedule == "gather", "whole samples"
-    assert with_schedule(run(16, "tree"), slow_start) == run(16, "tree")
+    assert with_schedule(unread, slow_start).context.delta_rule_schedule == "tree", "whole samples"
+    assert with_schedule(run(16, "chain"), slow_start) == run(16, "chain")
 
 
 @pytest.mark.parametrize("kind", ["transnormer", "linear_transformer"])

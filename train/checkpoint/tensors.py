@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
-from runtime.errors import UserError
+from runtime.errors import UserError, first_few
 from runtime.files import room
 from runtime.together import gather_results
 from train.checkpoint.manifest import METADATA, CheckpointError, Manifest, disk_errors, is_count
@@ -288,8 +288,7 @@ def compare_tensors(folder: Path, state: State, metadata: Metadata, *, exact_dty
 
 def _refuse(folder: Path, problems: list[str]) -> None:
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{folder} does not fit this model: {', '.join(problems[:3])}{more}")
+        raise CheckpointError(f"{folder} does not fit this model: {first_few(problems)}")
 
 
 def _member(kind: Any, name: str) -> Any:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from shutil import which
 from typing import Any
 
+import torch
+
 from data.text.config import split_shares
 from kernels.installed import VERSIONS
 from parallel.context.config import ContextConfig
@@ -66,6 +68,11 @@ class LoopConfig:
         at_least(self, 0, "eval_iters", "seed")
         minutes = self.exit_duration_in_mins
         require(self, minutes is None or minutes > 0, "exit_duration_in_mins", "it must be above 0")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that layers compute in."""
+        return torch.bfloat16 if self.bf16 else torch.float32
 
     def micro_batches(self, dp: int) -> int:
         """Return the micro-batches per iteration on each of ``dp`` data-parallel ranks."""

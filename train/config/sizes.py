@@ -10,7 +10,7 @@ from parallel.context.config import HybridConfig
 from parallel.context.layout import ContextError
 from parallel.context.methods import LINEAR_METHODS, METHODS, STATE_METHODS, method_of
 from parallel.recompute import RecomputeConfig
-from runtime.errors import nearest, with_article
+from runtime.errors import divisors, nearest, with_article
 from train.config.common import CommonConfig
 from train.config.entries import Config
 from train.config.flags import ConfigError, config_fields, spelled, value_of
@@ -208,11 +208,6 @@ def validate_hybrid(config: Config) -> None:
     except ContextError as error:
         # The plan knows one method and names its options.
         raise ConfigError(f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}") from error
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, in their order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:

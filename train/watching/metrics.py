@@ -154,13 +154,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises ConfigError: a line before the last is not a record of an iteration.
     """
     *lines, _ = read_regular(path, 1 << 34).split("\n")
-    return parse_records(path, lines)
-
-
-def parse_records(path: Path, lines: Sequence[str], first: int = 1) -> list[dict[str, Any]]:
-    """Return the records of whole lines, of which ``first`` is the first one's number; raises as ``read_metrics``."""
     records = []
-    for number, line in enumerate(lines, first):
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             if not is_count(record["iteration"]):

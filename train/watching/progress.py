@@ -129,10 +129,10 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s that one process can reach: a GPU's bfloat16 data sheet figure, else measured now.
 
-    Square matrix products are measured for about ``seconds`` after a warm-up. Call it on all ranks at once: on a shared
+    Square matrix products are measured for about 0.3 s after a warm-up. Call it on all ranks at once: on a shared
     CPU each then measures its share.
     """
     if device.type == "cuda" and dtype is torch.bfloat16 and (card := card_of(torch.cuda.get_device_name(device))):
@@ -149,6 +149,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -
         return time.perf_counter() - start
 
     products(3)
-    count = max(1, int(seconds / 3 / max(products(3) / 3, 1e-6)))
+    count = max(1, int(0.1 / max(products(3) / 3, 1e-6)))
     # best of three: a shared machine has slow moments, and the peak is what it can do
     return 2 * side**3 * count / min(products(count) for _ in range(3))

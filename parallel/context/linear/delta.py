@@ -12,7 +12,7 @@ Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial, reduce
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from kernels.delta import rule
 from parallel.context.linear.segments import Message, Part, Parts, chains, cut, parts, rounds_of, state_plan
 from parallel.context.plan import Plan, rank_operator
 from parallel.context.transport import Arrival, Tensors, Transport
-from runtime.tensors import Handles
+from runtime.tensors import Handles, accum_dtype
 
 MOST_WAVES = 4
 """Groups of heads at most that take their turns."""
@@ -80,7 +80,7 @@ class DeltaExecutor:
         out, row = v.new_zeros(v.shape), list[Tensor]()
         for wave in self._waves(plan, tensors, out, gradient=False):
             row += self._forward(plan, wave)
-        return out, torch.cat(row) if row else v.new_empty(0, dtype=torch.promote_types(v.dtype, torch.float32))
+        return out, torch.cat(row) if row else v.new_empty(0, dtype=accum_dtype(v.dtype))
 
     def _forward(self, plan: Plan, wave: Wave) -> list[Tensor]:
         """Write the outputs of a wave's heads, and return what their backward needs."""
@@ -207,13 +207,9 @@ class DeltaExecutor:
             for part, state in due.items():
                 enter(part, state)
             due.clear()
-            earlier = defaultdict[Part, list[Tensors]](list)
             for message, arrival in zip(coming, wave.posted or arrivals, strict=True):
-                found = arrival()
-                for target in message.targets:
-                    earlier[placed[target]].append(found)
-            for part, maps in earlier.items():
-                known[part] = reduce(_composed, [*maps, *([known[part]] if part in known else [])])
+                part, earlier = placed[message.target], arrival()
+                known[part] = _composed(earlier, known[part]) if part in known else earlier
                 if len(known[part]) == 1:
                     due[part] = known[part][0]
         for part, state in due.items():
@@ -232,7 +228,7 @@ def _composed(earlier: Tensors, later: Tensors) -> Tensors:
 def _receive_buffers(message: Message, tensors: Tensors) -> tuple[int, Tensors]:
     """Return the rank that sends a message, and matrices to receive it in."""
     q, _, v, _, _ = tensors
-    shape, wide = (v.shape[0], v.shape[2], q.shape[-1]), torch.promote_types(q.dtype, torch.float32)
+    shape, wide = (v.shape[0], v.shape[2], q.shape[-1]), accum_dtype(q.dtype)
     widths = (v.shape[-1], q.shape[-1])[: 2 - message.state]
     return message.source.rank, tuple(v.new_empty(*shape, width, dtype=wide) for width in widths)
 
@@ -264,7 +260,7 @@ def _unpacked(mine: Parts, kept: Tensor, k: Tensor, v: Tensor) -> tuple[dict[Par
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     kept = torch.library.get_ctx().new_dynamic_size()  # the plan's
-    return v.new_empty(v.shape), v.new_empty(kept, dtype=torch.promote_types(v.dtype, torch.float32))
+    return v.new_empty(v.shape), v.new_empty(kept, dtype=accum_dtype(v.dtype))
 
 
 _executors: Handles[DeltaExecutor] = rank_operator(

@@ -20,7 +20,7 @@ from parallel.context.linear.segments import Segment, cut, segments, state_plan
 from parallel.context.plan import Plan, rank_operator
 from parallel.context.traffic import Traffic
 from parallel.context.transport import Transport
-from runtime.tensors import Handles
+from runtime.tensors import Handles, accum_dtype
 
 
 class Part(NamedTuple):
@@ -102,7 +102,7 @@ class Convolution:
 
     def backward(self, plan: Plan, dout: Tensor, arrived: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of x, zero in padding, and of weight; ``arrived`` is what forward returned."""
-        reach, wide = weight.shape[1] - 1, torch.promote_types(x.dtype, torch.float32)
+        reach, wide = weight.shape[1] - 1, accum_dtype(x.dtype)
         halo, bounds = halos(plan, reach)[self.rank], self._bounds(plan)
         darrived = torch.zeros_like(arrived, dtype=wide)
         for before, _, first in self._gaps(plan, halo, reach):

@@ -11,7 +11,6 @@ plan. Per chain of n segments:
 * ``chain``: each passes the state on to the next, n - 1 rounds.
 * ``tree``: the map of what a segment knows of those before it doubles each round (Hillis and Steele 1986), ceil(log2 n)
   rounds.
-* ``gather``: each sends its own map to every rank with a later segment, one round.
 
 Gradients pass along the reversed chain: M^T, and U is the gradient that the segment adds.
 """
@@ -202,26 +201,26 @@ LONGEST_CHAIN = 8
 
 
 class Message(NamedTuple):
-    """The map of consecutive segments up to ``source``, for segments of one rank."""
+    """The map of consecutive segments up to ``source``."""
 
     source: Segment
-    targets: tuple[Segment, ...]
+    target: Segment
     state: bool
     """True if these segments begin the document, so that U is all of it."""
 
     @property
     def peer(self) -> int:
         """Return the rank that it goes to."""
-        return self.targets[0].rank
+        return self.target.rank
 
 
 Round = tuple[Message, ...]
-Schedule = Literal["chain", "tree", "gather"]
+Schedule = Literal["chain", "tree"]
 
 
 def _chain(chain: Chain) -> Iterator[list[Message]]:
     for one, other in pairwise(chain):
-        yield [Message(one, (other,), True)]
+        yield [Message(one, other, True)]
 
 
 def _tree(chain: Chain) -> Iterator[list[Message]]:
@@ -229,24 +228,13 @@ def _tree(chain: Chain) -> Iterator[list[Message]]:
     while known < len(chain) - 1:
         reached = 2 * known + 1
         later = enumerate(chain[known + 1 :])
-        yield [Message(chain[i], (segment,), i <= known) for i, segment in later]
+        yield [Message(chain[i], segment, i <= known) for i, segment in later]
         known = reached
-
-
-def _gather(chain: Chain) -> Iterator[list[Message]]:
-    found = []
-    for i, segment in enumerate(chain[:-1]):
-        ranks: dict[int, list[Segment]] = {}
-        for later in chain[i + 1 :]:
-            ranks.setdefault(later.rank, []).append(later)
-        found += [Message(segment, tuple(several), i == 0) for several in ranks.values()]
-    yield found
 
 
 SCHEDULES: dict[Schedule, Callable[[Chain], Iterator[list[Message]]]] = {
     "chain": _chain,
     "tree": _tree,
-    "gather": _gather,
 }
 
 

@@ -20,7 +20,7 @@ from kernels.linear_attention import Scan, backward, decayed_state, from_state, 
 from parallel.context.layout import Passage, passages
 from parallel.context.plan import Plan, rank_operator
 from parallel.context.transport import Arrival, Transport
-from runtime.tensors import Handles
+from runtime.tensors import Handles, accum_dtype
 
 
 @dataclass(eq=False)
@@ -168,7 +168,7 @@ def _joined(stretches: dict[int, Tensor]) -> Tensor:
 
 def _state_like(k: Tensor, v: Tensor) -> Tensor:
     """Allocate a state, uninitialised."""
-    wide = torch.promote_types(k.dtype, torch.float32)
+    wide = accum_dtype(k.dtype)
     return k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
 
 

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from kernels.delta.convolution import causal_convolution
 from kernels.delta.rule import delta_rule
 from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
-from parallel.context.linear import attention as by_heads
 from parallel.context.linear import delta
 from parallel.context.linear import segments as scanned
 from parallel.context.linear.segments import SCHEDULES, segments
@@ -31,14 +29,13 @@ Documents = tuple[int, ...] | None
 
 
 class Case(NamedTuple):
-    """A layout, the sequence, value heads of a key head (None is a gate per channel), a schedule, and key heads."""
+    """A layout, the sequence, value heads of a key head (None is a gate per channel), and a schedule."""
 
     layout: tuple[str, dict[str, Any]]
     length: int
     documents: Documents
     shared: int | None
     schedule: str = "auto"
-    keys: int = KEYS
 
     def made(self, make, **others):
         """A plan or a context of it."""
@@ -57,44 +54,39 @@ SEQUENCES = [
 ]
 LAYOUT_CASES = [Case(layout, *sequence) for layout in CONSECUTIVE for sequence in SEQUENCES]
 TEAM_CASES = [Case(layout, 251, documents, 1) for layout in TEAMS for documents in (None, DOCUMENTS)]
-HEAD_CASES = [
-    Case(("ulysses", {}), *sequence, "ulysses", keys=12)  # heads for 2, 3 and 4 ranks
-    for sequence in (*SEQUENCES[:1], *SEQUENCES[2:5], (5, (0, 1, 5), 2))
-]
 
 
 def cases_of(size, schedules=0):
-    """All cases of this many ranks, each with a schedule by turns, or with every one; heads are exchanged besides."""
+    """All cases of this many ranks, each with a schedule by turns, or with every one."""
     cases = LAYOUT_CASES + TEAM_CASES * (size == 4)
     if size == 1:
         return cases
     names = [*SCHEDULES]
     chosen = [names if schedules else [names[(i + i // 6 + size) % len(names)]] for i in range(len(cases))]
-    scheduled = [
+    return [
         case._replace(schedule=name) for case, schedules_of in zip(cases, chosen, strict=True) for name in schedules_of
     ]
-    return scheduled + HEAD_CASES * (size in (2, 3, 4))
 
 
-def inputs(length, shared, keys=KEYS):
+def inputs(length, shared):
     """q, k, v, g, beta and the gradient of out, the same on every rank."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape):
         return torch.randn(BATCH, length, *shape, generator=generator, dtype=torch.float64)
 
-    heads = keys * (shared or 1)
-    q, k = (F.normalize(draw(keys, WIDTH), dim=-1) for _ in range(2))
+    heads = KEYS * (shared or 1)
+    q, k = (F.normalize(draw(KEYS, WIDTH), dim=-1) for _ in range(2))
     g = -0.02 * draw(heads, *([] if shared else [WIDTH])).abs()
     return [q, k, draw(heads, VALUES), g, 2 * torch.sigmoid(draw(heads)), draw(heads, VALUES)]
 
 
 @cache
-def truth(length, documents, shared, keys=KEYS):
+def truth(length, documents, shared):
     def attend(*tensors):
         return delta_rule(*tensors, documents=documents, backend="reference")[0]
 
-    return with_gradients(attend, inputs(length, shared, keys))
+    return with_gradients(attend, inputs(length, shared))
 
 
 def errors(got, want):
@@ -104,7 +96,7 @@ def errors(got, want):
 
 
 def worst(got, case):
-    return max(errors(got, truth(case.length, case.documents, case.shared, case.keys)).values())
+    return max(errors(got, truth(case.length, case.documents, case.shared)).values())
 
 
 def attend_on_ranks(rank, world_size, cases, fault=None):
@@ -116,7 +108,7 @@ def attend_on_ranks(rank, world_size, cases, fault=None):
         for case in cases:
             cp = case.made(context_parallel, group=dist.group.WORLD)
             padding = (cp.positions >= case.length).nonzero().flatten()
-            local = [cp.shard(x, dim=1) for x in inputs(case.length, case.shared, case.keys)]
+            local = [cp.shard(x, dim=1) for x in inputs(case.length, case.shared)]
             local = [x.index_fill(1, padding, torch.nan) for x in local]  # what padding holds must reach nothing
             tensors = [cp.unshard(x, 1) for x in with_gradients(cp.attend_delta, local)]
             results.append((tensors if rank == 0 else [], cp.transport.traffic))
@@ -124,17 +116,11 @@ def attend_on_ranks(rank, world_size, cases, fault=None):
 
 
 def planned_traffic(case, rank, size):
-    """Bytes of a forward and backward: of states along their plan, or of a share of the heads of everything."""
-    if case.layout[0] != "ulysses":
-        plan = case.made(make_plan, size=size)
-        state, square = (BATCH * KEYS * (case.shared or 1) * WIDTH * width * 8 for width in (VALUES, WIDTH))
-        ways = [delta_traffic(plan, rank, state, square, gradient=way) for way in (False, True)]
-        return Traffic(ways[0].p2p + ways[1].p2p)
-    tokens, heads = -(-case.length // size), case.keys * (case.shared or 1)
-    gates = 1 if case.shared else WIDTH
-    row = 2 * case.keys * WIDTH + heads * (2 * VALUES + gates + 1)  # q, k; v, out, gates, beta
-    sent = 2 * BATCH * tokens * row // size * 8
-    return Traffic(collective=dict.fromkeys(set(range(size)) - {rank}, sent))
+    """Bytes of states along their plan, forward and backward."""
+    plan = case.made(make_plan, size=size)
+    state, square = (BATCH * KEYS * (case.shared or 1) * WIDTH * width * 8 for width in (VALUES, WIDTH))
+    ways = [delta_traffic(plan, rank, state, square, gradient=way) for way in (False, True)]
+    return Traffic(ways[0].p2p + ways[1].p2p)
 
 
 def check(size, cases):
@@ -193,8 +179,7 @@ def decay_alone(patch):
 
 def documents_joined(patch):
     """Documents that are not told apart."""
-    for module in (scanned, by_heads):
-        patch.setattr(module, "gates_with_resets", lambda g, documents: g)
+    patch.setattr(scanned, "gates_with_resets", lambda g, documents: g)
 
 
 def maps_out_of_order(patch):
@@ -212,7 +197,6 @@ def maps_out_of_order(patch):
     [
         (decay_alone, LAYOUT_CASES[0], [*SCHEDULES]),
         (documents_joined, LAYOUT_CASES[2], [*SCHEDULES]),
-        (documents_joined, HEAD_CASES[1], ["ulysses"]),
         (maps_out_of_order, LAYOUT_CASES[6], ["tree"]),
     ],
 )
@@ -252,15 +236,6 @@ def test_heads_take_their_turns_where_a_document_lies_on_two_ranks():
     assert run_ranks(heads_ahead, 3) == [[], [4], [4]]
 
 
-def refused_by_heads(rank, world_size):
-    tensors = inputs(16, 1)[:5]
-    cp = context_parallel("ulysses", seq_len=16, group=dist.group.WORLD, delta_rule_schedule="ulysses")
-    with pytest.raises(ContextError, match="3 ranks cannot split the 2 of 2 value heads"):
-        cp.attend_delta(*(cp.shard(x, 1) for x in tensors))
-    with pytest.raises(ContextError, match=r"context_parallel_method zigzag.*needs method ulysses"):
-        context_parallel("zigzag", seq_len=16, group=dist.group.WORLD, delta_rule_schedule="ulysses")
-
-
 def test_calls_and_masks_that_do_not_fit_are_named():
     tensors = inputs(16, 1)[:5]
     with pytest.raises(ContextError, match="each token is a segment"):
@@ -273,36 +248,11 @@ def test_calls_and_masks_that_do_not_fit_are_named():
     for options, words in (({"window": (3, 0)}, r"window \(3, 0\)"), ({"causal": False}, "a full mask")):
         with pytest.raises(ContextError, match=f"a plan of {words}"):
             context_parallel("ring", seq_len=16, **options).attend_delta(*tensors)
-    run_ranks(refused_by_heads, 3)
 
 
 def convolved_layer(cp, others, weight):
     """A convolution of q before the rule."""
     return lambda q: cp.attend_delta(cp.convolve(q.flatten(2), weight).view_as(q), *others)
-
-
-def layer_by_heads(rank, world_size):
-    """Out of a convolution and a rule over exchanged heads, whether it compiles whole to the bit, bytes of the halo."""
-    cp = context_parallel(
-        "ulysses", seq_len=64, group=dist.group.WORLD, documents=(0, 40, 64), delta_rule_schedule="ulysses"
-    )
-    q, *others, _ = (cp.shard(x, 1) for x in inputs(64, 1))
-    layer = convolved_layer(cp, others, torch.linspace(-1, 1, KEYS * WIDTH * 4, dtype=torch.float64).view(-1, 4))
-    plain = layer(q)
-    sent = cp.transport.traffic.p2p.total()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    return cp.unshard(plain, 1), torch.equal(compiled(q), plain), sent
-
-
-def test_over_exchanged_heads_the_convolution_keeps_its_halo_and_a_layer_compiles_whole():
-    results = run_ranks(layer_by_heads, 2)
-    q, *others, _ = inputs(64, 1)
-    weight = torch.linspace(-1, 1, KEYS * WIDTH * 4, dtype=torch.float64).view(-1, 4)
-    q = causal_convolution(q.flatten(2), weight, documents=(0, 40, 64)).view_as(q)
-    want = delta_rule(q, *others, documents=(0, 40, 64), backend="reference")[0]
-    torch.testing.assert_close(results[0][0], want, rtol=0, atol=1e-12 * want.abs().max().item())
-    assert all(same for _, same, _ in results)
-    assert [sent for *_, sent in results] == [BATCH * 3 * KEYS * WIDTH * 8, 0]
 
 
 def test_it_compiles_whole():

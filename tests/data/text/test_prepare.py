@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from data.text import prepare as module
 from data.text.config import DataConfig
 from data.text.indexed import check_indexed, entropy, token_counts
 from data.text.megatron import build_datasets, megatron_core
@@ -46,6 +47,18 @@ def test_tokens_are_exact(tmp_path, vocab_size, dtype):
 def test_ids_are_checked_before_writing(text):
     with pytest.raises(DataError, match=f"gives id {text}, outside its 1000 entries"):
         tokenized(NumberTokenizer(), ["1 2", text])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_interrupted_writing_leaves_nothing(tmp_path, folder, error, monkeypatch):
+    def interrupted(*_):
+        assert (tmp_path / ".d.resume.bin").exists() or list(tmp_path.glob(".d.*.bin"))
+        raise error
+
+    monkeypatch.setattr(module, "write_index", interrupted)
+    with pytest.raises(error):
+        prepare(request_for(folder), tmp_path / "d", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_unigram_entropy(tmp_path):

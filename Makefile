@@ -1,195 +1,120 @@
 # Everything a user or CI starts. `make` alone prints the targets.
 #
 # Variables, as in `make pretrain RUN=runs/second ARGS="--lr 1e-3"`:
-#   RUN     folder of the run, by default runs/ and the name of CONFIG
-#   ARGS    more flags for the program
+#   RUN     folder of the run, by default runs/ and the name of CONFIG            ARGS  more flags for the program
 #   CONFIG  TOML file of `make pretrain`            NPROC its processes: 4 on a CPU, or one for each of up to 8 GPUs
-#   PYTHON  interpreter that the environment is made with, 3.11 or newer
+#   BENCH   program of `make bench`: attention, linear or memory, and with root link or link.attention
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
 #   EXTRAS  more to install with `make venv`: data, digits, images, logging, dev, peers (targets that need one install it)
-#   PY      an interpreter that has everything already; then no environment is made
+#   PYTHON  interpreter that the environment is made with, 3.11 or newer          PY    one that has everything; then none is made
 
 VENV   ?= .venv
 CONFIG ?= configs/models/llama_tiny.toml
 RUN    ?= runs/$(basename $(notdir $(CONFIG)))
-NPROC  ?=
-ARGS   ?=
-EXTRAS ?=
+BENCH  ?= attention
 PAPERS ?= striped ring wallfacer lasp records
 
-# The stamp holds the TORCH that is installed. Asking for another one replaces it, and pip must be told to: to it, 2.13.0 is
-# satisfied by 2.13.0+cpu.
+# The stamp holds the TORCH that is installed. Another one replaces it, and pip must be told to: 2.13.0+cpu satisfies 2.13.0.
 STAMP     := $(VENV)/.longmesh-torch
 INSTALLED := $(shell cat $(STAMP) 2>/dev/null)
 TORCH     ?= $(or $(INSTALLED),torch==2.13.0)
 REPLACE    = $(and $(INSTALLED),$(filter-out $(INSTALLED),$(TORCH))$(filter-out $(TORCH),$(INSTALLED)))
 SUITABLE  := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON    ?= $(shell for p in python3 python3.12 python3.11 python3.13; do $$p -c "$(SUITABLE)" 2>/dev/null && echo $$p && break; done)
-
 PIP       := $(VENV)/bin/python -m pip --disable-pip-version-check
-
-ifdef PY
-READY  :=
-DIGITS :=
-DEV    :=
-PEERS  :=
-else
-PY     := $(VENV)/bin/python
-READY  := $(STAMP)
-DIGITS := $(VENV)/.longmesh-digits
-DEV    := $(VENV)/.longmesh-dev
-PEERS  := $(VENV)/.longmesh-peers
-endif
+READY     := $(if $(PY),,$(STAMP))
+PY        := $(or $(PY),$(VENV)/bin/python)
+extra      = $(if $(READY),$(VENV)/.longmesh-$(1))
 
 # Single-threaded ranks: several per machine would otherwise fight over its cores.
 RANKS = OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node
 
 # $(call start,ENTRY): what tools/fit.py finds for this machine, its number of processes first, and then the entry so.
-start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(ARGS)) && more=$$(echo "$$fit" | cut -s -d " " -f 2-) && set -x && \
-	  $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
+start = fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit $(1) --config "$(CONFIG)" $(ARGS)) && more=$$(echo "$$fit" | cut -s -d " " -f 2-) && \
+	  set -x && $(RANKS) $${fit%% *} $(1) --config "$(CONFIG)" $$more --save "$(RUN)" --load "$(RUN)" $(ARGS)
 
-GPU_HERE = $(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else \
-	  'error: this needs a CUDA GPU, and torch sees none here; nothing was installed or written')"
+# Tests start many interpreters, which keep what they compile; kernels of each generation of processors add in another order.
+TESTS  = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(AS_CPU) $(PY) -m pytest
+sse4   = ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+avx2   = ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AS_CPU = $(if $(CPU),$(if $(filter sse4 avx2,$(CPU)),$($(CPU)),$(error CPU is '$(CPU)'; give sse4 or avx2, or leave it out)))
 
-.DEFAULT_GOAL := help
-.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench packed-bench link-bench link-attention link-delta peers linear-bench parity chaos lasp-table rl-table papers gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
+.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench peers papers parity chaos lasp-table rl-table gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo; sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
-
 venv: $(STAMP) $(EXTRAS:%=$(VENV)/.longmesh-%) ## Make .venv with what training needs, pinned (the other targets do so by themselves)
-
 $(STAMP): pyproject.toml constraints.txt $(if $(REPLACE),FORCE)
-	@test -n "$(PYTHON)" && $(PYTHON) -c "$(SUITABLE)" || { \
-	  echo "error: no Python of 3.11 or newer with its venv module found (PYTHON is '$(PYTHON)', python3 is $$(python3 --version 2>&1)); install one" \
-	       "(Debian: apt-get install python3.11-venv) and name it: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
-	@echo "installing $(TORCH) and what training needs into $(VENV) with $$($(PYTHON) --version)"
-	@rm -f $(STAMP)
+	@test -n "$(PYTHON)" && $(PYTHON) -c "$(SUITABLE)" || { echo "error: no Python of 3.11 or newer with its venv module found (PYTHON is" \
+	  "'$(PYTHON)'); install one (Debian: apt-get install python3.11-venv), and name it: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@echo "installing $(TORCH) and what training needs into $(VENV) with $$($(PYTHON) --version)"; rm -f $(STAMP)
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(if $(REPLACE),@$(PIP) uninstall --quiet --yes torch)
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	@$(PIP) install -c $(VENV)/constraints.txt $(foreach word,$(TORCH),'$(word)')
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable .
 	@echo "$(TORCH)" > $(STAMP)
-
 $(VENV)/.longmesh-%: $(STAMP)
 	@echo "installing the extra $* into $(VENV)"
-	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable ".[$*]"
-	@touch $@
+	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable ".[$*]" && touch $@
 
 pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on where RUN holds a checkpoint
-	@if [ -e "$(RUN)"/latest_checkpointed_iteration.txt ]; then \
-	  echo "$(RUN) holds iteration $$(cat "$(RUN)"/latest_checkpointed_iteration.txt): going on from there" \
-	       "(make pretrain RUN=runs/another starts afresh)"; fi
 	$(PY) -m tools.prepare_data
 	@$(call start,pretrain_gpt.py)
 	$(PY) -m tools.sample --load "$(RUN)"
-
-finetune: RUN = runs/finetune
-finetune: $(DEV) ## A tiny LLaMA of transformers, or MODEL=qwen3_5, taught to find lines at 1K tokens, extended to 4K, scored, exported (about half an hour)
-	PY="$(PY)" NPROC="$(or $(NPROC),2)" MODEL="$(or $(MODEL),llama)" PERCENT="$(or $(PERCENT),100)" bash configs/runs/finetune_tiny.sh "$(RUN)"
-
-ruler: RUN = runs/ruler
-ruler: $(DEV) ## A tiny LLaMA from random weights taught RULER's single needles at 1K tokens, scored there and beyond (a quarter of an hour)
-	PY="$(PY)" NPROC="$(or $(NPROC),2)" bash configs/runs/ruler_tiny.sh "$(RUN)"
-
+finetune ruler: RUN = runs/$@
+finetune: ## A tiny LLaMA of transformers, or MODEL=qwen3_5, taught to find lines at 1K tokens, extended to 4K, scored, exported (half an hour)
+ruler: ## A tiny LLaMA from random weights taught RULER's single needles at 1K tokens, scored there and beyond (a quarter of an hour)
+finetune ruler: $(call extra,dev)
+	PY="$(PY)" NPROC="$(NPROC)" MODEL="$(MODEL)" PERCENT="$(PERCENT)" bash configs/runs/$@_tiny.sh "$(RUN)"
 dit: CONFIG = configs/models/dit_tiny.toml
-dit: $(READY) $(DIGITS) ## A diffusion transformer on handwritten digits, then pictures. Goes on where RUN holds a checkpoint
-	@$(call start,pretrain_dit.py)
-	@fit=$$(NPROC="$(NPROC)" $(PY) -m tools.fit pretrain_dit.py --config "$(CONFIG)" $(ARGS)) && set -x && \
-	  $(RANKS) $${fit%% *} -m tools.sample_dit --load "$(RUN)" --guidance 2
+dit: $(READY) $(call extra,digits) ## A diffusion transformer on handwritten digits, then pictures. Goes on where RUN holds a checkpoint
+	@$(call start,pretrain_dit.py) && $(RANKS) $${fit%% *} -m tools.sample_dit --load "$(RUN)" --guidance 2
 
-# Tests start many interpreters: each would compile our sources where a shell forbids to keep what is compiled.
-TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(AS_CPU) $(PY) -m pytest
-
-# Kernels of ATen, oneDNN and MKL add in another order on each generation of processors.
-sse4   = ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
-avx2   = ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-AS_CPU = $(if $(CPU),$(if $(filter sse4 avx2,$(CPU)),$($(CPU)),$(error CPU is '$(CPU)'; give sse4 or avx2, or leave it out)))
-
-test: $(DEV) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses; CPU=sse4 or avx2 computes as on an older processor
+test: $(call extra,dev) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses; CPU=sse4 or avx2 computes as on an older processor
 	$(TESTS) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
-
-test-slow: $(DEV) ## The slow tests: training for 20 and 40 iterations where make test has 4 and 8
+test-slow: $(call extra,dev) ## The slow tests: training for 20 and 40 iterations where make test has 4 and 8
 	$(TESTS) -m slow $(ARGS)
-
-check: $(DEV) ## Check format, lint, types and the links of all pages
+check: $(call extra,dev) ## Check format, lint, types and the links of all pages
 	@status=0; for step in "ruff format --check ." "ruff check ." mypy "pytest tests/test_docs.py -k links"; do \
 	  echo "$$step"; $(PY) -m $$step || status=1; done; exit $$status
-
-format: $(DEV) ## Rewrite the sources in the format that check wants, with ruff's safe fixes
+format: $(call extra,dev) ## Rewrite the sources in the format that check wants, with ruff's safe fixes
 	$(PY) -m ruff check --fix-only --quiet .
 	$(PY) -m ruff format .
 
-bench: $(READY) ## Measure the attention: every method on 2 processes against one process
-	$(PY) -m bench.attention $(ARGS)
-
-packed-bench: $(READY) ## Packed documents on 2 processes, and what documents and a window cost on one
-	$(PY) -m bench.attention --documents lognormal --seq-length 16384 --alone 1024 $(ARGS)
-
-parity: $(READY) ## A tiny LLaMA and GPT on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
-	@OMP_NUM_THREADS=1 exec $(PY) -m tests.parity.run $(ARGS)
-
-link-bench: $(READY) ## Train over a slow link between two emulated nodes, every method, into bench/results/; needs root
-	$(PY) -m bench.link --results bench/results $(ARGS)
-
-link-attention: $(READY) ## The attention alone over a slow link: exchange against every method, into bench/results/; needs root
-	$(PY) -m bench.link.attention --results bench/results $(ARGS)
-
-link-delta: $(READY) ## The delta rule over a slow link: states against heads and gathering, into bench/results/; needs root
-	$(PY) -m bench.link.delta --results bench/results $(ARGS)
-
-peers: $(PEERS) ## Measure attention and training by us and by other packages, in one run, into bench/results/ (10 minutes)
+bench: $(READY) ## Measure the attention, every method on 2 processes against one process; BENCH=linear, memory, link, link.attention: others
+	$(PY) -m bench.$(BENCH) $(ARGS)
+peers: $(call extra,peers) ## Measure attention and training by us and by other packages, in one run, into bench/results/ (10 minutes)
 	$(PY) -m bench.peers --results bench/results $(ARGS)
-
-linear-bench: $(READY) ## Linear attention against quadratic over length on one CPU thread: a table, a JSON and a plot (a minute)
-	$(PY) -m bench.linear $(ARGS)
-
-lasp-table: $(READY) ## LASP's table of convergence at small scale: 26 runs of 300 updates, into papers/results/ (20 minutes)
-	@OMP_NUM_THREADS=1 exec $(PY) -m papers.convergence $(ARGS)
-
-rl-table: $(READY) ## Ring Attention's table of trajectories in small: chains of 1 to 64 attempts, four runs, roll-outs, into papers/results/
-	@OMP_NUM_THREADS=1 exec $(PY) -m papers.trajectories.attempts $(ARGS)
-
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/; PAPERS="ring" chooses
-	@for paper in $(PAPERS); do \
-	  measure=--measure; [ $$paper != striped ] || measure=; $(PY) -m papers.$$paper $$measure --results papers/results $(ARGS) || exit 1; done
-
-chaos: $(READY) ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
-	OMP_NUM_THREADS=1 $(PY) -m tests.chaos $(ARGS)
+	@for paper in $(PAPERS); do $(PY) -m papers.$$paper --measure --results papers/results $(ARGS) || exit 1; done
+parity: MODULE = tests.parity.run ## A tiny LLaMA and GPT on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
+chaos: MODULE = tests.chaos ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
+lasp-table: MODULE = papers.convergence ## LASP's table of convergence at small scale: 26 runs of 300 updates, into papers/results/ (20 minutes)
+rl-table: MODULE = papers.trajectories.attempts ## Ring Attention's table of trajectories in small: chains of 1 to 64 attempts, four runs, roll-outs, into papers/results/
+nccl-check: MODULE = tests.nccl ## On 2 to 8 GPUs, in steps: links, every method, pipelines, meshes against one GPU, a killed rank; into bench/results/
+parity chaos lasp-table rl-table nccl-check: $(READY)
+	@OMP_NUM_THREADS=1 exec $(PY) -m $(MODULE) $(ARGS)
 
 gpu-check: $(READY) ## On one CUDA device, step by step, in under 8 minutes: kernels, ranks, waits, rates, a run of 1B; into bench/results/
-	@$(if $(findstring --device cpu,$(ARGS)),,$(GPU_HERE))
-	@$(if $(DEV),$(MAKE) --no-print-directory $(DEV))
+	@$(if $(findstring --device cpu,$(ARGS)),,$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else \
+	  'error: this needs a CUDA GPU, and torch sees none here; nothing was installed or written')")
+	@$(if $(READY),$(MAKE) --no-print-directory $(call extra,dev))
 	$(PY) -m tests.gpu $(ARGS)
-
 gpu-profile: RUN = runs/gpu_profile_$(shell date +%m%d_%H%M%S)
 gpu-profile: $(READY) ## On one CUDA device: a trace, and a table of idle time, of a LLaMA of 1B at 8,192 tokens; into RUN/profile
-	@$(GPU_HERE)
-	$(RANKS) 1 pretrain_gpt.py --device cuda --mock-data --vocab-size 32000 --bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 \
-	  --seq-length 8192 --micro-batch-size 1 --global-batch-size 1 --train-iters 10 --eval-iters 0 --save-interval none \
-	  --save "$(RUN)" --profile --profile-step-start 5 --profile-step-end 8 $(ARGS)
-
-nccl-check: $(READY) ## On 2 to 8 GPUs, in steps: links, every method, pipelines, meshes against one GPU, a killed rank; into bench/results/
-	$(PY) -m tests.nccl $(ARGS)
-
+	PY="$(PY)" bash configs/runs/gpu_profile.sh "$(RUN)" $(ARGS)
 cuda-stub: ## Every kind of configuration on stubbed GPUs, with a CUDA build of torch in an environment of its own: errors and memory
 	@$(if $(READY),$(MAKE) --no-print-directory venv VENV=$(VENV)-cuda)
 	OMP_NUM_THREADS=1 $(if $(READY),$(VENV)-cuda/bin/python,$(PY)) -m tests.cuda_stub.check $(ARGS)
 
-hooks: $(DEV) ## Let git run the checks before each commit
+hooks: $(call extra,dev) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install
-
-lock: $(DEV) $(PEERS) ## Write constraints.txt from the environment
-	@{ sed -n '/^#/p' constraints.txt; \
-	   { $(PY) -m pip freeze --all --exclude-editable | grep -viE '^(torch|triton|nvidia-.*|cuda-.*|pip)=='; \
-	     grep '^torch==' constraints.txt; } | sort -f; } > constraints.tmp
-	@mv constraints.tmp constraints.txt
-
+lock: $(call extra,dev) $(call extra,peers) ## Write constraints.txt from the environment
+	@{ sed -n '/^#/p' constraints.txt; { $(PY) -m pip freeze --all --exclude-editable | \
+	     grep -viE '^(torch|triton|nvidia-.*|cuda-.*|pip)=='; grep '^torch==' constraints.txt; } | sort -f; } > constraints.tmp && mv constraints.tmp constraints.txt
 clean: ## Remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) $(VENV)-cuda .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
-
-FORCE:

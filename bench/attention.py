@@ -17,7 +17,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from bench.harness import (
@@ -31,17 +31,16 @@ from bench.harness import (
     target,
     write_json,
 )
-from bench.processes import ONE_PROCESS, Contestants, Times
-from bench.shapes import DTYPES, LENGTHS, AttentionShape
+from bench.processes import ONE_PROCESS, Contestants
+from bench.shapes import LENGTHS, MaskedShape
 from runtime.errors import UserError
-from runtime.machine import OtherLoad, describe, usable_cores
+from runtime.machine import describe, usable_cores
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import Column, Table
 
 DEFAULT_METHODS = ("ring", "striped", "zigzag", "allgather")
 MASKED_METHODS = ("zigzag", "striped", "ring", "exchange", "allgather/balanced")  # of packed documents and windows
 SOME_GAIN = 1.05  # ratio of pairs below which a share of the gain says nothing
-DISTURBED = 0.05  # share of the cores taken by others, beyond which the clock misleads
 ONE_RANK = "ring"  # of one rank every method is the same
 
 Target = tuple[str, str, float | None, float | None]
@@ -62,7 +61,6 @@ CONTESTANTS: dict[str, Column] = {
     "median s": "{median:.3f}",
     "min": "{min:.3f}",
     "max": "{max:.3f}",
-    "CPU s": "{cpu_median:.3f}",
     "TFLOP/s": "{tflops:.4f}",
     "of matmul": "{of_matmul:.1%}",
     "pairs, M": lambda row: f"{row['slowest_pairs'] / 1e6:.2f}",
@@ -72,20 +70,16 @@ RATIOS: dict[str, Column] = {
     "ratio": "{ratio:.3f}",
     "by pairs": "{limit:.3f}",
     "reached": "{gain_reached:.0%}",
-    "by CPU time": "{cpu:.3f}",
-    "quartiles by round": "{paired[0]:.2f}, {paired[1]:.2f}, {paired[2]:.2f}",
 }
 ALONE: dict[str, Column] = {
     "": "{name}",
     "median s": "{median:.3f}",
     "pairs, M": lambda row: f"{row['pairs'] / 1e6:.2f}",
     "TFLOP/s": "{tflops:.4f}",
-    "tiles": "{tiles}",
-    "us a tile": lambda row: row["per_tile"] and f"{row['per_tile'] * 1e6:.0f}",
 }
 
 
-def slowest_pairs(contestant: str, work: AttentionShape, size: int) -> int:
+def slowest_pairs(contestant: str, work: MaskedShape, size: int) -> int:
     """Count the (query, key) pairs of the slowest rank, in the plan, not by the clock.
 
     The ranks of a ring of 3 or more wait for each other in every round, so the slowest rank of each round counts. In a
@@ -98,7 +92,7 @@ def slowest_pairs(contestant: str, work: AttentionShape, size: int) -> int:
 
 
 def measure_cpu(
-    work: AttentionShape, methods: tuple[str, ...], ranks: int = 2, repeats: int = 9, max_seconds: float = 150.0
+    work: MaskedShape, methods: tuple[str, ...], ranks: int = 2, repeats: int = 9, max_seconds: float = 150.0
 ) -> dict[str, Any]:
     """Time every contestant in turn, ``repeats`` times or until ``max_seconds`` are over (3 times at least).
 
@@ -109,20 +103,20 @@ def measure_cpu(
     if len(cores) < ranks:
         raise UserError(f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks")
     limits = {name: slowest_pairs(name, work, ranks) for name in methods}
-    names = [*methods, ONE_PROCESS]
+    names, load_average = [*methods, ONE_PROCESS], list(os.getloadavg())
     with Contestants(work, methods, cores) as contestants:
         truth = contestants.fingerprint(ONE_PROCESS)
         for name in methods:
             check_same(name, contestants.fingerprint(name), truth, work.dtype)
         ceiling = contestants.matmul_tflops()
-        own, others = contestants.cpu_seconds(), OtherLoad(cores)
         steps = measured({name: partial(contestants.step, name) for name in names}, repeats, max_seconds)
-        taken = others.cores_taken(contestants.cpu_seconds() - own)
-    found = {name: summary(times, work, limits.get(name), ranks) for name, times in steps.items()}
+    found = {}
+    for name, seconds in steps.items():
+        found[name] = summary(seconds, work, limits.get(name, work.pairs / ranks))
     return {
         "benchmark": f"attention, forward + backward, {work.masked}",
         "machine": {**describe("cpu"), "cores_used": len(cores), "pinned": hasattr(os, "sched_setaffinity")},
-        "load": {"cores_taken_by_others": taken, "load_average": list(os.getloadavg())},
+        "load_average": load_average,
         "workload": vars(work),
         "ranks": ranks,
         "rounds": len(steps[ONE_PROCESS]),
@@ -132,44 +126,39 @@ def measure_cpu(
     }
 
 
-def summary(steps: list[list[Times]], work: AttentionShape, limit: int | None, ranks: int) -> dict[str, Any]:
-    """Summarize one contestant; a step is the times of its ranks, ``limit`` its ``slowest_pairs``."""
-    seconds = [max(times.wall for times in step) for step in steps]
-    threads = ranks if limit is None else 1
+def summary(steps: list[list[float]], work: MaskedShape, pairs: float) -> dict[str, Any]:
+    """Summarize one contestant; a step is the seconds of its ranks, ``pairs`` those of its slowest rank."""
+    seconds = [max(step) for step in steps]
     middle = median(seconds)
     return {
         "seconds": seconds,
         "median": middle,
         "min": min(seconds),
         "max": max(seconds),
-        "cpu_median": median(max(times.cpu for times in step) / threads for step in steps),
         "tflops": work.flops(work.pairs) / middle / 1e12,
-        "slowest_pairs": work.pairs / ranks if limit is None else limit,
+        "slowest_pairs": pairs,
     }
 
 
-def compare(found: dict[str, dict[str, Any]], ranks: int, work: AttentionShape) -> dict[str, Any]:
+def compare(found: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> dict[str, Any]:
     """Return the ratios of ring to each method and of each method to one process, and the targets among them.
 
     Under packed documents or a window zigzag and striped stand where ring does.
 
     ``limit`` is the same ratio of pairs counted in the plans; ``gain_reached`` the share of what the limit promises
-    above 1, None where it promises nothing; ``paired`` the quartiles of the ratio inside each round; ``cpu`` the ratio
-    of the busiest rank's CPU time, which other processes on the cores disturb less than the clock.
+    above 1, None where it promises nothing.
     """
     ratios: dict[str, dict[str, Any]] = {}
     references = [name for name in (("zigzag", "striped") if work.sparse else ("ring",)) if name in found]
-    pairs = [(slower, name) for slower in references for name in found if name not in (slower, ONE_PROCESS)]
-    for slower, faster in [*pairs, *((name, ONE_PROCESS) for name in found if name != ONE_PROCESS)]:
+    methods = [name for name in found if name != ONE_PROCESS]
+    pairs = [(slower, faster) for slower in references for faster in methods if faster != slower]
+    for slower, faster in [*pairs, *((name, ONE_PROCESS) for name in methods)]:
         a, b = found[slower], found[faster]
-        by_round = [x / y for x, y in zip(a["seconds"], b["seconds"], strict=True)]
         ratio, limit = a["median"] / b["median"], a["slowest_pairs"] / b["slowest_pairs"]
         ratios[f"{slower}/{faster}"] = {
             "ratio": ratio,
             "limit": limit,
             "gain_reached": (ratio - 1) / (limit - 1) if limit > SOME_GAIN else None,
-            "paired": quantiles(by_round, n=4, method="inclusive") if len(by_round) > 1 else by_round * 3,
-            "cpu": a["cpu_median"] / b["cpu_median"],
         }
     targets = []
     for name, field, least, most in MASKED_TARGETS if work.sparse else TARGETS:
@@ -179,7 +168,7 @@ def compare(found: dict[str, dict[str, Any]], ranks: int, work: AttentionShape) 
     return {"ratios": ratios, "targets": targets}
 
 
-def alone(work: AttentionShape, window: int, repeats: int, max_seconds: float) -> dict[str, Any]:
+def alone(work: MaskedShape, window: int, repeats: int, max_seconds: float) -> dict[str, Any]:
     """Time one rank's attention under each mask, in turns; return ``alone``, a row per mask, and ``alone_targets``.
 
     Raises MeasureError: a process failed, or a result differs from torch's own.
@@ -193,28 +182,20 @@ def alone(work: AttentionShape, window: int, repeats: int, max_seconds: float) -
         steps = {name: partial(rank.step, ONE_RANK) for name, rank in ranks.items()}
         steps[ONE_PROCESS] = partial(ranks["dense"].step, ONE_PROCESS)
         found = measured(steps, repeats, max_seconds)
-    return judge(
-        {**masks, ONE_PROCESS: work}, {name: [times[0].wall for times in all_of] for name, all_of in found.items()}
-    )
+    seconds = {name: [step[0] for step in steps] for name, steps in found.items()}
+    return judge({**masks, ONE_PROCESS: work}, seconds)
 
 
-def judge(masks: dict[str, AttentionShape], seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return a row per mask, and the targets.
-
-    ``per_tile`` is what a tile takes beyond its pairs' share of one document's time, in seconds: the cost of launching
-    it, and that of its size.
-    """
+def judge(masks: dict[str, MaskedShape], seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Return a row per mask, and the targets."""
     rows: dict[str, dict[str, Any]] = {}
     for name, mask in masks.items():
-        took, tiles = median(seconds[name]), int(mask.plan(ONE_RANK, 1).work().tiles.sum())
-        per_pair = median(seconds["dense"]) / masks["dense"].pairs
+        middle = median(seconds[name])
         rows[name] = {
             "seconds": seconds[name],
-            "median": took,
+            "median": middle,
             "pairs": mask.pairs,
-            "tflops": mask.flops(mask.pairs) / took / 1e12,
-            "tiles": tiles if name != ONE_PROCESS else None,
-            "per_tile": (took - per_pair * mask.pairs) / tiles if name in ("short", "window") else None,
+            "tflops": mask.flops(mask.pairs) / middle / 1e12,
         }
     rate = rows["short"]["tflops"] / max(rows["dense"]["tflops"], rows[ONE_PROCESS]["tflops"])
     gain = rows["dense"]["median"] / rows["window"]["median"]
@@ -227,14 +208,14 @@ def judge(masks: dict[str, AttentionShape], seconds: dict[str, list[float]]) -> 
 
 def table(result: dict[str, Any]) -> str:
     """Format the figures of ``measure_cpu``."""
-    work, machine, taken = result["workload"], result["machine"], result["load"]["cores_taken_by_others"]
+    work, machine = result["workload"], result["machine"]
     lines = [
         f"{machine['device']}, torch {machine['torch']}: sequence {work['seq_length']}, batch {work['batch']}, "
         f"{work['num_heads']} heads ({work['kv_heads']} of keys) of {work['head_dim']}, {work['dtype']}, "
-        f"forward + backward, {AttentionShape(**work).masked}",
+        f"forward + backward, {MaskedShape(**work).masked}",
         f"{result['ranks']} ranks{' pinned to a core each' if machine['pinned'] else ', not pinned'}; "
-        f"one process with {result['ranks']} threads; {result['rounds']} rounds; other processes took "
-        f"{'an unknown share' if taken is None else f'{taken:.2f}'} of {machine['cores_used']} cores",
+        f"one process with {result['ranks']} threads; {result['rounds']} rounds; load average at the start "
+        f"{result['load_average'][0]:.2f}",
     ]
     rows = [
         {"name": name, "of_matmul": row["tflops"] / result["matmul_tflops"], **row}
@@ -243,8 +224,6 @@ def table(result: dict[str, Any]) -> str:
     ratios = [{"name": name, **row} for name, row in result["ratios"].items()]
     for part in (Table(CONTESTANTS, rows).text(), Table(RATIOS, ratios).text(), format_targets(result["targets"])):
         lines += ["", *part]
-    if taken is not None and taken > DISTURBED * machine["cores_used"]:
-        lines.append("note: others kept these cores busy; judge by CPU time, or measure again on an idle machine")
     return "\n".join(lines)
 
 
@@ -252,8 +231,7 @@ def table(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.attention", __doc__)
-    add_sizes(parser, seq_length=8192, num_heads=8, kv_heads=None, head_dim=64, batch=1)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="default: %(default)s")
+    add_sizes(parser, seq_length=8192, num_heads=8, kv_heads=None, head_dim=64)
     add_rounds(parser, 9, 150)
     parser.add_argument("--context-parallel-size", type=positive, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--documents", choices=tuple(LENGTHS), help="packed documents of such lengths")
@@ -263,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--alone", type=int, metavar="N", help="also what documents and a window of N cost one rank")
     add_json(parser)
     args = parser.parse_args(argv)
-    one = AttentionShape(**sizes_of(args), dtype=args.dtype)
+    one = MaskedShape(**sizes_of(args))
     if args.alone is not None and not 2 <= args.alone < args.seq_length:
         raise UserError(f"--alone is {args.alone}; it must be 2 or more and below --seq-length {args.seq_length}")
     work = replace(one, documents=args.documents, window=args.window)

@@ -41,45 +41,42 @@ def as_measure_errors(of: str = "") -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        said, *trace = str(error).strip().splitlines()
+        message, *trace = str(error).strip().splitlines()
         if trace:
             with tempfile.NamedTemporaryFile("w", prefix="longmesh-", suffix=".log", delete=False) as log:
                 log.write(str(error))
-            said = f"{said} {trace[-1]}; its traceback is in {log.name}"
-        raise MeasureError(of + said) from None
-
-
-def interleaved(names: Sequence[str], repeats: int, most: float = math.inf, least: float = 0.0) -> Iterator[str]:
-    """Yield all names in every round, each time from another one on, so that none always follows the same one.
-
-    Args:
-        repeats: rounds, and more until ``least`` seconds are over.
-        most: seconds beyond which a round after the third is not begun.
-    """
-    start, done = time.monotonic(), 0
-    while True:
-        spent = time.monotonic() - start
-        if (done >= FEWEST and spent + spent / done > most) or (done >= repeats and spent >= least):
-            return
-        first = done % len(names)
-        yield from (*names[first:], *names[:first])
-        done += 1
+            message = f"{message} {trace[-1]}; its traceback is in {log.name}"
+        raise MeasureError(of + message) from None
 
 
 def measured(
-    contestants: Mapping[str, Callable[[], Figure]], repeats: int, most: float = math.inf, least: float = 0.0
+    contestants: Mapping[str, Callable[[], Figure]],
+    repeats: int,
+    max_seconds: float = math.inf,
+    min_seconds: float = 0.0,
 ) -> dict[str, list[Figure]]:
     """Let contestants take turns, so that what else the machine does hits all alike; return each one's figures.
 
+    Each round begins with another one, so that none always follows the same one.
+
     Args:
         contestants: calls that return a figure of one step, such as its seconds; ``clocked`` makes one of a step.
-        repeats, most, least: as of ``interleaved``.
+        repeats: rounds, and more until ``min_seconds`` are over.
+        max_seconds: after these no round after the third is begun.
     """
-    found: dict[str, list[Figure]] = {name: [] for name in contestants}
-    for name in interleaved([*contestants], repeats, most, least):
-        time.sleep(SETTLE_SECONDS)
-        found[name].append(contestants[name]())
-    return found
+    names, start, rounds = [*contestants], time.monotonic(), 0
+    figures: dict[str, list[Figure]] = {name: [] for name in names}
+    while True:
+        spent = time.monotonic() - start
+        if rounds >= FEWEST and spent + spent / rounds > max_seconds:
+            return figures
+        if rounds >= repeats and spent >= min_seconds:
+            return figures
+        first = rounds % len(names)
+        for name in (*names[first:], *names[:first]):
+            time.sleep(SETTLE_SECONDS)
+            figures[name].append(contestants[name]())
+        rounds += 1
 
 
 def clocked(step: Callable[[], object]) -> Callable[[], float]:
@@ -117,15 +114,15 @@ def add_sizes(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
 
 def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the sizes that ``add_sizes``'s flags give."""
-    found = {name: getattr(args, name) for name in SIZES if hasattr(args, name)}
-    return found | {"kv_heads": found.get("kv_heads") or found["num_heads"]}
+    sizes = {name: getattr(args, name) for name in SIZES if hasattr(args, name)}
+    return sizes | {"kv_heads": sizes.get("kv_heads") or sizes["num_heads"]}
 
 
 def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float) -> None:
     """Add how often contestants are timed."""
     parser.add_argument("--repeats", type=positive, default=repeats, help="rounds of all (default: %(default)s)")
-    most = "no further round after this long, but for three (default: %(default)s)"
-    parser.add_argument("--max-seconds", type=float, default=max_seconds, metavar="SECONDS", help=most)
+    limit = "no further round after this long, but for three (default: %(default)s)"
+    parser.add_argument("--max-seconds", type=float, default=max_seconds, metavar="SECONDS", help=limit)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -16,27 +16,34 @@ the machine does hits all alike, and chunked must equal naive before it is timed
     python -m bench.linear --results elsewhere --picture elsewhere/linear.png
 """
 
+import argparse
 import math
+import os
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from bench import lengths
-from bench.harness import forward_backward
-from bench.lengths import by_length, overtaking
-from bench.shapes import AttentionShape
+from bench.harness import add_rounds, add_sizes, check_same, clocked, fingerprint, forward_backward, measured, sizes_of
 from kernels import reference
 from kernels.linear_attention import SCAN_CHUNK, linear_attention
 from model.attention import sdpa
 from model.linear import alibi_slopes
-from tools.common.arguments import one_line_errors, run_command
-from tools.common.report import Table
+from runtime.errors import UserError
+from runtime.machine import describe, results_file
+from tools.common.arguments import one_line_errors, parser_for, positive, run_command
+from tools.common.report import PALETTE, Column, Table, plain, write_records
+from tools.common.shapes import AttentionShape
 
-CONTESTANTS = ("chunked", "naive", "softmax")
-KEPT_BYTES = 1 << 30
+OURS = "chunked"
+LABELS = {OURS: "linear, in chunks", "naive": "linear, all scores at once", "softmax": "softmax (SDPA)"}
+"""Contestants, and their names in the picture."""
+SCORES_BYTES = 1 << 30
 """Limit on the size of the T x T matrices that naive keeps for the backward."""
 SCANS = 4
 """Scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
@@ -44,8 +51,8 @@ MINIMUM_SECONDS = 0.5  # for all contestants at a length; the shortest step take
 
 
 def fits(work: AttentionShape) -> bool:
-    """Return whether the scores and decays that naive keeps for the backward take at most ``KEPT_BYTES``."""
-    return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= KEPT_BYTES
+    """Return whether the scores and decays that naive keeps for the backward take at most ``SCORES_BYTES``."""
+    return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= SCORES_BYTES
 
 
 def flops(name: str, work: AttentionShape) -> int:
@@ -74,42 +81,96 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
-    """Return what attends forward and backward, and returns out, dq, dk and dv, of each contestant that fits."""
-    names = [name for name in CONTESTANTS if name != "naive" or fits(work)]
+    """Return a step of each contestant that fits: forward and backward, returning out, dq, dk and dv."""
+    names = [name for name in LABELS if name != "naive" or fits(work)]
     return {name: forward_backward(partial(attend, name), *work.tensors()) for name in names}
 
 
-def with_rates(row: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """Add what a contestant does in a second at a length."""
-    work = AttentionShape(**shape, seq_length=row["length"])
-    tokens, count = work.batch * work.seq_length / row["median"], flops(row["name"], work)
-    return row | {"tokens_per_second": tokens, "flops": count, "gflops_per_second": count / row["median"] / 1e9}
+def rows_at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
+    """Time the contestants at a length; return a row of each. Raises MeasureError: chunked differs from naive."""
+    steps, rows = steps_of(work), []
+    prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
+    if "naive" in prints:
+        check_same(OURS, prints[OURS], prints["naive"], work.dtype, "the naive form")
+    clocks = {name: clocked(step) for name, step in steps.items()}
+    for name, seconds in measured(clocks, repeats, max_seconds, MINIMUM_SECONDS).items():
+        middle = median(seconds)
+        rows.append(
+            {
+                "name": name,
+                "length": work.seq_length,
+                "rounds": len(seconds),
+                "median": middle,
+                "min": min(seconds),
+                "max": max(seconds),
+                "tokens_per_second": work.batch * work.seq_length / middle,
+            }
+        )
+    return rows
+
+
+def lengths_between(shortest: int, longest: int) -> list[int]:
+    """Return ``shortest`` times powers of two, up to ``longest``."""
+    return [shortest << n for n in range(int(math.log2(longest / shortest)) + 1)]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Time the contestants at each length on one thread. Raises UserError: lengths that are none."""
+    if args.max_length < args.min_length:
+        raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
+    shape = AttentionShape(seq_length=args.min_length, **sizes_of(args))
+    threads, load_average, rows = torch.get_num_threads(), list(os.getloadavg()), list[dict[str, Any]]()
+    torch.set_num_threads(1)
+    try:
+        for length in lengths_between(args.min_length, args.max_length):
+            rows += rows_at(replace(shape, seq_length=length), args.repeats, args.max_seconds)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "benchmark": "linear against quadratic attention over length, forward + backward, causal, one thread",
+        "machine": describe("cpu"),
+        "load_average": load_average,
+        "shape": {name: value for name, value in asdict(shape).items() if name != "seq_length"},
+        "rows": rows,
+    }
+
+
+def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
+    """Return the rows of a contestant by length."""
+    return {row["length"]: row for row in result["rows"] if row["name"] == name}
+
+
+def overtakes(result: dict[str, Any], name: str) -> int | None:
+    """Return the length from which chunked is faster than ``name`` at all lengths of both; None if never."""
+    ours, theirs = by_length(result, OURS), by_length(result, name)
+    slower = [length for length in theirs if ours[length]["median"] >= theirs[length]["median"]]
+    return min((length for length in theirs if length > max(slower, default=0)), default=None)
 
 
 def exponent(result: dict[str, Any], name: str) -> float | None:
     """Return p in time ~ length^p between the last two lengths of a contestant."""
-    *_, before, last = [None, *by_length(result, name).values()]
-    if before is None:
+    rows = [*by_length(result, name).values()]
+    if len(rows) < 2:
         return None
-    return math.log(last["median"] / before["median"]) / math.log(last["length"] / before["length"])
+    return math.log(rows[-1]["median"] / rows[-2]["median"]) / math.log(rows[-1]["length"] / rows[-2]["length"])
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Format tokens per second of each contestant at each length, growth exponents and crossovers."""
-    found = {name: by_length(result, name) for name in CONTESTANTS}
-    rows = [
-        {"length": length, "ratio": found["softmax"][length]["median"] / ours["median"]}
-        | {name: found[name].get(length, {}).get("tokens_per_second") for name in CONTESTANTS}
-        for length, ours in found["chunked"].items()
-    ]
-    rates = {name: f"{{{name}:,.0f}}" for name in CONTESTANTS}
-    lines = Table({"tokens": "{length:,}", **rates, "chunked / softmax": "{ratio:.2f}"}, rows).markdown("---:")
-    powers = {name: exponent(result, name) for name in CONTESTANTS}
-    lines += [
-        "",
-        *(f"{n}: time grows as length^{p:.2f} over its last step" for n, p in powers.items() if p is not None),
-    ]
-    lines += [overtaking(result, name) for name in CONTESTANTS[1:]]
+    rates = {name: by_length(result, name) for name in LABELS}
+    rows = []
+    for length, ours in rates[OURS].items():
+        row = {name: rates[name].get(length, {}).get("tokens_per_second") for name in LABELS}
+        rows.append(row | {"length": length, "ratio": rates["softmax"][length]["median"] / ours["median"]})
+    columns: dict[str, Column] = {"tokens": "{length:,}", **{name: f"{{{name}:,.0f}}" for name in LABELS}}
+    lines = [*Table(columns | {"chunked / softmax": "{ratio:.2f}"}, rows).markdown("---:"), ""]
+    for name in LABELS:
+        if (power := exponent(result, name)) is not None:
+            lines.append(f"{name}: time grows as length^{power:.2f} over its last step")
+    for name in ("naive", "softmax"):
+        start = overtakes(result, name)
+        where = "nowhere faster" if start is None else f"faster from {start:,} tokens on"
+        lines.append(f"{OURS} is {where} than {name}")
     return "\n".join(lines)
 
 
@@ -117,16 +178,13 @@ def picture(result: dict[str, Any], path: Path) -> None:
     """Plot tokens per second over length, both axes logarithmic."""
     from matplotlib.figure import Figure
 
-    from tools.common.report import PALETTE, plain
-
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    labels = {"chunked": "linear, in chunks", "naive": "linear, all scores at once", "softmax": "softmax (SDPA)"}
-    for name, colour, marker in zip(CONTESTANTS, PALETTE, "osD", strict=False):
+    for (name, label), colour, marker in zip(LABELS.items(), PALETTE, "osD", strict=False):
         rows = by_length(result, name)
         rates = [row["tokens_per_second"] for row in rows.values()]
-        axes.plot(list(rows), rates, marker=marker, color=colour, label=labels[name])
-    tokens = list(by_length(result, "chunked"))
+        axes.plot(list(rows), rates, marker=marker, color=colour, label=label)
+    tokens = list(by_length(result, OURS))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(tokens, [f"{length:,}" for length in tokens])
@@ -142,14 +200,19 @@ def picture(result: dict[str, Any], path: Path) -> None:
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    parser = lengths.parser_of("linear", __doc__, 256, 16384, max_seconds=15.0, num_heads=4, head_dim=32)
-    plot, where = Path("docs/images/linear_throughput.png"), "where the plot goes (default: %(default)s)"
-    parser.add_argument("--picture", type=Path, default=plot, metavar="FILE", help=where)
+    parser = parser_for("python -m bench.linear", __doc__)
+    add, plot = parser.add_argument, Path("docs/images/linear_throughput.png")
+    add_sizes(parser, num_heads=4, head_dim=32, batch=1)
+    add("--min-length", type=positive, default=256, help="shortest sequence (default: %(default)s)")
+    add("--max-length", type=positive, default=16384, help="longest; they double (default: %(default)s)")
+    add_rounds(parser, 5, 15.0)
+    where = "where linear-MACHINE.jsonl goes (default: %(default)s)"
+    add("--results", type=Path, default=Path("bench/results"), metavar="FOLDER", help=where)
+    add("--picture", type=Path, default=plot, metavar="FILE", help="where the plot goes (default: %(default)s)")
     args = parser.parse_args(argv)
-    about = "linear against quadratic attention over length, forward + backward, causal, one thread"
-    result = lengths.measure(args, about, steps_of, ("naive", "the naive form"), MINIMUM_SECONDS)
-    result["rows"] = [with_rates(row, result["shape"]) for row in result["rows"]]
-    path, machine = lengths.write(args, "linear", result), result["machine"]
+    result = measure(args)
+    machine, path = result["machine"], results_file(args.results, "linear", result["machine"])
+    write_records(path, result)
     picture(result, args.picture)
     print(f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}")
     print(f"written: {path}, {args.picture}")

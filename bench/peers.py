@@ -13,10 +13,10 @@ each its own draw of weights. A package that cannot run here is listed with its 
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import pretrain_gpt
 from bench.attention import measure_cpu
 from bench.harness import add_rounds, clocked, measured
-from bench.shapes import AttentionShape
+from bench.shapes import MaskedShape
 from data.loader import batches
 from data.text.prepare import Request, prepare
 from model.hf import config_to_hf
@@ -53,18 +53,9 @@ MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "
 ATTENTION, TRAINING = MODULES
 
 
-def refusal(name: str) -> str | None:
-    """Return why a package is not measured here; None if it is."""
-    try:
-        import_module(MODULES[name])
-    except ImportError as error:
-        return f"not installed ({error}); make peers installs it"
-    return None
-
-
-def measurable(names: Iterable[str]) -> list[str]:
-    """Return those of some packages that are measured here."""
-    return [name for name in names if refusal(name) is None]
+def installed(name: str) -> bool:
+    """Return whether a package is measured here."""
+    return find_spec(MODULES[name]) is not None
 
 
 @contextmanager
@@ -127,14 +118,14 @@ def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
 
     Raises UserError, MeasureError: as ``bench.attention.measure_cpu``.
     """
-    theirs = [f"ring@{name}" for name in measurable([ATTENTION])]
-    found = measure_cpu(AttentionShape(seq_length=length), (*OURS, *theirs), repeats=repeats, max_seconds=max_seconds)
+    theirs = [f"ring@{ATTENTION}"] if installed(ATTENTION) else []
+    found = measure_cpu(MaskedShape(seq_length=length), (*OURS, *theirs), repeats=repeats, max_seconds=max_seconds)
     return {"length": length, **row({name: one["seconds"] for name, one in found["contestants"].items()}, OURS, theirs)}
 
 
 def training(repeats: int, flags: list[str]) -> dict[str, Any]:
     """Time training steps of ours and of the packages; a row as ``row``'s."""
-    packages = measurable([TRAINING])
+    packages = [TRAINING] if installed(TRAINING) else []
     torch.set_num_threads(len(usable_cores()))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "stdlib"
@@ -174,13 +165,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.repeats < 2:
         raise UserError(f"--repeats is {args.repeats}; it must be 2 or more, to have quartiles")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    absent = {name: why for name in MODULES if (why := refusal(name)) is not None}
-    versions = {name: version(name) for name in measurable(MODULES)}
+    versions = {name: version(name) for name in MODULES if installed(name)}
     machine = describe("cpu")
-    found: dict[str, Any] = {"benchmark": "peers", "machine": machine, "versions": versions, "not_measured": absent}
+    found: dict[str, Any] = {"benchmark": "peers", "machine": machine, "versions": versions}
     print(f"{machine['device']}, torch {machine['torch']}; {', '.join(map(' '.join, versions.items()))}")
-    for name, why in absent.items():
-        print(f"not measured: {name}: {why}")
+    for name in MODULES.keys() - versions.keys():
+        print(f"not measured: {name} is not installed; make peers installs it")
     if not versions:
         raise UserError("no other package is installed; make peers installs them")
     if args.only != "training":

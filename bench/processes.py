@@ -5,21 +5,21 @@ Every process waits for its next step in a blocking read, so that none spins whi
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.harness import as_measure_errors, fingerprint, forward_backward
-from bench.shapes import DTYPES, AttentionShape
+from bench.harness import as_measure_errors, clocked, fingerprint, forward_backward
+from bench.shapes import MaskedShape
 from parallel.context import ContextParallel
 from runtime.ranks import Rank, join_here, one_of_each, receive, send, started
 from tools.common.ceilings import matmul_rate
+from tools.common.shapes import DTYPES
 
 ONE_PROCESS = "one_process"
 ANSWER_WITHIN = 600.0
@@ -27,20 +27,13 @@ BUCKET = 512
 """Queries and keys of a tile of ring-attention-pytorch: its own default."""
 
 
-class Times(NamedTuple):
-    """Seconds of one forward + backward on one process: by the clock, and of CPU time."""
-
-    wall: float
-    cpu: float
-
-
 class Contestants:
-    """All processes of a run, a context manager that ends them. Methods are named as in ``AttentionShape.plan``.
+    """All processes of a run, a context manager that ends them. Methods are named as in ``MaskedShape.plan``.
 
     Raises MeasureError: a process failed, died or did not answer.
     """
 
-    def __init__(self, work: AttentionShape, methods: tuple[str, ...], cores: list[int]) -> None:
+    def __init__(self, work: MaskedShape, methods: tuple[str, ...], cores: list[int]) -> None:
         self._work, self._methods, self._cores = work, methods, cores
 
     def __enter__(self) -> "Contestants":
@@ -58,8 +51,8 @@ class Contestants:
     def __exit__(self, *_: object) -> None:
         self._ending.close()
 
-    def step(self, name: str) -> list[Times]:
-        """Run one forward + backward of a method (or ``ONE_PROCESS``); return times by rank."""
+    def step(self, name: str) -> list[float]:
+        """Run one forward + backward of a method (or ``ONE_PROCESS``); return seconds by rank."""
         return self._ask(name, "step")
 
     def fingerprint(self, name: str) -> list[float]:
@@ -69,10 +62,6 @@ class Contestants:
     def matmul_tflops(self) -> float:
         """Return the single process's matrix multiplication rate in TFLOP/s, on all its threads."""
         return float(self._ask(ONE_PROCESS, "matmul")[0])
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU seconds that all these processes have used."""
-        return sum(self._ask(ONE_PROCESS, "cpu_seconds")) + sum(self._ask("", "cpu_seconds"))
 
     def _ask(self, name: str, request: str) -> list[Any]:
         asked: list[Rank] = [self._one] if name == ONE_PROCESS else self._ranks
@@ -84,7 +73,7 @@ class Contestants:
 
 def _serve(
     pipe: Connection,
-    work: AttentionShape,
+    work: MaskedShape,
     methods: tuple[str, ...],
     cores: list[int],
     rank: int | None,
@@ -101,7 +90,7 @@ def _serve(
 
 
 def _prepare(
-    work: AttentionShape, methods: tuple[str, ...], rank: int | None, ranks: int, folder: str
+    work: MaskedShape, methods: tuple[str, ...], rank: int | None, ranks: int, folder: str
 ) -> Callable[[str, str], Any]:
     tensors = work.tensors()
     steps: dict[str, Callable[[], list[Tensor]]] = {}
@@ -122,14 +111,10 @@ def _prepare(
     def answer(request: str, name: str) -> Any:
         if request == "matmul":
             return matmul_rate("cpu", DTYPES[work.dtype])
-        if request == "cpu_seconds":
-            return time.process_time()
         if request == "step":
             if rank is not None:
                 dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            steps[name]()
-            return Times(time.perf_counter() - wall, time.process_time() - cpu)
+            return clocked(steps[name])()
         sums = fingerprint([x[:, valid[name]] for x in steps[name]()])
         if rank is not None:
             dist.all_reduce(sums)

@@ -1,6 +1,6 @@
 """Folders of Hugging Face tokenizers, loaded so that they give the ids of transformers.
 
-A tokenizer.json is only a part of such a tokenizer. transformers (5.23, AutoTokenizer) also reads:
+A tokenizer.json is only a part of such a tokenizer. transformers (5.24, AutoTokenizer) also reads:
 
 * tokenizer_config.json: the class, its settings, and added tokens with flags of their own;
 * special_tokens_map.json and added_tokens.json, if that one has no ``added_tokens_decoder``;

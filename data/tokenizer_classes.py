@@ -1,4 +1,4 @@
-"""Classes of tokenizers of transformers 5.23, as data and as builders.
+"""Classes of tokenizers of transformers 5.24, as data and as builders.
 
 A tokenizer of transformers' general class is its tokenizer.json. The others here take the vocabulary and the merges
 from it and build all else themselves, so that a normalizer or pre-tokenizer of the file does not count.
@@ -55,7 +55,7 @@ _GENERAL = """
     kimi_linear kosmos-2 llava llava_next mimo_v2_flash minicpm3 minicpm_ocr minicpmv minicpmv4_6
     minicpmv4_7 minimax_m2 ministral ministral3 mistral mistral3 mistral_large4 mixtral modernbert
     modernbert-decoder molmo molmo2 nemo_speechlm nemotron nvfp4 nystromformer olmo2 olmo3
-    olmo_hybrid opencua openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v phimoe pix2struct
+    olmo_hybrid omniasr opencua openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v phimoe pix2struct
     pixtral pocket_tts smolvlm stablelm step3_vl umt5 vipllava voxtral voxtral_realtime
     xlm-roberta-xl
 """

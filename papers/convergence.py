@@ -19,7 +19,7 @@ from statistics import fmean
 import pretrain_gpt
 from data.text.prepare import Request, prepare
 from papers import rows
-from papers.jobs import Result, keep_run, read_runs
+from papers.runs import Result, flags_of, keep_run, read_runs
 from parallel.context.linear import state
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
@@ -85,7 +85,7 @@ def command_line(run: str, data: Path, iterations: int) -> list[str]:
         "data-parallel-sharding-strategy": backend,
         "context-parallel-size": RANKS // dp,
     }
-    return [*FLAGS.split(), *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]
+    return [*FLAGS.split(), *flags_of(flags)]
 
 
 def figures(losses: Sequence[float]) -> dict[str, float]:
@@ -98,8 +98,8 @@ def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float
 
     Infinite if either is not finite.
     """
-    found = [abs(lasp[name] / without[name] - 1) for name in ("loss", "last")]
-    return max(found) if all(x == x for x in found) else float("inf")
+    relative = [abs(lasp[name] / without[name] - 1) for name in ("loss", "last")]
+    return max(relative) if all(x == x for x in relative) else float("inf")
 
 
 def compared(result: Result) -> tuple[list[str], list[str]]:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from papers import convergence, rows
-from papers.jobs import LONG, SHORT, Figures, Job, Runs, commit_told, lengths, longest_of, read_runs, run_all, shown
 from papers.ring import K, step_of
-from papers.rows import Row
+from papers.rows import Figures, Row
+from papers.runs import commit_told, read_runs, run_all
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
 from planner.step_memory import Arrangement, StepShape, memory_of
@@ -87,25 +87,7 @@ def scalability() -> Iterator[Row]:
                 for name, value in (("gb", theirs), ("tokens_per_s", rate))
             }
             ours: Figures = {"gb": round(size, 1) if size <= MEMORY_GB else "OOM"}
-            measures = job(backend, gpus, lasp=True, cases={"run": f"--seq-length {tokens}"})
-            yield Row(of, published, ours, "A100 of 80 GB", job=measures)
-
-
-def job(backend: str, gpus: int, *, lasp: bool, cases: dict[str, str], recompute: str = "none") -> Job:
-    """Return what measures a row of TransNormer 1B, of one run or, looking for the longest, of ``lengths``."""
-
-    def ran(runs: Runs) -> Figures:
-        return {"gb": shown(runs["run"].memory_gb), "tokens_per_s": shown(runs["run"].tokens_per_s)}
-
-    strategy = f"--data-parallel-sharding-strategy {backend.lower()} --recompute-granularity {recompute}"
-    return Job(
-        gpus=gpus,
-        config="transnormer_1b",
-        flags=f"--context-parallel-size {gpus if lasp else 1} {strategy}",
-        cases=cases,
-        figures=ran if len(cases) == 1 else longest_of("ktokens"),
-        iterations=SHORT if len(cases) == 1 else LONG,
-    )
+            yield Row(of, published, ours, "A100 of 80 GB")
 
 
 def ablation() -> Iterator[Row]:
@@ -117,9 +99,7 @@ def ablation() -> Iterator[Row]:
         longest = bisect_right(range(K, 2048 * K, K), MEMORY_GB, key=needed)
         theirs = int(row["max_sequence_ktokens_8xA100_80GB"])
         published = {"ktokens": theirs, "tokens_per_s": float(row["tokens_per_s"])}
-        cases = lengths("--seq-length", theirs * K)
-        measures = job(backend, 8, lasp="LASP" in ways, cases=cases, recompute=recompute)
-        yield Row({"method": row["method"]}, published, {"ktokens": longest}, "8 A100 of 80 GB", job=measures)
+        yield Row({"method": row["method"]}, published, {"ktokens": longest}, "8 A100 of 80 GB")
 
 
 def trained(measured: bool = False) -> Iterator[Row]:

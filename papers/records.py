@@ -8,9 +8,8 @@ from typing import Any
 
 from model.registry import num_parameters
 from papers import rows
-from papers.jobs import LONG, Figures, Job, Runs, shown
 from papers.ring import K, step_of
-from papers.rows import Row
+from papers.rows import Figures, Row
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
@@ -38,25 +37,6 @@ def gb(work: StepShape, gpus: int, tokens: int, stages: int) -> float:
     return sum(memory_of(work, plan, LEANEST).values()) / 1e9
 
 
-def job(config: str, gpus: int, tokens: int) -> Job:
-    """Return what measures a row: Ulysses at once and in stages."""
-
-    def ran(runs: Runs) -> Figures:
-        parts = {f"{name}_{part}": shown(getattr(run, part)) for name, run in runs.items() for part in run._fields}
-        return {"supported": "yes" if runs["upipe"].fits else "no", **parts}
-
-    return Job(
-        gpu="h100",
-        gpus=gpus,
-        config=config,
-        flags=f"--context-parallel-size {gpus} --seq-length {tokens} --context-parallel-method ulysses "
-        f"--recompute-granularity full --recompute-offload --loss-chunk-size {LOSS_CHUNK} --ffn-chunk-size {FFN_CHUNK}",
-        cases={"upipe": f"--ulysses-head-chunks {STAGES}", "ulysses": "--ulysses-head-chunks 1"},
-        figures=ran,
-        iterations=LONG,
-    )
-
-
 def supported() -> list[Row]:
     """Return whether each length fits a GPU, with its predicted memory."""
     found = []
@@ -70,8 +50,7 @@ def supported() -> list[Row]:
             "host_gb": round(offloaded(work, plan, LEANEST) / 1e9, 1),
         }
         of: dict[str, str | int] = {"record": row["record"], "model": row["model"], "ktokens": int(row["ktokens"])}
-        measures = job(row["model"], gpus, tokens)
-        found.append(Row(of, {"supported": row["supported"]}, ours, f"{gpus} {row['gpu']} of 80 GB", job=measures))
+        found.append(Row(of, {"supported": row["supported"]}, ours, f"{gpus} {row['gpu']} of 80 GB"))
     return found
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from papers import rows
-from papers.jobs import LONG, Job, lengths, longest_of, read_runs
 from papers.rows import Row
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
@@ -146,21 +145,7 @@ def max_context() -> Iterator[Row]:
         theirs = {column: int(row[f"{column}_ktokens"]) for column in COLUMNS}
         ours = {column: longest(row["model"], column, devices, memory) // K for column in COLUMNS}
         of: dict[str, str | int] = {"hardware": row["hardware"], "model": row["model"], "devices": devices}
-        measures = job(row["model"], devices, theirs[COLUMNS[-1]] * K) if "A100" in name else None
-        yield Row(of, theirs, ours, row["hardware"], job=measures)
-
-
-def job(size: str, gpus: int, tokens: int) -> Job:
-    """Return what measures a row: Ring Attention's context, and half and twice as long, as ``longest`` has them."""
-    return Job(
-        gpus=gpus,
-        config=MODELS[size],
-        flags=f"--no-bf16 --context-parallel-size {gpus} --context-parallel-method ring --context-parallel-layout "
-        "contiguous --recompute-granularity full --loss-chunk-size 2048 --ffn-chunk-size 2048",
-        cases=lengths("--seq-length", tokens),
-        figures=longest_of(COLUMNS[-1]),
-        iterations=LONG,
-    )
+        yield Row(of, theirs, ours, row["hardware"])
 
 
 STEP = 1000 * 4
@@ -188,15 +173,8 @@ def agent(column: str) -> tuple[float, float]:
     return seconds, needed(workload_of(config, 1, "cuda"), AGENTS[column], AGENT_DEVICES, tokens) / 1e9
 
 
-DOORS = rows.FOLDER / "results" / "ring_rl.jsonl"
-"""The runs of `make rl-table`, in a world of doors."""
-DOORS_ATTEMPTS = {"first": 0, "16th": 15, "last": -1}
-DOORS_NAMES = {"shuffled": "64, shuffled", "perfect": "a perfect player"}
-"""Columns of runs that are not named by the length of their chains."""
-
-
-def reinforcement(measured: bool = False) -> Iterator[Row]:
-    """Yield table 5's returns, the planner's prediction for its models, and the returns in a small world of doors."""
+def reinforcement() -> Iterator[Row]:
+    """Yield table 5's returns, the planner's prediction for its models."""
     for row in rows.published("ring_rl"):
         theirs = {name: value if value == "oom" else float(value) for name, value in row.items() if name != "task"}
         yield Row({"row": row["task"]}, theirs, {}, "not stated")
@@ -205,14 +183,6 @@ def reinforcement(measured: bool = False) -> Iterator[Row]:
         yield Row({"row": what}, {}, {name: round(found[place], 1) for name, found in ours.items()}, "8 A100 of 80 GB")
     fits = {name: next(size for size in GPUS_GB if found[1] <= size) for name, found in ours.items()}
     yield Row({"row": "smallest GPU that fits, GB"}, {}, fits, "any")
-    doors = read_runs(DOORS)
-    for attempt, place in DOORS_ATTEMPTS.items():
-        for part in ("mean", "error"):
-            shown = {}
-            for name, run in doors["runs"].items():
-                if len(run[part]) > max(place, 0):
-                    shown[DOORS_NAMES.get(name, name)] = run[part][place]
-            yield Row({"row": f"doors, {attempt} attempt: {part}"}, {}, {}, doors["machine"]["device"], shown)
 
 
 TABLES: rows.Makers = {

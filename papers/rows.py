@@ -1,17 +1,15 @@
-"""Tables row by row: published, predicted and measured, as text, JSON, CSV and a picture.
+"""Tables row by row: published, predicted and measured, as text, CSV and a picture.
 
 A paper's module makes the rows of its tables, which tables/sheets.toml describes, and calls ``main``.
 """
 
-import argparse
 import csv
 import io
-import json
 import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -19,12 +17,8 @@ from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
 from bench.link.network import NetworkError
-from papers.jobs import Figures, Job, measured, submit_row
-from runtime.errors import UserError
 from runtime.files import write_text
-from runtime.machine import ROOT, commit_of, slug
-from slurm.environment import check_torch
-from slurm.submit import check_login_node, read_site
+from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for
 from tools.common.report import aligned
 from tools.common.report import as_csv as csv_of
@@ -33,6 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parent
+Figures = Mapping[str, float | int | str | None]
+"""Figures by name; None where there is none."""
 COLUMNS, MADE_BY = ("published", "analytic", "measured"), "made by"
 
 
@@ -52,13 +48,6 @@ class Row:
     hardware: str
     """The hardware of the published figures, and of the measured ones."""
     measured: Figures | None = None
-    job: Job | None = None
-    """The row's measurement on the paper's hardware; None if no GPU does."""
-
-    @property
-    def name(self) -> str:
-        """Name the row in a path."""
-        return slug(" ".join(map(str, self.of.values())))
 
     @property
     def difference(self) -> dict[str, float]:
@@ -69,19 +58,6 @@ class Row:
             for name, (ours, theirs) in pairs.items()
             if isinstance(ours, float | int) and isinstance(theirs, float | int) and theirs
         }
-
-
-@dataclass(frozen=True)
-class Curves:
-    """A picture in the paper's form; its fields are those of tables/sheets.toml, which explains them."""
-
-    x: str
-    figures: Mapping[str, str]
-    panel: str
-    curve: str
-    label: str
-    """The y axis's label."""
-    logarithmic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +72,8 @@ class Sheet:
     measures: bool = False
     """True if ``rows`` takes ``measured``, and this machine measures then."""
     writes: bool = True
-    curves: Curves | None = None
+    curves: Mapping[str, Any] | None = None
+    """A picture in the paper's form."""
     rows: Callable[..., Iterable[Row]]
     summary: Callable[[Sequence[Row]], str] | None = None
     """A line below the table."""
@@ -111,8 +88,7 @@ def sheets_of(paper: str, makers: Makers, **summaries: Callable[[Sequence[Row]],
     known = tomllib.loads((FOLDER / "tables/sheets.toml").read_text(encoding="utf-8"))[paper]
     sheets = {}
     for name, rows in makers.items():
-        curves = Curves(**known[name].pop("curves")) if "curves" in known[name] else None
-        sheets[name] = Sheet(name=name, rows=rows, curves=curves, summary=summaries.get(name), **known[name])
+        sheets[name] = Sheet(name=name, rows=rows, summary=summaries.get(name), **known[name])
     return known["source"], sheets
 
 
@@ -148,12 +124,9 @@ def as_csv(rows: Sequence[Row], made: str) -> str:
     return csv_of([*head, MADE_BY], [[*row, made] for row in cells])
 
 
-def made_by(path: Path) -> str:
-    """Return the commit and date of the program that wrote a table's CSV; empty if there is none, or it tells none."""
-    if not path.exists():
-        return ""
-    with path.open(encoding="utf-8", newline="") as file:
-        return next(csv.DictReader(file), {}).get(MADE_BY) or ""
+def made_by(table: str) -> str:
+    """Return the commit and date of the program that wrote a CSV; empty if it tells none."""
+    return next(csv.DictReader(io.StringIO(table)), {}).get(MADE_BY) or ""
 
 
 def _measured(table: str) -> set[tuple[int, str]]:
@@ -168,14 +141,16 @@ def write(base: Path, sheet: Sheet, rows: Sequence[Row]) -> None:
     Equal ones stay that commit's, untouched, and so do those that have more measured figures.
     """
     table, picture, now = base.with_suffix(".csv"), base.with_suffix(".png"), stamp()
-    if (before := made_by(table)) and (picture.exists() or not sheet.curves):
-        old, new = table.read_text(encoding="utf-8"), as_csv(rows, before)
-        same = old == new
-        lost = not _measured(old) <= _measured(new)
-        more = "measured figures that are not there now, kept; --measure and --runs give them, or remove the file"
-        said = "equal, kept" if same else more if lost else "other figures now, written anew"
-        print(f"{table} was made by {before}: {said}", file=sys.stderr)
-        if same or lost:
+    old = table.read_text(encoding="utf-8") if table.exists() else ""
+    if (before := made_by(old)) and (picture.exists() or not sheet.curves):
+        new = as_csv(rows, before)
+        message = "other figures now, written anew"
+        if old == new:
+            message = "equal, kept"
+        elif not _measured(old) <= _measured(new):
+            message = "measured figures that are not there now, kept; --measure gives them, or remove the file"
+        print(f"{table} was made by {before}: {message}", file=sys.stderr)
+        if not message.endswith("anew"):
             return
     write_text(table, as_csv(rows, f"{now['commit']}, {now['date']}"))
     if sheet.curves:
@@ -194,39 +169,39 @@ def colours(count: int) -> list[Any]:
     return [rainbow(0.05 + 0.9 * index / (count - 1)) for index in range(count)]
 
 
-def draw(curves: Curves, rows: Sequence[Row]) -> "Figure":
+def draw(curves: Mapping[str, Any], rows: Sequence[Row]) -> "Figure":
     """Draw the published figures as points and the predicted ones as lines, each line in a colour of its own."""
     from matplotlib.figure import Figure
 
     from tools.common.report import plain
 
-    panels = [(name, list(found)) for name, found in groupby(rows, key=lambda row: row.of.get(curves.panel, ""))]
+    panels = [(name, list(found)) for name, found in groupby(rows, key=lambda row: row.of.get(curves["panel"], ""))]
     figure = Figure(figsize=(1.5 + 3.5 * len(panels), 4.4), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, (panel, shown) in zip(axes, panels, strict=True):
-        names = dict.fromkeys(row.of[curves.curve] for row in shown)
-        lines = [(name, pair) for name in names for pair in curves.figures.items()]
+        names = dict.fromkeys(row.of[curves["curve"]] for row in shown)
+        lines = [(name, pair) for name in names for pair in curves["figures"].items()]
         for colour, (name, pair) in zip(colours(len(lines)), lines, strict=True):
-            curve = [row for row in shown if row.of[curves.curve] == name]
+            curve = [row for row in shown if row.of[curves["curve"]] == name]
             words = [str(name)] if str(name) != str(panel) else []
-            if len(curves.figures) > 1:
+            if len(curves["figures"]) > 1:
                 words.append(pair[1].replace("_", " "))
 
             for figure_name, column, style in zip(pair, COLUMNS, ("o", "-"), strict=False):
                 y = [getattr(row, column).get(figure_name) for row in curve]
                 heights = [value if isinstance(value, float | int) else float("nan") for value in y]
                 label = ", ".join(words) if style == "-" else None
-                ax.plot([row.of[curves.x] for row in curve], heights, style, color=colour, alpha=0.8, label=label)
-        ax.set(title=f"{panel}", xlabel=curves.x.replace("_", " "))
-        if all(isinstance(row.of[curves.x], int) for row in shown):
+                ax.plot([row.of[curves["x"]] for row in curve], heights, style, color=colour, alpha=0.8, label=label)
+        ax.set(title=f"{panel}", xlabel=curves["x"].replace("_", " "))
+        if all(isinstance(row.of[curves["x"]], int) for row in shown):
             ax.set_xscale("log", base=2)
         else:
             ax.tick_params(axis="x", rotation=60)
-        if curves.logarithmic:
+        if curves.get("logarithmic"):
             ax.set_yscale("log", base=2)
         plain(ax)
         ax.legend(frameon=False, fontsize=8)
-    axes[0].set_ylabel(curves.label)
+    axes[0].set_ylabel(curves["label"])
     figure.suptitle("points: published; lines: predicted", fontsize=9)
     return figure
 
@@ -244,85 +219,38 @@ def main(
     source, tables = sheets_of(paper, makers, **summaries)
     parser.add_argument("--table", choices=list(tables), help="one of %(choices)s (default: all)")
     parser.add_argument("--measure", action="store_true", help="also measure here what this machine can")
-    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="also write CSV and pictures there")
-    parser.add_argument("--submit", metavar="CLUSTER", help="a Slurm job for each row that this cluster can measure")
-    parser.add_argument("--dry-run", action="store_true", help="with --submit: print the scripts, submit nothing")
-    parser.add_argument("--row", default="", metavar="TEXT", help="with --submit: rows alone whose name contains this")
-    parser.add_argument("--runs", type=Path, default=Path("runs/papers"), metavar="FOLDER", help="default: %(default)s")
     args = parser.parse_args(argv)
-    if args.submit is None and (args.dry_run or args.row):
-        parser.error("--dry-run and --row are of --submit CLUSTER; give it too")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    chosen = [tables[args.table]] if args.table else [*tables.values()]
-    if args.submit is not None:
-        if not args.dry_run:
-            check_login_node()  # before rows are predicted
-            check_torch(read_site(args.submit)[1])
-        if not sum(_submit(sheet, args.runs / paper / sheet.name, args) for sheet in chosen):
-            raise UserError(
-                f"--row is {args.row}, and no row of {', '.join(s.name for s in chosen)} has it in its name"
-            )
-        return
-    data, made = list[dict[str, Any]](), stamp()
-    for sheet in chosen:
-        where = {"source": f"{source}, {sheet.where}"}
-        for row in _shown(paper, source, sheet, args):
-            figures = {column: getattr(row, column) and dict(getattr(row, column)) for column in COLUMNS}
-            about = {"difference": row.difference, **where, "hardware": row.hardware, **made}
-            data.append({"table": sheet.name, "of": dict(row.of), **figures, **about})
-    if args.json:
-        print(json.dumps(data, indent=1))
+    for sheet in [tables[args.table]] if args.table else tables.values():
+        measures = args.measure and sheet.measures
+        if args.measure and not measures:
+            print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
+        try:
+            rows = list(sheet.rows(measured=True) if measures else sheet.rows())
+        except NetworkError as error:
+            print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
+            rows = list(sheet.rows())
+        command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measures}"
+        print(text_of(sheet, rows, source, command))
+        if args.results and sheet.writes:
+            write(args.results / f"{paper}_{sheet.name}", sheet, rows)
 
 
-def _submit(sheet: Sheet, folder: Path, args: argparse.Namespace) -> int:
-    """Submit the jobs of a table's rows, and say in a line why others have none; return the number of lines."""
-    rows = list(sheet.rows())
-    if not any(row.job for row in rows):
-        print(f"{sheet.name}: no row has a job: it needs {sheet.needs or 'no GPU, --measure does it here'}")
-        return not args.row
-    wanted = [row for row in rows if args.row in row.name]
-    for row in wanted:
-        why = f"not submitted: no job measures it ({row.hardware})"
-        said = submit_row(row.job, folder / row.name, args.submit, args.dry_run) if row.job else why
-        print(f"{sheet.name}/{row.name}: {said}", flush=True)
-    return len(wanted)
-
-
-def _with_runs(row: Row, folder: Path) -> Row:
-    """Return a row with what its job has measured, if it has, besides what was measured here."""
-    found = measured(row.job, folder / row.name) if row.job else None
-    return replace(row, measured={**(row.measured or {}), **found}) if found else row
-
-
-def _shown(paper: str, source: str, sheet: Sheet, args: argparse.Namespace) -> list[Row]:
-    """Make a table's rows, measured here if asked and if this machine can; print it, and write its files."""
-    measures = args.measure and sheet.measures
-    if args.measure and not measures:
-        print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
-    try:
-        rows = list(sheet.rows(measured=True) if measures else sheet.rows())
-    except NetworkError as error:
-        print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
-        rows = list(sheet.rows())
-    rows = [_with_runs(row, args.runs / paper / sheet.name) for row in rows]
-    command = f"python -m papers.{paper} --table {sheet.name}{' --measure' * measures}"
-    if not args.json:
-        (head, cells), made = flat(rows), stamp()
-        body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
-        hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
-        about = [
-            f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
-            f"Made by `{command}` on {made['date']}, commit {made['commit']}.",
-            sheet.about,
-        ]
-        prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
-        broken = [wrap(name, max(map(len, name.split()))) for name in head]  # names of columns, below each other
-        tallest = max(map(len, broken))
-        above = list(zip(*([*[""] * (tallest - len(lines)), *lines] for lines in broken), strict=True))
-        table = aligned([*above, *body], range(len(rows[0].of)))
-        table += ["", sheet.summary(rows)] if sheet.summary else []
-        print("\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n")
-    if args.results and sheet.writes:
-        write(args.results / f"{paper}_{sheet.name}", sheet, rows)
-    return rows
+def text_of(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str:
+    """Format a table under its title, its source and what its columns are."""
+    (head, cells), made = flat(rows), stamp()
+    body = [[_text(name, value) for name, value in zip(head, row, strict=True)] for row in cells]
+    hardware = ", ".join(dict.fromkeys(row.hardware for row in rows if row.hardware != "any"))
+    about = [
+        f"{source}, {sheet.where}." + (f" {hardware}." if hardware else ""),
+        f"Made by `{command}` on {made['date']}, commit {made['commit']}.",
+        sheet.about,
+    ]
+    prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
+    broken = [wrap(name, max(map(len, name.split()))) for name in head]  # names of columns, below each other
+    tallest = max(map(len, broken))
+    above = zip(*([*[""] * (tallest - len(lines)), *lines] for lines in broken), strict=True)
+    table = aligned([*above, *body], range(len(rows[0].of)))
+    table += ["", sheet.summary(rows)] if sheet.summary else []
+    return "\n".join(["\n\n".join([f"# {sheet.title}", *prose]), "", *table]) + "\n"

@@ -10,7 +10,6 @@ train on them, beside the planner's prediction.
 """
 
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -21,22 +20,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.harness import interleaved
-from bench.link.cases import cases_of, command_line, corpus, data_of
-from bench.link.choices import CLUSTERS as LINK_CLUSTERS
-from bench.link.choices import cluster_of, predictions
+import pretrain_dit
+from bench.link.cases import CLUSTERS as LINK_CLUSTERS
+from bench.link.cases import RANKS as LINK_RANKS
+from bench.link.cases import VOCAB_SIZE, cases_of, command_line, corpus, data_of
 from bench.link.network import LINKS, Network, prepare_machine
-from bench.link.ranks import train
+from bench.link.ranks import calibrated, train
 from papers import ring, rows
-from papers.jobs import Figures, Job, Runs
 from papers.rows import Row
 from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
+from planner.search import predicted
 from planner.step_cost import predict
 from planner.step_memory import Arrangement, StepShape, memory_of
 from runtime.machine import device_name
 from runtime.ranks import run_ranks
 from tools.common.arguments import run_command
+from tools.common.shapes import AttentionShape
+from train.config.derive import with_vocabulary
+from train.config.language import parse_args
 
 GIB, K = 2**30, 1024
 RANKS, TOKENS, HEADS, WIDTH = 8, 1024, 4, 32
@@ -151,45 +153,7 @@ def gains() -> Iterator[Row]:
         of: dict[str, str | int] = {"cluster": cluster.name, "run": f"{work}, {ranks} GPUs", "ktokens": length}
         theirs = {"team": BEST.get(name), "gain_percent": STATED.get((name, ranks))}
         ours = {"team": apart, "gain_percent": most, "team_hidden": together, "gain_hidden_percent": least}
-        yield Row(of, theirs, ours, cluster.name, job=job(work, cluster, ranks, length))
-
-
-SHARDED, CHUNKED = "--data-parallel-sharding-strategy zero2 --recompute-granularity attention_boundary", 2048
-VIDEOS = {128: (16, 32, 128, 128), 512: (16, 32, 256, 256)}
-"""Latents of so many thousand patches of 2 x 2."""
-
-
-def job(name: str, cluster: Cluster, ranks: int, ktokens: int) -> Job:
-    """Return what measures a gain: a run with Ring, and of each team size with both placements."""
-    causal = name.startswith("GPT")
-    length = f" --seq-length {ktokens * K} --loss-chunk-size {CHUNKED}" if causal else ""
-    teams = {
-        f"{team} {placement}": f"--context-parallel-method wallfacer --context-parallel-team-size {team} "
-        f"--context-parallel-placement {placement}"
-        for team in (2, 4)
-        for placement in ("collect_intra", "p2p_intra")
-    }
-
-    def gained(runs: Runs) -> Figures:
-        rates = {name: run.tokens_per_s for name, run in runs.items() if run.tokens_per_s}
-        base = rates.pop("ring", None)
-        if base is None or not rates:
-            return {"team": None, "gain_percent": "OOM"}
-        best = max(rates, key=lambda name: rates[name])
-        return {"team": int(best.split()[0]), "gain_percent": round(100 * (rates[best] / base - 1), 1)}
-
-    method = "zigzag" if causal else "ring"
-    return Job(
-        gpu="h100" if cluster.peak_tflops > 500 else "a100",
-        memory_gb=int(cluster.memory_gb),
-        gpus=ranks,
-        per_node=cluster.gpus_per_node,
-        config=f"wallfacer_{name.lower().replace(' ', '_')}",
-        flags=f"--context-parallel-size {ranks} {SHARDED}{length}",
-        cases={"ring": f"--context-parallel-method {method} --context-parallel-team-size 1", **teams},
-        figures=gained,
-        latents=() if causal else VIDEOS[ktokens],
-    )
+        yield Row(of, theirs, ours, cluster.name)
 
 
 LINK_RATE, LINK_TOKENS = "100mbit", 8192
@@ -199,8 +163,10 @@ RING = {"dit": "ring", "gpt": "zigzag"}
 """Ring Attention as it is fastest: a causal mask's work is balanced."""
 TEAMS = ("wallfacer_c2", "wallfacer_c2_p2p_intra")
 """Teams of 2, the only size of 8 ranks besides 1; both placements, of which the faster counts."""
-WARM_UP, STEPS, TURNS = 1, 4, 1
-"""Steps of a turn that do not count, and that do."""
+WARM_UP, STEPS = 1, 4
+"""Steps that do not count, and that do."""
+HEADS_SEEN, LENGTHS_SEEN = AttentionShape(num_heads=8, head_dim=16, batch=4), (128, 512)
+"""Shape that the calibration measures: the models' heads, at lengths of a rank."""
 
 
 def link_gains(measured: bool = False) -> Iterator[Row]:
@@ -209,45 +175,52 @@ def link_gains(measured: bool = False) -> Iterator[Row]:
     Raises NetworkError: the machine does not allow the namespaces; MeasureError: a rank failed.
     """
     if not measured:
-        with tempfile.TemporaryDirectory() as folder:
-            for link, model, length in LINK_SETTINGS:
-                expected = _link_seconds(
-                    load_cluster(LINK_CLUSTERS / f"{link}.toml"), model, length, Path(folder, "no")
-                )
-                yield _link_row(link, model, length, expected)
+        for link, model, length in LINK_SETTINGS:
+            flags = _link_flags(model, length, Path("nowhere"))
+            yield _link_row(link, model, length, _link_seconds(load_cluster(LINK_CLUSTERS / f"{link}.toml"), flags))
         return
     prepare_machine()
     with corpus() as text:
         for kind in LINKS:
             with Network(rails=kind == "rails") as network:
                 network.limit(LINK_RATE)
-                cluster = Cluster(**cluster_of(network, kind))
-                for link, model, length in (setting for setting in LINK_SETTINGS if setting[0] == kind):
-                    expected = _link_seconds(cluster, model, length, text)
-                    found = _trained_on_link(network, model, length, [*expected], text)
-                    yield (row := _link_row(link, model, length, expected, found))
+                figures = calibrated(network, HEADS_SEEN, LENGTHS_SEEN)
+                cluster = Cluster(name=kind, device="cpu", **{key: value for key, (value, _) in figures.items()})
+                for link, model, length in LINK_SETTINGS:
+                    if link != kind:
+                        continue
+                    flags = _link_flags(model, length, data_of(model, text, length))
+                    trained = {name: _trained_on_link(network, model, line) for name, line in flags.items()}
+                    row = _link_row(link, model, length, _link_seconds(cluster, flags), trained)
                     print(f"{link} {model} {length}: {row.measured}, predicted {row.analytic}", file=sys.stderr)
+                    yield row
 
 
-def _link_seconds(cluster: Cluster, model: str, length: int, text: Path) -> dict[str, float]:
+def _link_flags(model: str, length: int, data: Path) -> dict[str, list[str]]:
+    """Return the flags of the entry by method."""
+    cases, batch = cases_of(model), LINK_TOKENS // length
+    shape = {"seq_length": length, "batch": batch, "iterations": WARM_UP + STEPS}
+    return {name: command_line(model, cases[name], data, **shape) for name in (RING[model], *TEAMS)}
+
+
+def _link_seconds(cluster: Cluster, flags: dict[str, list[str]]) -> dict[str, float]:
     """Return the predicted seconds of a step by method."""
-    found = predictions(cluster, model, data_of(model, text, length), length, LINK_TOKENS // length)
-    return {name: found[name][1] for name in (RING[model], *TEAMS)}
+    seconds = {}
+    for name, line in flags.items():
+        latents = "--latent-shape" in line
+        config = pretrain_dit.parse_args(line) if latents else with_vocabulary(parse_args(line), VOCAB_SIZE)
+        seconds[name] = float(predicted(config, LINK_RANKS, cluster).time)
+    return seconds
 
 
-def _trained_on_link(network: Network, model: str, length: int, names: list[str], text: Path) -> dict[str, float]:
-    """Return the median seconds of a step by method, of which each trains in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    shape: dict[str, Any] = {"seq_length": length, "batch": LINK_TOKENS // length, "iterations": WARM_UP + STEPS}
-    for name in interleaved(names, TURNS):
-        flags = command_line(model, cases_of(model)[name], data_of(model, text, length), **shape)
-        steps = train(network, flags, lambda iteration: None, f"pretrain_{model}")
-        seconds[name] += [step.seconds for step in steps[WARM_UP:]]
-    return {name: median(taken) for name, taken in seconds.items()}
+def _trained_on_link(network: Network, model: str, flags: list[str]) -> float:
+    """Train by a method; return the median seconds of a step."""
+    steps = train(network, flags, lambda iteration: None, f"pretrain_{model}")
+    return median(step.seconds for step in steps[WARM_UP:])
 
 
 def _link_row(
-    link: str, model: str, length: int, expected: dict[str, float], found: dict[str, float] | None = None
+    link: str, model: str, length: int, expected: dict[str, float], trained: dict[str, float] | None = None
 ) -> Row:
     def gain_of(seconds: dict[str, float]) -> dict[str, float]:
         ring, ours = seconds[RING[model]], min(seconds[name] for name in TEAMS)
@@ -255,8 +228,8 @@ def _link_row(
         return {name: round(float(value), 3) for name, value in shown.items()}
 
     of: dict[str, str | int] = {"link": link, "model": model, "tokens": length}
-    where = f"{device_name('cpu') if found else 'emulated'}, 2 nodes of 4 processes, {LINK_RATE}"
-    return Row(of, {}, gain_of(expected), where, found and gain_of(found))
+    where = f"{device_name('cpu') if trained else 'emulated'}, 2 nodes of 4 processes, {LINK_RATE}"
+    return Row(of, {}, gain_of(expected), where, trained and gain_of(trained))
 
 
 def supported() -> Iterator[Row]:
@@ -270,16 +243,7 @@ def supported() -> Iterator[Row]:
         ours = {way: "yes" if size <= 80 else "no" for way, size in need.items()}
         ours |= {f"{way}_gb": f"{size:.1f}" for way, size in need.items()}
         of: dict[str, str | int] = {"model": row["model"], "ktokens": length}
-        flag = "--context-parallel-method wallfacer --context-parallel-team-size"
-        measures = Job(
-            gpus=8,
-            config=ring.MODELS[row["model"]],
-            flags=f"--context-parallel-size 8 --seq-length {length * K} {SHARDED} --loss-chunk-size {CHUNKED} "
-            f"--ffn-chunk-size {CHUNKED}",
-            cases={"ring_attention": f"{flag} 1", "wallfacer": f"{flag} 2"},
-            figures=lambda runs: {way: "yes" if run.fits else "no" for way, run in runs.items()},
-        )
-        yield Row(of, {way: row[way] for way in need}, ours, "8 A100", job=measures)
+        yield Row(of, {way: row[way] for way in need}, ours, "8 A100")
 
 
 TABLES: rows.Makers = {

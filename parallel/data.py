@@ -201,6 +201,17 @@ def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3"
         model.set_reshard_after_backward(last or strategy == "zero3")
 
 
+def finalize_by_hand(model: nn.Module) -> None:
+    """Announce, before a forward, that the step's gradients are reduced at its end and not by its last backward.
+
+    torch asks for it from 2.15 on.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule) and hasattr(model, "set_manual_backward_finalization"):
+        model.set_manual_backward_finalization(True)
+
+
 def widen_gradients(model: nn.Module) -> None:
     """Add the gradients of a backward without FSDP's hooks to the sums in float32, as these hooks do."""
     from torch.distributed.fsdp import FSDPModule
@@ -209,8 +220,9 @@ def widen_gradients(model: nn.Module) -> None:
         # torch before 2.13 has one group of parameters a module, or none
         for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
             for parameter in group.fsdp_params:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+                if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):  # autograd itself sums so from 2.15 on
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
 
 def reshard(model: nn.Module) -> None:

@@ -35,7 +35,7 @@ from train.config.flags import ConfigError, read_toml
 C = TypeVar("C", bound=CommonConfig)
 PREDICTED, PROFILED = 0.10, 0.036
 """Errors of predicted seconds and of those of a few profiled iterations: standard deviations of their logarithms within
-a setting of ``bench.link.choices``, on 2026-11-23."""
+a setting of ``bench/results/choices-amd-epyc-2-cores.md``, on 2026-11-23."""
 
 
 def fastest_method(config: CommonConfig, world_size: int, *, steps: bool = True) -> tuple[ContextConfig, str]:

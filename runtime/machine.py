@@ -179,31 +179,3 @@ def time_steps(step: Callable[[], object], device: str, repeats: int, warm_up: i
         step()
         taken.append(time.perf_counter() - start)
     return taken
-
-
-class OtherLoad:
-    """Measure how many cores other processes use from construction on (Linux only)."""
-
-    def __init__(self, cores: list[int]) -> None:
-        self._cores = cores
-        self._start, self._busy = time.monotonic(), self._busy_seconds()
-
-    def cores_taken(self, own_seconds: float) -> float | None:
-        """Return how many cores others kept busy on average, given our own CPU seconds; None if unknown."""
-        busy = self._busy_seconds()
-        if busy is None or self._busy is None:
-            return None
-        return max(0.0, busy - self._busy - own_seconds) / (time.monotonic() - self._start)
-
-    def _busy_seconds(self) -> float | None:
-        statistics = Path("/proc/stat")
-        if not statistics.exists():
-            return None
-        wanted = {f"cpu{core}" for core in self._cores}
-        ticks = 0
-        for line in statistics.read_text().splitlines():
-            name, *values = line.split()
-            if name in wanted:
-                user, nice, system, _, _, interrupt, soft_interrupt, steal = (int(value) for value in values[:8])
-                ticks += user + nice + system + interrupt + soft_interrupt + steal
-        return ticks / os.sysconf("SC_CLK_TCK")

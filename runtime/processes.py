@@ -295,10 +295,23 @@ def use_one_worker() -> None:
     if getattr(made_by_torch, "one_worker", False):
         return
 
-    def init(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        options, names = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
-        devices = [gloo.create_device(interface=name) for name in names.split(",") if names]  # as torch chooses them
-        options._threads, options._timeout, options._devices = 1, timeout, devices or [gloo.create_default_device()]
+    def init(
+        self: Any,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        **settings: bool,
+    ) -> None:
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if interfaces]
+
+        options = gloo._Options()
+        options._threads = 1
+        options._timeout = timeout
+        options._devices = devices or [gloo.create_default_device()]  # as torch chooses them
+        for name, value in settings.items():  # enable_reconfigure, from torch 2.15 on
+            setattr(options, name, value)
         made_by_torch(self, store, rank, size, options)
 
     init.one_worker = True  # type: ignore[attr-defined]

@@ -100,6 +100,14 @@ sort_flags() {
         esac
         shift
     done
+    config=$(model_file "$config")
+}
+
+# The file that --config $1 names: a path, or a model of configs/models, as in train/config/flags.py.
+model_file() {
+    local model=${1#configs/}
+    model=configs/models/$(tr '[:upper:]-' '[:lower:]_' <<<"${model%.toml}").toml
+    if [ ! -e "$1" ] && [ -f "$model" ]; then echo "$model"; else echo "$1"; fi
 }
 
 # Ask for the GPUs by name if the job has some. By default a rank without a usable GPU takes the CPU, and so would all
@@ -114,13 +122,14 @@ name_device() {
 
 # The sources that a start runs, a line each of a digest and a path, and the configuration's file $1.
 sources() {
-    local package
+    local package config
+    config=$(model_file "$1")
     {
         ls ./*.py
         for package in */__init__.py; do
             [ "$package" = tests/__init__.py ] || find "./${package%/*}" -name '*.py' -o -name '*.sh'
         done
-        [ ! -f "$1" ] || echo "$1"
+        [ ! -f "$config" ] || echo "$config"
     } | LC_ALL=C sort | xargs -d '\n' sha256sum
 }
 

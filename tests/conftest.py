@@ -1,8 +1,7 @@
-"""The programs that tests see on the machine, and the default corpus, made once per session."""
+"""Programs that tests need, and the default corpus, made once per session."""
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,8 @@ from data.text.prepare import Request, prepare  # noqa: E402
 from runtime.files import owned  # noqa: E402
 from runtime.machine import usable_cores  # noqa: E402
 from runtime.ranks import preload  # noqa: E402
-from tests import programs  # noqa: E402
 
 preload("tests.preload")
-
-
-def pytest_configure(config):
-    folder = Path(tempfile.mkdtemp(prefix="longmesh-programs-"))
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    programs.hide_others(folder)
 
 
 def pytest_xdist_auto_num_workers():
@@ -44,15 +36,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    with programs.offered(item):
-        return (yield)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    programs.skip_without(item)
+    """Skip a test if a program that its ``needs`` marks name is missing, or for the reason that ``unless`` gives."""
+    for mark in item.iter_markers("needs"):
+        missing = [name for name in mark.args if shutil.which(name) is None]
+        why = f"there is no {', '.join(missing)}" if missing else mark.kwargs.get("unless", str)()
+        if why:
+            pytest.skip(why)
 
 
 @pytest.fixture(scope="session")

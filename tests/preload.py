@@ -7,7 +7,6 @@ import pytest  # noqa: F401
 
 import tests.parallel.split
 import tests.pretraining  # noqa: F401
-from tests.programs import hide_again
 from train.watching import metrics
 
 with suppress(ImportError):
@@ -15,6 +14,5 @@ with suppress(ImportError):
 
 # A curve takes a rank as long as a tiny run's iterations; tests/train/watching/test_metrics.py draws it.
 metrics.plot_loss = lambda records, path: path.touch()
-hide_again()  # the first test with ranks may have more
 gc.collect()
 gc.freeze()

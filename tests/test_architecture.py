@@ -1,15 +1,10 @@
 """Promises of the design about the sources themselves: imports, names, sizes, first lines."""
 
 import ast
-import importlib.metadata
-import sys
 from collections import Counter, defaultdict
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +29,7 @@ FOLDERS = {
         "programs beside training: data, samples, plans, pictures",
         f"{PROGRAMS} tools/parity tools/ruler {RULER}",
     ),
-    "tools/calibrate": ("a cluster file measured here", f"{LIBRARY} train planner bench {BELOW}"),
+    "tools/calibrate": ("a cluster file measured here", f"{LIBRARY} train planner tools/common {BELOW}"),
     "tools/common/arguments": ("what every program's command line shares", "runtime"),
     "tools/common/report": ("tables and files of results", "runtime"),
     "tools/common": ("what programs share: cases, a run opened or measured", PROGRAMS),
@@ -44,7 +39,7 @@ FOLDERS = {
     "tools/ruler/tasks": ("RULER's tasks", "runtime tools/ruler/texts"),
     "tools/ruler/texts": ("RULER's texts and draws", "runtime"),
     "bench": ("benchmarks", f"{PROGRAMS} tools tools/calibrate"),
-    "papers": ("papers' tables row by row", f"{PROGRAMS} tools bench slurm"),
+    "papers": ("papers' tables row by row", f"{PROGRAMS} tools bench"),
     "papers/trajectories": ("a small world in which attempts teach", f"{PROGRAMS} papers"),
     "slurm": ("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),
 }
@@ -170,16 +165,6 @@ def joins(root):
     return found
 
 
-def claims(search_path):
-    """Installed distributions that put one of our folders' names into site-packages."""
-    claimed = []
-    for distribution in importlib.metadata.distributions(path=search_path):
-        tops = set((distribution.read_text("top_level.txt") or "").split())
-        tops |= {file.parts[0].removesuffix(".py") for file in distribution.files or ()}
-        claimed += [f"{distribution.metadata['Name']} installs {top}" for top in sorted(tops & NAMES)]
-    return claimed
-
-
 def lines_of(path):
     return len(path.read_text(encoding="utf-8").splitlines())
 
@@ -200,9 +185,8 @@ def size(root):
     return nodes_of, lines
 
 
-def over_budget(root):
+def over_budget(counts):
     """Folders that hold more syntax nodes than ``NODES`` allows."""
-    counts, _ = size(root)
     return [f"{name}: {count} nodes" for name, count in counts.items() if count > NODES.get(name, 0)]
 
 
@@ -240,79 +224,29 @@ def plant(root, name, text):
     (root / name).write_text(text)
 
 
-def test_dependencies_point_one_way():
+def test_dependencies_point_one_way(tmp_path):
     assert len(list(sources(ROOT))) > 20
     assert wrong_imports(ROOT) == []
-
-
-WRONG = """
-    kernels/a.py | import model.llama | model
-    model/a.py | from parallel.context import api | parallel/context
-    model/a.py | import torch.distributed as dist | torch.distributed
-    model/a.py | from torch import distributed | torch.distributed
-    model/a.py | import os | os
-    parallel/context/a.py | def f(): from train.config.language import Config | train
-    parallel/context/tiles.py | from parallel.mesh import x | parallel
-    parallel/context/methods/a.py | from ...mesh import x | parallel
-    kernels/a.py | from .. import model | model
-    train/a.py | from planner import search | planner
-    tools/common/arguments.py | from train import run | train
-    train/a.py | import pretrain_gpt | entry
-    pretrain.py | from bench import attention | bench
-    tools/a.py | from tests.pretraining import train | tests
-"""
-
-
-RIGHT = """
-    parallel/context/a.py | import os; from . import plan; from ...kernels import merge
-    parallel/context/methods/a.py | from ..plan import Plan; from parallel import context
-    parallel/a.py | from .context import plan; from .mesh import MeshConfig
-    tools/parity/a.py | from tools.common.arguments import parser_for
-    bench/a.py | from tools.common import arguments; from runtime import ranks; from bench import workload
-    pretrain.py | from train.config.language import parse_args
-    model/a.py | import torch; from kernels.attention import block_forward; from model import layers
-"""
-
-
-def rows(table):
-    return [line.strip().split(" | ") for line in table.strip().splitlines()]
-
-
-@pytest.mark.parametrize(("name", "text", "imported"), rows(WRONG))
-def test_a_wrong_import_is_seen(tmp_path, name, text, imported):
-    plant(tmp_path, name, text)
-    (wrong,) = wrong_imports(tmp_path)
-    assert f"{wrong},".startswith(f"{name} imports {imported},")
-
-
-def test_right_imports_pass(tmp_path):
-    for name, text in rows(RIGHT):
-        plant(tmp_path, name, text)
-    assert wrong_imports(tmp_path) == []
+    plant(tmp_path, "tools/common/arguments.py", "from train import run")
+    plant(tmp_path, "parallel/context/methods/a.py", "from ..plan import Plan\nfrom ...mesh import x")
+    plant(tmp_path, "model/a.py", "def f():\n    from torch import distributed")
+    assert [line.split(",")[0] for line in wrong_imports(tmp_path)] == [
+        "model/a.py imports torch.distributed",
+        "parallel/context/methods/a.py imports parallel",
+        "tools/common/arguments.py imports train",
+    ]
 
 
 def test_no_file_imports_itself_by_way_of_others(tmp_path):
     """A circle is also one that exists for types, and one that a function hides."""
     assert circles(ROOT) == []
-    plant(tmp_path, "train/__init__.py", "")
+    plant(tmp_path, "train/__init__.py", "from train import a")
     plant(tmp_path, "train/a.py", "import os\nfrom train import b")
     plant(tmp_path, "train/b.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from train.c import C")
     plant(tmp_path, "train/c.py", "def f():\n    import train.a")
-    plant(tmp_path, "train/d.py", "from train import a, b, c")
-    plant(tmp_path, "model/hf/__init__.py", "from model.hf.api import save")
-    plant(tmp_path, "model/hf/api.py", "from model.hf import llama")
-    plant(tmp_path, "model/hf/llama.py", "")
     (circle,) = circles(tmp_path)
     assert circle[0] == circle[-1]
     assert set(circle) == {"train/a.py", "train/b.py", "train/c.py"}
-    steps = set(pairwise(circle))
-    assert steps == {("train/a.py", "train/b.py"), ("train/b.py", "train/c.py"), ("train/c.py", "train/a.py")}
-    plant(tmp_path, "model/hf/llama.py", "from model.hf import save")
-    assert len(circles(tmp_path)) == 2
-    plant(tmp_path, "data/text/a.py", "from . import b")
-    plant(tmp_path, "data/text/b.py", "from ..c import x")
-    plant(tmp_path, "data/c.py", "from .text.a import y")
-    assert len(circles(tmp_path)) == 3
 
 
 def test_every_folder_has_one_purpose_and_the_map_knows_it():
@@ -328,50 +262,38 @@ def test_folders_are_few_files(tmp_path):
     assert crowded(ROOT) == []
     for number in range(MOST_FILES + 1):
         plant(tmp_path, f"train/a{number}.py", "")
-        plant(tmp_path, f"data/text/a{number}.py" if number else "data/a.py", "")
     assert crowded(tmp_path) == [f"train: {MOST_FILES + 1} files"]
 
 
 def test_processes_join_in_one_place(tmp_path):
     """Any other group would have two of gloo's workers, and no end that waits for them."""
     assert joins(ROOT) == ["runtime/processes.py"]
-    plant(tmp_path, "tools/a.py", "import torch.distributed as d\nd.init_process_group('gloo')")
     plant(tmp_path, "bench/a.py", "from torch.distributed import init_process_group as start")
-    assert joins(tmp_path) == ["bench/a.py", "tools/a.py"]
-
-
-def test_no_installed_distribution_claims_our_folders(tmp_path):
-    assert len(list(importlib.metadata.distributions())) > 20
-    assert claims([entry for entry in sys.path if entry and Path(entry).resolve() != ROOT]) == []
-    plant(tmp_path, "kernels-0.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: kernels\nVersion: 0.1\n")
-    plant(tmp_path, "kernels-0.1.dist-info/RECORD", "kernels/__init__.py,,\n")
-    plant(tmp_path, "other-0.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: other\nVersion: 0.1\n")
-    plant(tmp_path, "other-0.1.dist-info/top_level.txt", "other\ntests\n")
-    assert sorted(claims([str(tmp_path)])) == ["kernels installs kernels", "other installs tests"]
+    assert joins(tmp_path) == ["bench/a.py"]
 
 
 def test_files_are_short(tmp_path):
     assert too_long(ROOT) == []
     plant(tmp_path, "train/a.py", "x = 1\n" * (LONGEST_FILE + 1))
-    plant(tmp_path, "train/b.py", "x = 1\n" * LONGEST_FILE)
     assert too_long(tmp_path) == [f"train/a.py: {LONGEST_FILE + 1}"]
 
 
 def test_folders_keep_their_budget(tmp_path, record_testsuite_property):
-    assert over_budget(ROOT) == []
     counts, lines = size(ROOT)
+    assert over_budget(counts) == []
     for name, count in counts.items():
         record_testsuite_property(f"nodes a line in {name}", round(count / lines[name], 1))
 
     plant(tmp_path, "docs/a.py", "x = 1\n" * NODES["docs"])
-    assert over_budget(tmp_path) == [f"docs: {4 * NODES['docs'] + 1} nodes"]  # four an assignment, and the module
+    assert over_budget(size(tmp_path)[0]) == [
+        f"docs: {4 * NODES['docs'] + 1} nodes"
+    ]  # four an assignment, and the module
 
 
 def test_first_lines_begin_with_their_subject(tmp_path):
     assert relative_clauses(ROOT) == []
-    plant(tmp_path, "train/a.py", '"""What is said."""\nx = 1\n"""How many."""\ny = "Where it is"\n')
     plant(tmp_path, "tests/a.py", 'def test_a():\n    """Whether, if at all."""\n    """The second."""\n')
-    assert relative_clauses(tmp_path) == ["tests/a.py:2: Whether", "train/a.py:1: What", "train/a.py:3: How"]
+    assert relative_clauses(tmp_path) == ["tests/a.py:2: Whether"]
 
 
 def test_results_are_tables_and_lines_and_no_curves():

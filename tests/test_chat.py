@@ -17,12 +17,11 @@ from model.registry import build_model
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
 from tests.packed import LOSS, TINY, Step, as_it_is, assert_equal, over_ranks
 from tests.parallel.tiny import gradients_of
-from tests.pretraining import carried_on
 from tests.test_packed import second_document_alone
 from train.config.language import parse_args
 
 LENGTH = 131
-CP, METHODS = "--context-parallel-size 2 --context-parallel-method", ("striped", "exchange", "zigzag")
+CP, METHODS = "--context-parallel-size {} --context-parallel-method {}", ("striped", "zigzag")
 
 
 @dataclasses.dataclass
@@ -98,22 +97,15 @@ def want(chats):
     return alone(chats)
 
 
-@pytest.mark.parametrize(("ranks", "meshes"), [(1, [""]), (2, [f"{CP} {name}" for name in METHODS])])
-def test_a_step_is_that_of_its_conversations_alone_whatever_others_hold(ranks, meshes, chats, want):
+@pytest.mark.parametrize(
+    ("ranks", "methods"), [(1, ["striped"]), (2, ["exchange"]), pytest.param(2, METHODS, marks=pytest.mark.slow)]
+)
+def test_a_step_is_that_of_its_conversations_alone_whatever_others_hold(ranks, methods, chats, want):
     wrong = (all_learned, edges_ignored) * (ranks == 1)
     changes = (as_it_is, second_document_alone, others_changed, *wrong)
-    for got, own, changed, *controls in over_ranks(ranks, [[*chats.flags, *mesh.split()] for mesh in meshes], changes):
+    runs = [[*chats.flags, *CP.format(ranks, method).split()] for method in methods]
+    for got, own, changed, *controls in over_ranks(ranks, runs, changes):
         assert_equal(got, want)
         assert own.loss > 0
         assert own.equal(changed)
         assert all(abs(control.loss - want.loss) > 10 * LOSS * want.loss for control in controls)
-
-
-@pytest.mark.slow  # two runs of two processes; the loader's part of it is in tests/test_packed.py
-def test_a_run_trains_validates_and_goes_on(chats, tmp_path):
-    flags = [*TINY, *chats.flags, "--global-batch-size", "2", "--split", "60,40,0", "--eval-iters", "9"]
-    flags += ["--eval-interval", "2", "--train-iters", "4", *f"{CP} exchange".split()]
-    whole = carried_on(2, tmp_path / "whole", flags, "lm_loss", "grad_norm")
-    assert len(whole) == 4
-    carried_on(2, tmp_path / "stopped", [*flags, "--exit-interval", "2"])
-    assert carried_on(2, tmp_path / "stopped", flags, "lm_loss", "grad_norm") == whole

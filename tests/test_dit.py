@@ -14,16 +14,13 @@ from tests.endings import apart, end, refusal
 from tests.parity.cases import DIFFUSION, REFERENCE, chosen_cases
 from tests.parity.run import GRADIENTS, compare, equal, trained
 from tests.pretraining import DIT, curve, pretrain_digits
-from tools.common.cases import Case, case_of
+from tools.common.cases import case_of, cases_of
 from train.checkpoint.api import load_model
 from train.config.diffusion import load_config
 from train.watching.metrics import METRICS, read_metrics
 
 NOWHERE = Path("digits")
-CHOSEN = (
-    Case(cp=3, method="exchange", joined=4),
-    Case(pp=2, cp=2, method="ring", schedule="Interleaved1F1B", virtual=2),
-)
+CHOSEN = tuple(cases_of("cp=3 exchange joined=4\n ring pp=2|tp=2"))
 EXACT = ("diffusion_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "validation_loss")
 
 
@@ -45,21 +42,21 @@ def test_losses_and_gradients_equal_one_process(case, one_process):
     assert largest > 1e6 * GRADIENTS
 
 
-MESH = ("--context-parallel-size", "2", "--train-iters", "4")
-"""Two data-parallel pairs of processes that share each sample."""
+RANKS, MESH = 2, ("--context-parallel-size", "2", "--train-iters", "4")
+"""Processes that share each sample."""
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     save = tmp_path_factory.mktemp("whole") / "run"
-    pretrain_digits(4, save, *MESH)
+    pretrain_digits(RANKS, save, *MESH)
     return save
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     save = tmp_path_factory.mktemp("stopped") / "run"
-    pretrain_digits(4, save, *MESH, "--exit-interval", "2")
+    pretrain_digits(RANKS, save, *MESH, "--exit-interval", "2")
     return save
 
 
@@ -74,7 +71,7 @@ def loaded(save, iteration, section):
 def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(uninterrupted, stopped, tmp_path):
     save = tmp_path / "run"
     shutil.copytree(stopped, save)
-    pretrain_digits(4, save, *MESH, "--load", str(save))
+    pretrain_digits(RANKS, save, *MESH, "--load", str(save))
     assert curve(save, *EXACT) == curve(stopped, *EXACT) + curve(uninterrupted, *EXACT)[2:]
     for section in ("model", "ema"):
         assert equal(loaded(save, 4, section), loaded(uninterrupted, 4, section))
@@ -100,7 +97,7 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(mesh, unin
 def test_auto_takes_a_method_and_keeps_it_when_the_run_goes_on(tmp_path):
     flags = (*MESH, "--context-parallel-method", "auto", "--exit-interval", "2")
     for _ in range(2):
-        found = pretrain_digits(4, tmp_path, *flags, "--load", str(tmp_path))
+        found = pretrain_digits(RANKS, tmp_path, *flags, "--load", str(tmp_path))
         method = load_config(tmp_path / "config.toml").context.context_parallel_method
         assert method not in ("auto", "none")
     assert [record["iteration"] for record in found] == [1, 2, 3, 4]

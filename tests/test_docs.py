@@ -13,19 +13,12 @@ LONGEST_README, WIDEST = 150, 120
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`]+)`")
 # Of pip, torchrun, Slurm, unshare and nsenter.
-OTHERS_FLAGS = {
-    "--extra-index-url",
-    "--standalone",
-    "--nnodes",
-    "--nproc-per-node",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-}
-OTHERS_FLAGS |= {"--signals-to-handle", "--shutdown-timeout", "--gpus-per-task", "--requeue", "--signal", "--batch"}
-OTHERS_FLAGS |= {"--reservation", "--test-only", "--gres", "--cpus-per-task"}
-OTHERS_FLAGS |= {"--kill-on-invalid-dep", "--export", "--distribution", "--cpu-bind", "--gpu-bind", "--numa-binding"}
-OTHERS_FLAGS |= {"--local-dir", "--exclude", "--include"}
-OTHERS_FLAGS |= {"--ntasks-per-node", "--user", "--map-root-user", "--net", "--target"}
+OTHERS_FLAGS = """
+    --extra-index-url --standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --signals-to-handle
+    --shutdown-timeout --gpus-per-task --requeue --signal --batch --reservation --test-only --gres --cpus-per-task
+    --kill-on-invalid-dep --export --distribution --cpu-bind --gpu-bind --numa-binding --local-dir --exclude --include
+    --ntasks-per-node --user --map-root-user --net --target
+""".split()  # noqa: SIM905
 
 
 def pages(root):
@@ -113,7 +106,7 @@ def sources(root):
 def unknown_flags(page, root):
     """Flags that stand in no source, neither as they are nor as the field that they are made of."""
     named = {flag for line in code(page) for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)}
-    for flag in named - OTHERS_FLAGS:
+    for flag in named.difference(OTHERS_FLAGS):
         field = flag[2:].replace("-", "_")
         made_of = rf"^    ({field}|{field.removeprefix('no_')}): "
         if flag not in sources(root) and not re.search(made_of, sources(root), flags=re.M):
@@ -135,11 +128,6 @@ def has(module, name):
         return hasattr(importlib.import_module(module), name)
     except ImportError:
         return False
-
-
-def stray_fences(page, root):
-    """Fences that open or close no block at a line's beginning: other checks would read its code as prose."""
-    return (line for line in prose(page).splitlines() if "```" in line)
 
 
 def wide_lines(page, root):
@@ -184,7 +172,7 @@ def unlisted_commands(root):
 
 OF_A_PAGE = (
     *(broken_links, unknown_targets, unknown_modules, unknown_paths, unknown_flags, unknown_imports),
-    *(stray_fences, wide_lines),
+    wide_lines,
 )
 OF_ALL = (long_readme, wrong_defaults, unlisted, unlisted_commands)
 
@@ -202,37 +190,22 @@ def test_the_pages(check):
     assert wrong(check, ROOT) == []
 
 
-@pytest.mark.parametrize(
-    ("check", "text"),
-    [
-        (broken_links, "[a page](docs/none.md)"),
-        (broken_links, "![a picture](docs/none.png)"),
-        (broken_links, "# One\n\n[below](#two)"),
-        (broken_links, "[its part](docs/README.md#none)"),
-        (broken_links, "# One\n\n# One\n\n[the third](#one-2)"),
-        (broken_links, "[a line of it](tools/some.py#L3)"),
-        (broken_links, "[from the root](/docs/some.md)"),
-        (broken_links, "[out of the checkout](../other.md)"),
-        (broken_links, "[cut](docs/some.md"),
-        (broken_links, "[by a name][some]"),
-        (broken_links, '<a href="docs/none.md">'),
-        (broken_links, "[no host](https://docs)"),
-        (unknown_targets, "```\nmake nothing  # at all\n```"),
-        (unknown_targets, "`make nothing`"),
-        (unknown_modules, "`python -m tools.none`"),
-        (unknown_paths, "`tools/none.py`"),
-        (unknown_paths, "```\npython pretrain_none.py \\\n    --config configs/none.toml\n```"),
-        (unknown_flags, "`--none 4`"),
-        (unknown_imports, "```python\nfrom kernels.reference import nothing\n```"),
-        (unknown_imports, "```python\nfrom kernels.nothing import attention\n```"),
-        (stray_fences, "* one:\n\n  ```\n  code\n"),
-        (wide_lines, "word " * 25),
-        (long_readme, "word\n\n" * 76),
-        (wrong_defaults, ""),
-        (unlisted, ""),
-        (unlisted_commands, ""),
-    ],
-)
+PLANTED = [
+    (broken_links, "[its part](docs/README.md#none)"),
+    (unknown_targets, "`make nothing`"),
+    (unknown_modules, "`python -m tools.none`"),
+    (unknown_paths, "`tools/none.py`"),
+    (unknown_flags, "`--none 4`"),
+    (unknown_imports, "```python\nfrom kernels.reference import nothing\n```"),
+    (wide_lines, "word " * 25),
+    (long_readme, "word\n\n" * 76),
+    (wrong_defaults, ""),
+    (unlisted, ""),
+    (unlisted_commands, ""),
+]
+
+
+@pytest.mark.parametrize(("check", "text"), PLANTED)
 def test_what_is_wrong_is_seen(tmp_path, check, text):
     for name, content in {
         "README.md": "",
@@ -255,4 +228,4 @@ def test_what_is_wrong_is_seen(tmp_path, check, text):
         (tmp_path / "docs" / "lost.md").touch()
     if check is unlisted_commands:
         (tmp_path / "tools" / "other.py").write_text('if __name__ == "__main__":\n    pass\n')
-    assert len(wrong(check, tmp_path)) == (2 if "configs" in text else 1)
+    assert len(wrong(check, tmp_path)) == 1

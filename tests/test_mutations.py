@@ -92,7 +92,7 @@ ANY_FILE = {
     "cut to a half": cut(0.5),
     "cut by a byte": cut(1, less=1),
     "one byte more": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    **{f"flip a bit at {place}": flip(place) for place in (0, 0.1, 0.3, 0.5, 0.7, 0.9, 1)},
+    **{f"flip a bit at {place}": flip(place) for place in (0, 0.3, 0.7, 1)},
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "folder": folder_instead,
     "fifo": fifo_instead,
@@ -104,7 +104,6 @@ ANY_FILE = {
     "symlink to itself": lambda path: link(path, path.name),
     "symlink to a folder": lambda path: link(path, "."),
     "empty object": put(b"{}"),
-    "empty list": put(b"[]"),
     "no text": put(b"\xff\xfe\x00\x00"),
     "nested too deep": put(b"[" * 5000),
     "number too long": put(b"1" * 5000),
@@ -140,7 +139,7 @@ EXTRAS = {
     **{
         f"{name} {value!r}": {"progress": {**PROGRESS, name: value}}
         for name in PROGRESS
-        for value in (-5, "x", 1.5, None, True, [], 2**53, 2**70)
+        for value in (-5, "x", 1.5, None, True, 2**53)
     },
     "unknown": {"progress": {**PROGRESS, "epochs": 3}},
     "sample order a list": {"progress": PROGRESS, "sample_order": [1]},
@@ -159,7 +158,7 @@ RECORDS = {
     **{
         f"{name} {value!r}": in_every_line(lambda r, name=name, value=value: {**r, name: value})
         for name in ("iteration", "lm_loss", "grad_norm", "learning_rate")
-        for value in ("x", [], {}, True, math.inf, math.nan, 2**70, 10**400)
+        for value in ("x", {}, True, math.nan, 10**400)
     },
     "iteration null": in_every_line(lambda r: {**r, "iteration": None}),
     "iteration 1.5": in_every_line(lambda r: {**r, "iteration": 1.5}),

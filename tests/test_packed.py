@@ -16,6 +16,7 @@ from kernels.delta.rule import delta_rule
 from model.linear import OneDevice
 from parallel.context import plan
 from runtime.ranks import run_ranks
+from tests.compositions import PACKED
 from tests.packed import (
     GRADIENTS,
     LOSS,
@@ -42,7 +43,7 @@ KINDS = {
     "gpt": "--model-type gpt --max-position-embeddings 61",
     "transnormer": "--model-type transnormer",
     "hybrid": "--model-type transnormer --softmax-every 2",
-    "hybrid windows": f"--model-type transnormer --softmax-every 2 {WINDOWS}",
+    "hybrid_windows": f"--model-type transnormer --softmax-every 2 {WINDOWS}",
     "linear": "--model-type linear_transformer",
     "delta": "--model-type qwen3_5 --softmax-every 2 --linear-num-key-heads 2 --linear-num-value-heads 4",
     "olmo": "--model-type olmo_hybrid --softmax-every 2 --linear-value-head-dim 12",
@@ -50,70 +51,7 @@ KINDS = {
     "deep": "--model-type gpt --max-position-embeddings 61 --num-layers 4",
 }
 CP = "--context-parallel-size 2 --context-parallel-method"
-TP = "--tensor-model-parallel-size 2"
-THREE = "--context-parallel-size 3 --context-parallel-method"
 PP = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
-Case = tuple[int, str, str]
-"""Ranks, kind of model, mesh."""
-CASES = [
-    *((1, kind, "") for kind in KINDS if kind != "deep"),
-    *((2, "llama", f"{CP} {method}") for method in ("ring", "zigzag", "striped", "ulysses", "exchange")),
-    (2, "llama", f"{CP} zigzag --recompute-granularity full"),
-    *((2, "windows", f"{CP} {method}") for method in ("zigzag", "ulysses", "exchange")),
-    *((2, "windows", mesh) for mesh in (TP, PP)),
-    (2, "gemma3", f"{CP} exchange"),
-    (2, "gemma3", PP),
-    (2, "olmo3", TP),
-    (2, "llama", PP),
-    (2, "gpt", TP),
-    (2, "gpt", f"{CP} exchange"),
-    (2, "transnormer", f"{CP} lasp --recompute-granularity attention_boundary"),
-    (2, "linear", f"{CP} lasp2"),
-    (2, "hybrid windows", f"{CP} lasp --hybrid-softmax-layout zigzag"),
-    (2, "hybrid windows", f"{CP} lasp --context-parallel-layout zigzag"),
-    (2, "delta", f"{CP} zigzag"),
-    (2, "olmo", f"{CP} exchange --recompute-granularity attention_boundary"),
-    (3, "olmo", f"{THREE} zigzag"),
-    (3, "delta", f"{THREE} exchange"),
-    (3, "kda", f"{THREE} ring"),
-]
-
-FOUR = "--context-parallel-size 4 --context-parallel-method"
-MORE = [
-    (4, "llama", f"{FOUR} wallfacer --context-parallel-team-size 2"),
-    (4, "llama", f"{FOUR} double_ring --context-parallel-ranks-per-node 2"),
-    (4, "llama", f"{FOUR} exchange --ulysses-degree 2"),
-    (4, "llama", f"{FOUR} exchange --context-parallel-ranks-per-node 2"),
-    (4, "llama", f"{FOUR} allgather --data-parallel-sharding-strategy ddp"),
-    (4, "llama", f"{CP} exchange --balance-over dp_cp --micro-batch-size 1"),
-    (4, "llama", f"{CP} exchange {TP} --recompute-granularity selective"),
-    (4, "llama", f"{CP} striped --micro-batch-size 1 --data-parallel-sharding-strategy zero1"),
-    (4, "llama", f"{CP} exchange {PP}"),
-    (4, "llama", f"{TP} {PP} --recompute-granularity full"),
-    (4, "deep", f"{CP} zigzag {PP} --pipeline-schedule Interleaved1F1B --num-virtual-stages-per-pipeline-rank 2"),
-    (4, "gpt", f"{CP} ring {TP} --loss-chunk-size 10 --ffn-chunk-size 10"),
-    (4, "transnormer", f"{FOUR} lasp --data-parallel-sharding-strategy zero2"),
-    (4, "transnormer", f"{CP} lasp2 {TP}"),
-    (4, "linear", f"{CP} ulysses {PP}"),
-    (4, "hybrid", f"{FOUR} lasp --hybrid-softmax-method allgather"),
-    (4, "hybrid", f"{FOUR} lasp2 --context-parallel-layout zigzag"),
-    (4, "transnormer", f"{CP} lasp {TP} --context-parallel-layout zigzag --recompute-granularity attention_boundary"),
-    (8, "llama", f"{CP} exchange {TP} {PP} --recompute-granularity attention_boundary"),
-    (8, "llama", f"{FOUR} exchange --balance-over dp_cp --micro-batch-size 1 --recompute-granularity full"),
-    (8, "hybrid", f"{CP} lasp {TP} {PP}"),
-    *((4, "olmo", f"{FOUR} {method}") for method in ("zigzag", "ring", "ulysses", "allgather")),
-    (4, "delta", f"{CP} exchange {TP} --recompute-granularity full"),
-    (4, "delta", f"{CP} exchange --balance-over dp_cp --micro-batch-size 1"),
-    (4, "kda", f"{CP} zigzag {PP} --recompute-granularity selective"),
-    (4, "olmo", f"{CP} exchange {TP}"),
-    *((4, "windows", f"{FOUR} {method}") for method in ("ring", "zigzag", "striped", "ulysses", "exchange")),
-    (4, "windows", f"{CP} exchange {TP} --recompute-granularity selective"),
-    *((4, kind, f"{CP} exchange {TP}") for kind in ("gemma3", "olmo3")),
-    (4, "windows", f"{CP} zigzag {PP} --recompute-granularity full"),
-    (4, "hybrid windows", f"{CP} lasp2 {TP}"),
-    (8, "windows", f"{FOUR} exchange --balance-over dp_cp --micro-batch-size 1"),
-]
-"""Cases of more ranks than those above; slow."""
 
 
 @pytest.fixture(scope="module")
@@ -128,25 +66,27 @@ def want(flags):
 
 
 @pytest.fixture(scope="module")
-def found(flags):
-    """All cases of as many ranks, in one go."""
+def step(flags):
+    """The step of a row of PACKED; all of as many ranks in one go, the nightly ones apart."""
 
     @cache
-    def steps(ranks):
-        cases = [case for case in [*CASES, *MORE] if case[0] == ranks]
-        runs = [[*flags, *KINDS[kind].split(), *mesh.split()] for _, kind, mesh in cases]
-        return {case: step for case, (step,) in zip(cases, over_ranks(ranks, runs), strict=True)}
+    def steps(ranks, slow):
+        rows = [row for row in PACKED if (row.case.ranks, row.slow) == (ranks, slow)]
+        runs = [[*flags, *KINDS[kind].split(), *case.flags] for kind, case, _ in rows]
+        return {row[:2]: steps[0] for row, steps in zip(rows, over_ranks(ranks, runs), strict=True)}
 
-    return steps
+    return lambda kind, case, slow: steps(case.ranks, slow)[kind, case]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)],
-    ids=lambda case: f"{case[0]}-{case[1]}-{case[2].replace('--', '')}",
+    ("kind", "case", "slow"),
+    [
+        pytest.param(*row, marks=pytest.mark.slow if row.slow else (), id=f"{row.kind} {row.case.title}")
+        for row in PACKED
+    ],
 )
-def test_a_packed_step_is_that_of_its_documents_alone(case, found, want):
-    assert_equal(found(case[0])[case], want(case[1]))
+def test_a_packed_step_is_that_of_its_documents_alone(kind, case, slow, step, want):
+    assert_equal(step(kind, case, slow), want(kind))
 
 
 def without_an_end(batch):
@@ -216,8 +156,8 @@ def others_changed(batch):
     return batch | {"tokens": batch["tokens"].where(~other, (batch["tokens"] + 7) % 2000)}
 
 
-OTHERS = [PP, f"{KINDS['transnormer']} {CP} lasp", *(f"{KINDS[kind]} {CP} zigzag" for kind in ("delta", "olmo"))]
-OTHERS += [f"{CP} {method}" for method in ("zigzag", "striped", "exchange", "allgather")]
+OTHERS = [PP, f"{KINDS['transnormer']} {CP} lasp", f"{KINDS['olmo']} {CP} zigzag"]
+OTHERS += [f"{CP} {method}" for method in ("striped", "exchange", "allgather")]
 
 
 @pytest.mark.parametrize(("ranks", "meshes"), [(1, [""]), (2, OTHERS)])

@@ -2,7 +2,6 @@
 
 import math
 from functools import cache
-from itertools import product
 
 import pytest
 
@@ -12,10 +11,11 @@ from parallel.context import tiles
 from parallel.mesh import distributed_mesh
 from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
+from tests.compositions import TRAINED
 from tests.endings import apart
 from tests.pretraining import differences, flags_of, on_rank, pretrain
 from tests.starts import PATIENCE, ROOT
-from tools.common.cases import case_of, cases_of
+from tools.common.cases import case_of
 from tools.common.training import PEAK
 from train import loop
 from train.config.language import parse_args
@@ -44,65 +44,14 @@ KINDS = {
     "qwen3_5": (config("qwen3_5", "--softmax-every", "2"), (*CP1, *ALONE)),
 }
 """Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear attention at once."""
-MESHES = {
-    "llama": """
-        cp=1|2 striped
-        cp=2 ring|allgather
-        cp=4 wallfacer team=2 p2p_intra
-        cp=2 tp=2 zigzag degree=2
-        cp=4 double_ring per_node=2 degree=2 attention_boundary --context-parallel-layout striped
-        cp=2 dp=2 ulysses|zigzag
-        tp=2 cp=2 full
-        pp=2 dp=2 legacy_ddp --eval-interval 3
-        pp=2 tp=2 attention_boundary GPipe --eval-interval 3
-        dp=2 tp=2 ddp --eval-interval 3
-        dp=2 cp=2 fsdp copies=2 --eval-interval 3
-    """,
-    "gpt": "dp=2 allgather",
-    "linear": """
-        cp=2 lasp
-        dp=2 cp=2 lasp2 zero2
-    """,
-    "qwen3_5": """
-        tp=2 pp=2 none
-        cp=2 dp=2 exchange zero2
-    """,
-}
-SLOW_MESHES = {
-    "llama": """
-        cp=1|2|4 zigzag
-        cp=4 striped
-        tp=2 cp=1|2
-        dp=2 tp=2 legacy_ddp --eval-interval 3
-        dp=2 cp=2 zero1|zero2 --eval-interval 3
-        cp=1|4 ring|allgather
-        cp=4 ulysses
-        tp=4
-        tp=2 cp=2 attention_boundary
-    """,
-    "gpt": "dp=2 cp=2 zigzag",
-    "linear": """
-        lasp
-        dp=2 ddp none
-        dp=4 zero1 none
-    """,
-    "qwen3_5": """
-        dp=2 zero1 none
-        cp=3 zigzag
-        cp=2 tp=2 ring
-    """,
-}
-"""These have each part in a fast mesh too: a method, a strategy, a split of the model."""
 
 
 def rows():
-    """Yield kinds, meshes and iterations: four or five see what twenty do, whose rounding has longer to grow."""
-    for meshes, slow in ((MESHES, False), (SLOW_MESHES, True)):
-        for name, lines in meshes.items():
-            for kind, case in product(LINEAR if name == "linear" else [name], cases_of(lines)):
-                yield kind, case, 4 if name in ("llama", "qwen3_5") else 5, slow
-                if name == "llama":
-                    yield kind, case, 20, True
+    """Yield kinds, meshes and iterations: four see what twenty do, whose rounding has longer to grow."""
+    for kind, case, slow in TRAINED:
+        yield kind, case, 4, slow
+        if kind == "llama" and not slow:
+            yield kind, case, 20, True
 
 
 def named(kind, case, iterations):
@@ -127,7 +76,7 @@ def each_on_rank(rank, world_size, runs):
 
 
 @pytest.fixture(scope="module")
-def found(default_data, tmp_path_factory):
+def records(default_data, tmp_path_factory):
     """The records of a run; all of as many ranks are trained in one go, the slow ones apart from the others."""
 
     @cache
@@ -142,21 +91,20 @@ def found(default_data, tmp_path_factory):
         run_ranks(each_on_rank, ranks, runs, timeout=3 * PATIENCE)
         return folder
 
-    def records(kind, case, iterations):
-        (slow,) = {is_slow for *row, is_slow in rows() if row == [kind, case, iterations]}
+    def read(kind, case, iterations, slow):
         return read_metrics(trained(case.ranks, slow) / named(kind, case, iterations) / METRICS)
 
-    return records
+    return read
 
 
 @pytest.mark.parametrize(
-    ("kind", "case", "iterations"),
-    [pytest.param(*row, marks=pytest.mark.slow if slow else (), id=named(*row)) for *row, slow in rows()],
+    ("kind", "case", "iterations", "slow"),
+    [pytest.param(*row, marks=pytest.mark.slow if row[-1] else (), id=named(*row[:-1])) for row in rows()],
 )
-def test_every_iteration_and_the_validation_equal_one_process(kind, case, iterations, found, one_process):
+def test_every_iteration_and_the_validation_equal_one_process(kind, case, iterations, slow, records, one_process):
     """Gradients are clipped, since their norm is above 1; two key-value heads: on tp 4 each is shared by two ranks."""
     want = one_process(kind, "--train-iters", str(iterations))
-    got = found(kind, case, iterations)
+    got = records(kind, case, iterations, slow)
     assert differences(got, want) <= BOUND
     assert got[-1]["validation_loss"] == pytest.approx(want[-1]["validation_loss"], rel=BOUND)
     assert want[0]["lm_loss"] > want[-1]["lm_loss"]
@@ -165,11 +113,15 @@ def test_every_iteration_and_the_validation_equal_one_process(kind, case, iterat
 @pytest.mark.parametrize(
     ("kind", "method", "cp"),
     [
-        ("llama", "striped", 4),
-        *(pytest.param("llama", method, 4, marks=pytest.mark.slow) for method in ("ring", "zigzag", "allgather")),
-        pytest.param("gpt with a table of 251", "striped", 2, marks=pytest.mark.slow),
         ("gpt with a table of 251", "zigzag", 4),
-        pytest.param("gpt without a table", "zigzag", 4, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("llama", method, 4) for method in ("ring", "zigzag", "allgather", "striped")),
+                ("gpt with a table of 251", "striped", 2),
+                ("gpt without a table", "zigzag", 4),
+            )
+        ),
     ],
 )
 def test_a_length_that_does_not_divide_is_padded_never_cut(kind, method, cp, default_data, one_process, tmp_path):
@@ -196,52 +148,13 @@ def positions_from_zero(rank, world_size, arguments):
     on_rank(rank, world_size, arguments)
 
 
-@pytest.mark.parametrize(
-    ("kind", "iterations", "wrong"), [("llama", 4, without_the_shift), ("gpt", 5, positions_from_zero)]
-)
-def test_a_wrong_mask_or_position_makes_parity_fail(
-    kind, iterations, wrong, default_data, one_process, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(("kind", "wrong"), [("llama", without_the_shift), ("gpt", positions_from_zero)])
+def test_a_wrong_mask_or_position_makes_parity_fail(kind, wrong, default_data, one_process, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.pretraining.run_ranks", lambda _, *given: run_ranks(wrong, *given))
-    flags = ("--train-iters", str(iterations))
+    flags = ("--train-iters", "4")
     got = pretrain(2, default_data, tmp_path / "run", *KINDS[kind][0], *flags, *case_of("cp=2 striped").flags)
     monkeypatch.undo()
     assert differences(got, one_process(kind, *flags)) > 10 * BOUND
-
-
-CHUNKS = "attention_boundary loss_chunk=100 ffn_chunk=100"
-"""Recomputation that keeps the attention, losses and feed-forward layers in chunks."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh", "others"),
-    [
-        pytest.param(
-            "gpt",
-            "cp=2 tp=2 attention_boundary loss_chunk=50 ffn_chunk=70",  # the biases of all projections are split
-            ("cp=2", "dp=2 tp=2"),
-            marks=pytest.mark.slow,
-        ),
-        ("transnormer", f"dp=2 lasp {CHUNKS}", ()),
-        pytest.param("linear_transformer", f"dp=2 lasp {CHUNKS}", (), marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_stops_changes_no_bit_and_goes_on_elsewhere(kind, mesh, others, default_data, one_process, tmp_path):
-    five = ("--train-iters", "5")
-
-    def train(words, folder, *more):
-        case = case_of(words)
-        return pretrain(case.ranks, default_data, tmp_path / folder, *KINDS[kind][0], *five, *case.flags, *more)
-
-    want, load = one_process(kind, *five), ("--load", str(tmp_path / "run"))
-    whole, stopped = train(mesh, "whole"), train(mesh, "run", "--exit-interval", "3")
-    assert differences(whole, want) <= BOUND
-    assert len(stopped) == 3
-    for other in others:
-        assert differences(train(other, other, *load), want[3:]) <= BOUND
-    exact = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples")
-    got, bits = train(mesh, "run", *load), [[record[name] for name in exact] for record in whole]
-    assert [[record[name] for name in exact] for record in got] == bits
 
 
 def train_with_an_overflow(rank, world_size, arguments):

@@ -20,37 +20,40 @@ EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples
 
 
 class Runs(NamedTuple):
-    """A run of ``last`` iterations with these flags, and one that was stopped half-way."""
+    """A run of ``last`` iterations with these flags on so many ranks, and one that was stopped half-way."""
 
+    ranks: int
     last: int
     flags: tuple[str, ...]
     whole: Path
     stopped: Path
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[(2, 4), pytest.param((4, 40), marks=pytest.mark.slow)])
 def runs(request, default_data, tmp_path_factory):
-    flags = (*STRIPED, "--micro-batch-size", "2", "--train-iters", str(request.param))
+    ranks, last = request.param
+    flags = (*STRIPED, "--micro-batch-size", "2", "--train-iters", str(last))
     folder = tmp_path_factory.mktemp("runs")
     whole, stopped = folder / "whole", folder / "stopped"
-    pretrain(4, default_data, whole, *flags)
-    pretrain(4, default_data, stopped, *flags, "--exit-interval", str(request.param // 2))
-    return Runs(request.param, flags, whole, stopped)
+    pretrain(ranks, default_data, whole, *flags)
+    pretrain(ranks, default_data, stopped, *flags, "--exit-interval", str(last // 2))
+    return Runs(ranks, last, flags, whole, stopped)
 
 
 def test_stopping_after_a_half_and_again_after_three_quarters_changes_no_bit(runs, default_data, tmp_path):
     save, flags = tmp_path / "run", (*runs.flags, "--load", str(tmp_path / "run"))
     shutil.copytree(runs.stopped, save)
-    pretrain(4, default_data, save, *flags, "--exit-interval", str(runs.last * 3 // 4))
-    pretrain(4, default_data, save, *flags)
+    pretrain(runs.ranks, default_data, save, *flags, "--exit-interval", str(runs.last * 3 // 4))
+    pretrain(runs.ranks, default_data, save, *flags)
     assert curve(save, *EXACT) == curve(runs.whole, *EXACT)
     assert len(curve(save)) == runs.last
     assert curve(save, "validation_loss")[-1] == curve(runs.whole, "validation_loss")[-1]
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(runs.last)
 
 
-ELSEWHERE = [(case, ()) for case in cases_of("cp=1\n dp=2 tp=2 zero1 none")]
-SLOW = [(case, pytest.mark.slow) for case in cases_of("cp=2 dp=2 ring|zigzag|allgather\n cp=2 dp=2 striped ddp")]
+ELSEWHERE = [(case, ()) for case in cases_of("cp=1")]
+SLOW_MESHES = "dp=2 tp=2 zero1 none\n cp=2 dp=2 ring|zigzag|allgather\n cp=2 dp=2 striped ddp"
+SLOW = [(case, pytest.mark.slow) for case in cases_of(SLOW_MESHES)]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks, id=case.title) for case, marks in ELSEWHERE + SLOW])
@@ -96,6 +99,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(default_
 BOUND = 1e-6
 PAIRS = """
     gpt: none > pp=2 Interleaved1F1B virtual=2
+    llama: tp=2 > dp=2 zero1
 """
 SLOW_PAIRS = """
     gpt: pp=2 dp=2 cp=2 zero1 > tp=2
@@ -132,6 +136,7 @@ def test_the_same_bits_are_loaded_on_another_mesh(kind, first, second, default_d
     assert losses_apart(resumed, went_on) <= BOUND
 
 
+@pytest.mark.slow
 def test_other_samples_would_be_seen(default_data, tmp_path):
     """The bound on losses is one on the order of samples: eight samples too late, and they are far apart."""
     late = partial(samples_skipped, 8)

@@ -18,6 +18,7 @@ from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
 from train.config.entries import Config, DiTRunConfig
+from train.config.flags import LONGEST_TOML
 from train.run import claim_folder
 
 ENTRIES = {
@@ -25,9 +26,9 @@ ENTRIES = {
     "dit": (DiTRunConfig, dit_config, ["--data-path", "digits"]),
 }
 EXTREMES = {
-    int: ("0", "-1", "1000000000", "1" + "0" * 30, "9" * 5000, "1e30", "nan", "", "x", "0.5"),
-    float: ("0", "-1", "1e-300", "1e300", "1e999", "nan", "-inf", "", "x", "1,5"),
-    str: ("", " ", "x" * 5000, "\udcff", "none"),
+    int: ("0", "-1", "1" + "0" * 30, "9" * 5000, "", "x", "0.5"),
+    float: ("0", "-1", "1e-300", "1e300", "1e999", "nan", ""),
+    str: ("", "x" * 5000, "\udcff"),
 }
 
 
@@ -86,17 +87,13 @@ def test_every_flag_at_the_ends_of_its_type(entry, here):
 
 CONTRADICTIONS = """
     --micro-batch-size 3 --global-batch-size 4 | --device cpu --distributed-backend nccl | --finetune
-    --attention-backend flash_attn_3_3 | --model-type gpt | --softmax-every 2 | --rope-scaling-type yarn
-    --window-size 0,0 | --window-size 8,1 | --window-size -5,0 | --window-size 1e9,0 | --window-attn-skip-freq 2
+    --softmax-every 2 | --rope-scaling-type yarn | --window-size 8,1 | --window-size 1e9,0
     --window-size 8,0 --window-attn-skip-freq [1]*3 | --window-size 8,0 --window-attn-skip-freq [1]*1000000000000
-    --model-type transnormer --softmax-every 2 --window-size 8,0 --window-attn-skip-freq 2 --num-layers 1000000000
     --num-attention-heads 1000000000 --hidden-size 1000000000 --tensor-model-parallel-size 3 | --kv-channels 3
-    --split 1,0,0 | --split 0,0,0 | --split 1,2,3,4 | --split nan | --split inf,1 | --split -1,2 | --split ,,,
-    --distributed-timeout-minutes 1e-12 | --distributed-timeout-minutes 1e300 | --distributed-timeout-minutes 1e-320
-    --num-workers 1000000000 | --seed -1 | --seed 100000000000000000000 | --seed 9223372036854775808
-    --non\x1bsense | --lr-decay-style a\x1b[31mb | --lr 1\x1b | stray\x07 | --exit-duration-in-mins 1e300
-    --data-path 1 x 2 | --data-path x 1 y 2 | --data-path 0 x 1 y | --data-path nan x | --data-path
-    --nonsense | --nonsense 5 | stray | --lr | --lr 1 2 | --lr=1 --lr=2 | -5 | -- | --config | --no-lr 1 | ---lr 1
+    --split 0,0,0 | --split 1,2,3,4 | --split inf,1 | --split ,,, | --distributed-timeout-minutes 1e-320
+    --seed 9223372036854775808 | --exit-duration-in-mins 1e300 | --lr 1\x1b | stray\x07 | --non\x1bsense
+    --data-path 1 x 2 | --data-path 0 x 1 y | --data-path nan x | --data-path
+    --nonsense 5 | stray | --lr | --lr 1 2 | --lr=1 --lr=2 | -5 | -- | --config | --no-lr 1 | ---lr 1
 """
 """Others, with a message of their own, are in ``tests/train/config``."""
 
@@ -115,7 +112,7 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 def test_what_no_launcher_says(name, monkeypatch):
     for variable, value in LAUNCHED.items():
         monkeypatch.setenv(variable, value)
-    for value in ("x", "", "-1", "0.5", "nan", "1e9", "1" + "0" * 30, "9" * 5000):
+    for value in ("x", "", "-1", "0.5", "1" + "0" * 30, "9" * 5000):
         monkeypatch.setenv(name, value)
         ending = end(lambda _: str(launched_world_size()), [])
         assert ending.wrong is None, value
@@ -126,25 +123,18 @@ NESTED = "x = " + "[" * 5000 + "]" * 5000
 TOMLS = {
     "": "", "BOM": "\ufeff[train]\n", "nested": NESTED, "nested in a field": f"[train]\ntrain_iters = {NESTED[4:]}",
     "tables 5,000 deep": f"[{'.'.join(['a'] * 5000)}]", "half a table": "[train", "twice": "[train]\n[train]\n",
-    "key twice": "[train]\nseed = 1\nseed = 2", "tables": "[[train]]\nseed = 1", "no section": "seed = 1",
-    "section as a number": "train = 1", "section as a list": "train = [1]", "table in a field": "[train.seed]\na = 1",
-    "list": "[train]\nseed = [1]", "empty list": "[data]\ndata_path = []",
-    "list of lists": "[data]\ndata_path = [['x']]",
-    "list of numbers": "[data]\ndata_path = [1]", "one for many": "[data]\ndata_path = 'x'",
-    "boolean": "[train]\nseed = true", "number for a boolean": "[train]\nbf16 = 1", "text": "[train]\nseed = '1'",
-    "fraction": "[train]\nseed = 1.0", "nan": "[optimizer]\nlr = nan", "inf": "[optimizer]\nlr = -inf",
-    "large": f"[train]\nseed = {10**30}", "huge": f"[train]\nseed = {'9' * 5000}", "float": "[optimizer]\nlr = 1e400",
-    "date": "[train]\nseed = 1979-05-27", "null": "[train]\nseed = null",
+    "tables": "[[train]]\nseed = 1", "no section": "seed = 1", "section as a list": "train = [1]",
+    "table in a field": "[train.seed]\na = 1", "list": "[train]\nseed = [1]", "empty list": "[data]\ndata_path = []",
+    "list of numbers": "[data]\ndata_path = [1]", "boolean": "[train]\nseed = true",
+    "number for a boolean": "[train]\nbf16 = 1", "fraction": "[train]\nseed = 1.0", "nan": "[optimizer]\nlr = nan",
+    "huge": f"[train]\nseed = {'9' * 5000}", "float": "[optimizer]\nlr = 1e400", "date": "[train]\nseed = 1979-05-27",
     "NUL in a text": '[checkpoint]\nsave = "a\\u0000b"', "empty save": "[checkpoint]\nsave = ''",
-    "another section's": "[train]\nlr = 1", "unknown section": "[training]\nseed = 1",
-    "unknown key": "[train]\nsead = 1",
-    "the other entry's": "[sampling]\nguidance = 1", "key of dots": "[train]\na.b.c = 1",
-    "empty key": "[train]\n'' = 1",
+    "another section's": "[train]\nlr = 1", "the other entry's": "[sampling]\nguidance = 1",
+    "key of dots": "[train]\na.b.c = 1", "empty key": "[train]\n'' = 1",
     "10,000 keys": "[train]\n" + "".join(f"k{i} = 1\n" for i in range(10_000)),
-    "key of two lines": '[train]\n"seed\\nerror: no" = 1',
-    "section of two lines": '["train\\n\\u001b[31m"]',
-    "text of two lines": '[train]\nseed = "1\\u2028\\r2"',
+    "key of two lines": '[train]\n"seed\\nerror: no" = 1', "section of two lines": '["train\\n\\u001b[31m"]',
     "choice of two lines": '[optimizer]\nlr_decay_style = "a\\nb"',
+    "too long": "# " + "x" * LONGEST_TOML,
     "long key": "[train]\n" + "k" * 100_000 + " = 1", "long value": f"[train]\nseed = '{'v' * 100_000}'",
 }  # fmt: skip
 
@@ -208,46 +198,37 @@ def test_paths_to_what_is_not_meant(use, places, here):
 
 TOOLS = {
     plot.main: """
-        layout --size 0 | layout --size -1 | layout --size 1000000000 | layout --size x | layout --seq-length 0
-        layout --seq-length -1 | layout --seq-length 1000000000 | layout --seq-length 1e30 | layout --methods nope
+        layout --size 0 | layout --size 1000000000 | layout --size x | layout --seq-length 1e30 | layout --methods nope
         layout --methods | layout --methods ring ring --size 3 --seq-length 1
         layout --methods ring --size 2 --seq-length 4 --output /proc/x.png
         layout --methods ring --size 2 --seq-length 4 --output x.nope
-        teams --size 0 | teams --size -1 | teams --size 1000000000 | teams --team-size 0
-        teams --team-size -1 | teams --team-size 1000000000 | teams --placement nope | teams --ranks-per-node 0
-        teams --ranks-per-node -1 | teams --heads 0 | teams --heads -1 | teams --kv-heads 0
-        nope | loss | loss none | layout --nope | teams 5""",
+        teams --size 1000000000 | teams --team-size 0 | teams --placement nope | teams --ranks-per-node 0
+        teams --heads 0 | teams --kv-heads 0 | nope | loss | loss none | layout --nope | teams 5""",
     plan.main: """
-        --world-size 0 | --world-size -1 | --world-size x | --world-size 1e30 | --top x | --nope
-        --profile --world-size 7
-        --config none.toml --world-size 2 | --seq-length 0 --world-size 2 | --world-size 2 --num-layers 0""",
+        --world-size 0 | --world-size x | --world-size 1e30 | --top x | --nope | --profile --world-size 7
+        --config none.toml --world-size 2 | --seq-length 0 --world-size 2""",
     sample.main: """
-        --load none | --load none --num-tokens 0 | --load none --num-tokens 1e30 | --load none --num-tokens nan
-        --load none --temperature nan | --load none --temperature inf | --load none --temperature -1
-        --load none --top-k 0 | --load none --top-k x | --load none --seed -1 | --load none --ckpt-step x
-        --load none --top-p 0 | --load none --top-p 1.5 | --load none --top-p nan | --load none --by-line
-        --load none --prompt x --prompt-file y | --load none --context-parallel-size 0 | --load none --stop
-        --load none --ckpt-step -1 | --load none --num-samples 0 | --num-tokens 5 | --load | --nope | --load a b
+        --load none | --load none --num-tokens 0 | --load none --num-tokens 1e30 | --load none --temperature nan
+        --load none --top-k 0 | --load none --top-p 1.5 | --load none --seed -1 | --load none --ckpt-step -1
+        --load none --by-line | --load none --prompt x --prompt-file y | --load none --context-parallel-size 0
+        --load none --stop | --load none --num-samples 0 | --num-tokens 5 | --load | --nope | --load a b
         --load none --seed 1000000000000000000000000000000""",
     convert_hf.main: """
-        import | import none | import none x | export | export none x | export none x --dtype int8 | import none x y
-        export none x --max-shard-size 0 | export none x --max-shard-size 5XB | export none x --ckpt-step y | nope
-        export none x --nope | import none x --dtype float32""",
+        import | import none | import none x | export none x | export none x --dtype int8 | import none x y
+        export none x --max-shard-size 0 | export none x --max-shard-size 5XB | nope | export none x --nope""",
     sample_dit.main: """
-        --load none | --load none --num-samples 0 | --load none --steps 0 | --load none --steps x
-        --load none --guidance nan | --load none --guidance inf | --load none --guidance x | --load none --method nope
-        --load none --batch-size 0 | --load none --batch-size -1 | --load none --seed x | --load none --classes
-        --load none --classes x | --load none --vae none | --num-samples 5 | --nope | --load none --seed -1""",
+        --load none | --load none --num-samples 0 | --load none --steps x | --load none --guidance nan
+        --load none --method nope | --load none --batch-size 0 | --load none --classes x | --load none --vae none
+        --num-samples 5 | --nope | --load none --seed -1""",
     prepare_data.main: """
-        --input none --output-prefix x | --input none | --stdlib --input none | --vocab-size 0 | --vocab-size -1
-        --vocab-size x | --vocab-size 1e30 | --max-bytes 0 | --max-bytes x | --max-bytes -5 | --input --output-prefix x
-        --tokenizer-model none.model --vocab-size 5 | --nope | stray | --output-prefix""",
+        --input none --output-prefix x | --input none | --stdlib --input none | --vocab-size 0 | --vocab-size 1e30
+        --max-bytes x | --max-bytes -5 | --input --output-prefix x | --tokenizer-model none.model --vocab-size 5
+        --nope | stray | --output-prefix""",
     prepare_latents.main: """
         --input none --output x | --input none | --check none | --check none --input none | --output x
-        --input none --output x --size 0 | --input none --output x --size -1 | --input none --output x --size x
-        --input none --output x --dtype float8 | --input none --output x --format nope | --nope | --vae none
-        --input none --output x --samples-per-shard 0 | --input none --output x --batch-size 0
-        --input none --output x --batch-size 1e30 | --input none --output x --vae none""",
+        --input none --output x --size 0 | --input none --output x --size x | --input none --output x --dtype float8
+        --input none --output x --samples-per-shard 0 | --input none --output x --batch-size 1e30 | --nope
+        --input none --output x --vae none""",
 }
 
 

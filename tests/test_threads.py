@@ -10,17 +10,11 @@ from kernels.attention import AttentionBackend
 from parallel.context import METHODS, executor, make_plan
 from parallel.context.executor import Executor
 from tests import threads
+from tests.compositions import with_options
 from tests.parallel.context.attended import DOCUMENTS, Masked, error, inputs, truth
 
-VARIANTS = [
-    ("ulysses", {}),
-    ("wallfacer", {"team_size": 2}),
-    ("double_ring", {"ranks_per_node": 2}),
-    ("exchange", {"ranks_per_node": 2, "layout": "zigzag"}),
-    ("striped", {"ulysses_degree": 2}),
-]
 CASES = [(method, {}, masked) for method in METHODS for masked in (Masked(), Masked(DOCUMENTS, (9, 0)))]
-CASES += [(method, options, masked) for method, options in VARIANTS for masked in (Masked(), Masked(DOCUMENTS))]
+CASES += [(method, options, Masked(DOCUMENTS)) for method, options in with_options(4)]
 
 
 def as_on_a_gpu(x, like):

@@ -21,6 +21,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -28,9 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.emulate import LoopbackTransport, step_of
-from bench.harness import MeasureError, add_json, add_sizes, sizes_of, write_json
-from bench.shapes import DTYPES, AttentionShape
 from parallel.context import make_plan
 from parallel.context.executor import Executor
 from parallel.mesh import MeshConfig, distributed_mesh
@@ -40,18 +38,20 @@ from runtime.files import unwritable, write_text
 from runtime.machine import describe, in_words, time_steps, usable_cores
 from runtime.progress import counted
 from runtime.together import from_first, gather_results, is_first
-from tools.common.arguments import parser_for, positive
+from tools.common.arguments import parser_for, positive, refuse_folder
 from tools.common.ceilings import (
     FIRST_BYTES,
     FIRST_PROBES,
     PROBES,
-    copy_bandwidth,
     exchange_seconds,
     posting,
     print_ceilings,
     product_times,
     slowest,
 )
+from tools.common.loopback import LoopbackTransport, step_of
+from tools.common.report import write_records
+from tools.common.shapes import DTYPES, AttentionShape
 from train.run import run_entry
 from train.watching import say
 from train.watching.progress import peak_flops
@@ -59,7 +59,7 @@ from train.watching.progress import peak_flops
 Figures = dict[str, tuple[Any, str]]
 """Value, and how it was measured, by key of a cluster file."""
 LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
-WIDTHS = {"cpu": {"num_heads": 8, "head_dim": 64}, "cuda": {"num_heads": 32, "head_dim": 128}}
+HEADS, WIDTHS = {"cpu": 8, "cuda": 32}, {"cpu": 64, "cuda": 128}
 FFN = 4
 """Widths of a layer's feed-forward."""
 REPEATS = 3
@@ -80,55 +80,81 @@ def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]
         work: heads and batch of the model at hand, and the dtype; its width is that of all heads together.
         lengths: positions of a rank, at which attention is measured; the longest gives its rate.
 
-    Raises UserError: nodes have unequal numbers of processes; MeasureError: no attention kernel runs here.
+    Raises UserError: nodes have unequal numbers of processes, or no attention kernel runs here.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if len(set(gather_results(lambda: local))) > 1 or dist.get_world_size() % local:
+    size = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if len(set(gather_results(lambda: local))) > 1 or size % local:
         raise UserError("nodes have unequal numbers of processes (LOCAL_WORLD_SIZE); start as many on each")
-    figures = _rates(device, work, lengths)
-    alone = dist.get_world_size() == 1
-    there = len(usable_cores()) if device.type == "cpu" else torch.cuda.device_count()
-    figures["gpus_per_node"] = (there, "those here") if alone else (local, "processes started on each node")
+    figures = _products(device, work, lengths[-1] * work.batch) | _tiles(device, work, lengths)
+    _relate(figures)
+    here = len(usable_cores()) if device.type == "cpu" else torch.cuda.device_count()
+    figures["gpus_per_node"] = (here, "those here") if size == 1 else (local, "processes started on each node")
     figures |= _memory(device, figures["gpus_per_node"][0])
-    figures |= _links(device, local)
-    return figures if alone else figures | _overlaps(device, replace(work, seq_length=lengths[-1]), local)
-
-
-def _rates(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
-    """Measure matrix products and attention."""
-    dtype, width, rows = DTYPES[work.dtype], work.num_heads * work.head_dim, lengths[-1] * work.batch
-    peak = _middle(lambda: peak_flops(device, dtype)) / 1e12
-    say(f"peak: {peak:.4g} TFLOP/s, {work.dtype}")
-    shapes = ((rows, width, width), (rows, width, FFN * width), (rows, FFN * width, width), (width, rows, FFN * width))
-    seconds = 0.0
-    for a, b, c in shapes:
-        product = partial(product_times, device.type, dtype, a, b, c, FIRST_PROBES)
-        taken = _middle(lambda product=product: mean(product()))  # type: ignore[misc]
-        say(f"product of {a} x {b} and {b} x {c}: {2 * a * b * c / taken / 1e12:.4g} TFLOP/s")
-        seconds += taken
-    products = sum(2 * a * b * c for a, b, c in shapes) / seconds / 1e12
-    tiles = [replace(work, seq_length=length) for length in lengths]
-    whole = [_attention(device, tile, False) for tile in tiles][-1]
-    attention = tiles[-1].flops(lengths[-1] ** 2) / whole / 1e12
-    visible = tiles[-1].pairs / lengths[-1] ** 2
-    computed = _attention(device, tiles[-1], True) / whole
-    masked = min(1.0, max(0.0, (computed - visible) / (1 - visible))) if visible < 1 else 0.0
-    launch = max(0.0, _middle(lambda: _launch(device, work, 1e12 * attention)))
-    say(f"launch and merge of a tile: {1e6 * launch:.4g} us")
-    peak = max(peak, products, attention)
-    return {
-        "peak_tflops": (peak, f"{work.dtype}: a GPU's data sheet, else the best product or kernel measured"),
-        "matmul_fraction": (products / peak, f"a layer of width {width}, {rows} rows"),
-        "attention_fraction": (attention / peak, f"forward and backward, {lengths[-1]} positions of a whole tile"),
-        "masked_share": (masked, f"a causal tile of {lengths[-1]} positions beside a whole one"),
-        "launch_us": (1e6 * launch, f"{TILES} tiles of {TINY} positions, forward and backward"),
-    }
+    if local > 1:
+        figures |= _link_inside(device, local)
+    if size > local:
+        figures |= _link_between(device, local)
+    if size > 1:
+        figures |= _overlaps(device, replace(work, seq_length=lengths[-1]), local)
+    return figures
 
 
 def _middle(measured: Callable[[], float]) -> float:
     """Return the median over ranks of what all of them measure at once."""
     dist.barrier()
     return median(gather_results(measured))
+
+
+def _products(device: torch.device, work: AttentionShape, rows: int) -> Figures:
+    """Measure the best matrix product, and those of a layer, in TFLOP/s."""
+    dtype, width = DTYPES[work.dtype], work.num_heads * work.head_dim
+    peak = _middle(lambda: peak_flops(device, dtype)) / 1e12
+    say(f"peak: {peak:.4g} TFLOP/s, {work.dtype}")
+    seconds, operations = 0.0, 0
+    for shape in (
+        (rows, width, width),
+        (rows, width, FFN * width),
+        (rows, FFN * width, width),
+        (width, rows, FFN * width),
+    ):
+        times = partial(product_times, device.type, dtype, *shape, FIRST_PROBES)
+        taken = _middle(lambda times=times: mean(times()))  # type: ignore[misc]
+        say(f"product of {' x '.join(map(str, shape))}: {2 * prod(shape) / taken / 1e12:.4g} TFLOP/s")
+        seconds += taken
+        operations += 2 * prod(shape)
+    return {
+        "peak_tflops": (peak, f"{work.dtype}: a GPU's data sheet, else the best product or kernel measured"),
+        "matmul_fraction": (operations / seconds / 1e12, f"a layer of width {width}, {rows} rows"),
+    }
+
+
+def _tiles(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
+    """Measure a rank's attention in TFLOP/s, the share of a causal tile that is computed in vain, and a launch."""
+    for length in lengths:
+        tile = replace(work, seq_length=length)
+        whole = _attention(device, tile, causal=False)
+    rate = tile.flops(tile.seq_length**2) / whole
+    visible = tile.pairs / tile.seq_length**2
+    computed = _attention(device, tile, causal=True) / whole
+    masked = min(1.0, max(0.0, (computed - visible) / (1 - visible))) if visible < 1 else 0.0
+    launch = max(0.0, _middle(lambda: _launch(device, work, rate)))
+    say(f"launch and merge of a tile: {1e6 * launch:.4g} us")
+    length = tile.seq_length
+    return {
+        "attention_fraction": (rate / 1e12, f"forward and backward, {length} positions of a whole tile"),
+        "masked_share": (masked, f"a causal tile of {length} positions beside a whole one"),
+        "launch_us": (1e6 * launch, f"{TILES} tiles of {TINY} positions, forward and backward"),
+    }
+
+
+def _relate(figures: Figures) -> None:
+    """Turn rates of layers and attention into shares of the peak, which is the best of them."""
+    shares = ("matmul_fraction", "attention_fraction")
+    peak = max(figures[name][0] for name in ("peak_tflops", *shares))
+    figures["peak_tflops"] = peak, figures["peak_tflops"][1]
+    for name in shares:
+        figures[name] = figures[name][0] / peak, figures[name][1]
 
 
 def _alone(
@@ -150,7 +176,7 @@ def _attention(device: torch.device, work: AttentionShape, causal: bool) -> floa
         taken = _middle(lambda: mean(time_steps(step, device.type, 3 * PROBES)))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        raise MeasureError(f"attention cannot be measured at {work.seq_length} positions: {why}") from error
+        raise UserError(f"attention cannot be measured at {work.seq_length} positions: {why}") from error
     kind, rate = "a causal tile" if causal else "a whole tile", work.flops(pairs) / taken / 1e12
     say(f"attention, {kind} of {work.seq_length} positions: {rate:.4g} TFLOP/s forward and backward")
     return taken
@@ -167,50 +193,51 @@ def _memory(device: torch.device, sharing: int) -> Figures:
     """Return a processor's memory and, of a GPU, the host's and the rate of copies to it and back."""
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing / 1e9
     if device.type == "cpu":
-        say(f"memory: {host:.4g} GB a process")
         return {"memory_gb": (host, "the machine's, shared by its processes")}
-    own = torch.cuda.mem_get_info(device)[1] / 1e9
-    where: list[dict[str, Any]] = [{"pin_memory": True}, {"device": device}]
-    kept, there = (torch.empty(HOST_BYTES, dtype=torch.uint8, **one) for one in where)
+    pinned = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(HOST_BYTES, dtype=torch.uint8, device=device)
 
     def copies() -> float:
-        both = ((kept, there), (there, kept))
-        return max(median(time_steps(lambda a=a, b=b: a.copy_(b), "cuda", PROBES)) for a, b in both)  # type: ignore[misc]
+        down = median(time_steps(lambda: pinned.copy_(on_device), "cuda", PROBES))
+        return max(down, median(time_steps(lambda: on_device.copy_(pinned), "cuda", PROBES)))
 
     rate = HOST_BYTES / _middle(copies) / 1e9
-    say(f"copies to host memory and back: {rate:.4g} GB/s, the slower way; memory: {own:.4g} GB, host {host:.4g} GB")
+    say(f"copies to host memory and back: {rate:.4g} GB/s, the slower way")
     return {
-        "memory_gb": (own, "the GPU's"),
+        "memory_gb": (torch.cuda.mem_get_info(device)[1] / 1e9, "the GPU's"),
         "host_gb_per_s": (rate, "pinned memory, the slower way"),
         "host_memory_gb": (host, "the machine's, shared by its GPUs"),
     }
 
 
-def _links(device: torch.device, local: int) -> Figures:
-    """Measure the links inside nodes and between them, where there are several ranks and nodes."""
+def _link_inside(device: torch.device, local: int) -> Figures:
+    """Measure the link inside a node."""
+    first, place = divmod(dist.get_rank(), local)
+    ring = [first * local + (place + step) % local for step in (1, -1)]
+    latency, rate, _ = _link("inside a node", device, ring)
+    how = f"{local} ranks of a node at once, each to the next"
+    return {"inside_gb_per_s": (rate / 1e9, how), "inside_latency_us": (1e6 * latency, how)}
+
+
+def _link_between(device: torch.device, local: int) -> Figures:
+    """Measure the link between nodes, and whether the ranks of a node share it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    first, own = rank - rank % local, rank % local
-    found: Figures = {}
-    if local > 1:
-        ring = [first + (own + step) % local for step in (1, -1)]
-        latency, rate, _ = _link("inside a node", device, ring)
-        how = f"{local} ranks of a node at once, each to the next"
-        found |= {"inside_gb_per_s": (rate / 1e9, how), "inside_latency_us": (1e6 * latency, how)}
-    if size > local:
-        across = [(rank + step * local) % size for step in (1, -1)]
-        latency, together, largest = _link("between nodes", device, across)
-        own_peers = across if own == 0 else []
-        less, more = (exchange_seconds(device, own_peers, count) for count in (largest // GROWTH, largest))
-        alone = _rate(largest, less, more)
-        say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
-        # all ranks of a node together get one link's rate, or each its own: halfway in the logarithm decides
-        shared = local == 1 or alone / together > local**0.5
-        how = f"{local} ranks of a node at once, each to its like"
-        # The link's own rate: of ranks that meet some wait longer, and processors may bound ranks with a link each.
-        found["between_gb_per_s"] = max(alone, together * local if shared else 0.0) / 1e9, f"one rank alone, or {how}"
-        found["between_latency_us"] = 1e6 * latency, how
-        found["between_link"] = "node" if shared else "rank", f"one rank alone is {alone / together:.2g} times as fast"
-    return found
+    across = [(rank + step * local) % size for step in (1, -1)]
+    latency, together, largest = _link("between nodes", device, across)
+    peers = across if rank % local == 0 else []
+    less, more = (exchange_seconds(device, peers, count) for count in (largest // GROWTH, largest))
+    alone = _rate(largest, less, more)
+    say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
+    # all ranks of a node together get one link's rate, or each its own: halfway in the logarithm decides
+    shared = local == 1 or alone / together > local**0.5
+    how = f"{local} ranks of a node at once, each to its like"
+    # The link's own rate: of ranks that meet some wait longer, and processors may bound ranks with a link each.
+    rate = max(alone, together * local if shared else 0.0)
+    return {
+        "between_gb_per_s": (rate / 1e9, f"one rank alone, or {how}"),
+        "between_latency_us": (1e6 * latency, how),
+        "between_link": ("node" if shared else "rank", f"one rank alone is {alone / together:.2g} times as fast"),
+    }
 
 
 def _overlaps(device: torch.device, work: AttentionShape, local: int) -> Figures:
@@ -242,13 +269,14 @@ def _overlaps(device: torch.device, work: AttentionShape, local: int) -> Figures
         if meet is not None:
             meet()()
 
-    found: Figures = {}
+    figures: Figures = {}
     for name, step, how in (("posted_overlap", posted, "posted before it"), ("shared_overlap", waited, "waited for")):
         together = slowest(step, device.type, 3 * PROBES, mean)
         share = min(1.0, max(0.0, (busy + sent - together) / min(busy, sent)))
-        say(f"computing {1e3 * busy:.4g} ms, an exchange {1e3 * sent:.4g} ms, {how}: {1e3 * together:.4g} ms")
-        found[name] = share, f"an exchange of {1e3 * sent:.3g} ms {how}, with {1e3 * busy:.3g} ms of computing"
-    return found
+        about = f"an exchange of {1e3 * sent:.3g} ms {how}, with {1e3 * busy:.3g} ms of computing"
+        say(f"{about}: {1e3 * together:.4g} ms")
+        figures[name] = share, about
+    return figures
 
 
 def _link(name: str, device: torch.device, peers: list[int]) -> tuple[float, float, int]:
@@ -273,14 +301,11 @@ def _rate(size: int, less: float, more: float) -> float:
 
 def checked(args: argparse.Namespace) -> Cluster | None:
     """Return the cluster of --links. Raises UserError: it cannot be read, or the output exists or cannot be written."""
-    folder = args.out.parent
-    if not folder.is_dir():
-        raise UserError(f"--out is {args.out}, and there is no folder {folder}; make it, or give another --out")
-    if args.out.is_dir() or (args.out.exists() and not args.force):
-        fix = "give a file" if args.out.is_dir() else "give --force to replace it, or another --out"
-        raise UserError(f"--out is {args.out}, which exists; {fix}")
-    if why := unwritable(folder, "give another --out"):
-        raise UserError(f"--out is {args.out}, in {folder}, {why}")
+    refuse_folder("--out", args.out)
+    if args.out.exists() and not args.force:
+        raise UserError(f"--out is {args.out}, which exists; give --force to replace it, or another --out")
+    if why := unwritable(args.out.parent, "give another --out"):
+        raise UserError(f"--out is {args.out}, in {args.out.parent}, {why}")
     return load_cluster(args.links) if args.links else None
 
 
@@ -309,38 +334,39 @@ def calibrate(argv: list[str]) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one")
     add("--name", help="a few words for the planner's output (default: processes and device)")
     add("--links", type=Path, metavar="FILE", help="cluster file with the links that cannot be measured here")
-    add_sizes(parser, num_heads=None, head_dim=None, batch=1)
+    add("--num-heads", type=positive, metavar="N", help="query heads")
+    add("--head-dim", type=positive, metavar="N", help="width of a head")
+    add("--batch", type=positive, default=1, metavar="N", help="sequences (default: %(default)s)")
     add("--ceilings", action="store_true", help="measure what one device can do at most, and write no cluster file")
-    add_json(parser)
+    add("--json", type=Path, metavar="PATH", help="write the ceilings here too, as JSON lines")
     add("--lengths", type=positive, nargs="+", metavar="N", help="tokens of a process, at which to measure attention")
     args = parser.parse_args(argv)
     if args.ceilings:
-        write_json(args, print_ceilings(args.device))
+        found = print_ceilings(args.device)
+        if args.json:
+            write_records(args.json, found)
         return
     torch.set_num_threads(1)
     with distributed_mesh(MeshConfig(device=args.device)) as mesh:
         device, world_size = mesh.device, mesh.dp.size()
         links = from_first(lambda: checked(args))
-        heads = WIDTHS[device.type] | {name: size for name, size in sizes_of(args).items() if size}
+        heads, width = args.num_heads or HEADS[device.type], args.head_dim or WIDTHS[device.type]
         dtype = "float32" if device.type == "cpu" else "bfloat16"
-        work = AttentionShape(**{**heads, "kv_heads": heads["num_heads"]}, dtype=dtype)
+        work = AttentionShape(batch=args.batch, num_heads=heads, kv_heads=heads, head_dim=width, dtype=dtype)
         lengths = tuple(sorted(args.lengths or LENGTHS[device.type]))
         figures = measure(device, work, lengths)
         if not is_first():
             return
-        copies = copy_bandwidth(device.type)
-        say(f"copies inside the memory: {copies:.4g} GB/s read and written")
         machine = describe(device.type)
-        name, started = args.name or f"{world_size} x {machine['device']}", counted(world_size, "process")
+        name = args.name or f"{world_size} x {machine['device']}"
         about = [
             f"Measured by python -m tools.calibrate on {socket.gethostname()}: {in_words(machine)}.",
-            f"{started}; copies inside the memory {copies:.4g} GB/s, which the planner does not count.",
+            f"{counted(world_size, 'process')} at once.",
         ]
         text = text_of(name, device.type, figures, links, about)
         write_text(args.out, text)
-        missing = [key for key in ABOUT_LINKS if f"# {key} is missing" in text]
         print(f"written: {args.out}")
-        if missing:
+        if missing := [key for key in ABOUT_LINKS if f"# {key} is missing" in text]:
             print(f"not measured, and missing there: {', '.join(missing)}")
             print("start it on two nodes, with two processes on each, or take what is missing from --links FILE")
 

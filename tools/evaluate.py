@@ -113,7 +113,6 @@ def main(argv: list[str]) -> None:
     source("--text", nargs="+", metavar="FILE", help="text files, rows or folders, as tools.prepare_data")
     add("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
     add("--documents", type=positive, default=32, metavar="N", help="the first N long enough (default: %(default)s)")
-    add("--buckets", type=positive, metavar="N", help="equal ones (default: from 64 on each twice the one before)")
     add("--last-tokens", type=positive, metavar="N", help="a row for the last N of each, too")
     add_begin(parser, "--text")
     add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
@@ -139,7 +138,7 @@ def main(argv: list[str]) -> None:
                     "give longer ones, or a smaller --seq-length"
                 )
         config = complete(config, run.tokenizer.vocab_size, method_to_read, with_layout_and_schedule)
-        bounds, first = buckets(args.seq_length, args.buckets), args.seq_length - (args.last_tokens or 0)
+        bounds, first = buckets(args.seq_length), args.seq_length - (args.last_tokens or 0)
         cuts = sorted({*bounds, first})
         sums = losses(run, config, mesh, rows, cuts)
         found = [bucket(*at, cuts, sums, len(rows)) for at in pairwise(bounds)]
@@ -177,17 +176,10 @@ def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
             yield np.array(tokens[: length + 1])
 
 
-def buckets(length: int, equal: int | None) -> list[int]:
-    """Return the bounds of ``equal`` buckets of [0, length), by default of ones that double from 64 on.
-
-    Raises ConfigError.
-    """
-    if equal is None:
-        powers = [SMALLEST_BUCKET << n for n in range(length.bit_length()) if SMALLEST_BUCKET << n < length]
-        return [0, *powers, length]
-    if length % equal:
-        raise ConfigError(f"buckets is {equal}, which does not divide seq_length {length}; give one that does")
-    return list(range(0, length + 1, length // equal))
+def buckets(length: int) -> list[int]:
+    """Return the bounds of buckets of [0, length), which double from ``SMALLEST_BUCKET`` on."""
+    powers = [SMALLEST_BUCKET << n for n in range(length.bit_length()) if SMALLEST_BUCKET << n < length]
+    return [0, *powers, length]
 
 
 def bucket(begin: int, end: int, cuts: Sequence[int], sums: Sequence[float], documents: int) -> Bucket:

@@ -1,6 +1,6 @@
 """Fit a run to this machine: choose how many processes, and the flags that its configuration lacks for them.
 
-    python -m tools.fit pretrain_gpt.py --config configs/models/llama_tiny.toml
+    python -m tools.fit pretrain_gpt.py --config llama_tiny
 
 Prints one line for a shell, such as `4`, or on one GPU `1 --bf16 --context-parallel-size 1`, and reports changes on
 stderr. Each GPU gets one process, up to MOST, and softmax attention computes in bfloat16 there, since its kernels take

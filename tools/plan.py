@@ -81,9 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--profile-top", type=int, default=8, metavar="N", help="how many to run (default: %(default)s)")
     add("--profile-iters", type=int, default=3, metavar="N", help="iterations of each, and one before")
     add("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    shown.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    add("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
 
@@ -105,38 +103,47 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if model and config.train.global_batch_size is None:
         batch = 1 if args.longest else max(1, world_size * TOKENS // config.sequence_length)
         config = replace(config, train=replace(config.train, global_batch_size=batch))
+
     at_least(args, 1, "world_size", "top", "profile_top", "profile_iters")
-    if args.fewest and (args.world_size or args.profile):
-        named = "world_size" if args.world_size else "profile"
-        raise ConfigError(f"fewest finds the number of processes, and {named} names it; leave one of them out")
-    for name in ("write", "profile", "markdown", "top"):
-        if args.fits and getattr(args, name):
-            raise ConfigError(f"--{name} is given, and --fits is of one configuration and ranks none; leave it out")
+    _check_flags(args, rest, isinstance(config, Config))
     args.top = args.top or DEFAULT_TOP
-    if args.profile and (found := launched_world_size()) != world_size:
-        needed = counted(world_size, "process")
-        raise ConfigError(
-            f"profile needs {needed}, as planned for, and finds {found}; use torchrun with {needed} in all, or leave "
-            "--profile out to predict alone"
-        )
-    if not isinstance(config, Config):
-        for name in ("longest", "profile"):
-            if getattr(args, name):
-                raise ConfigError(f"{name} is for language models; leave it out, or change latent_shape")
-        return args, config, world_size, cluster
     if args.profile:
-        method = replace(config.context, context_parallel_method="auto", cluster=None)
-        validate(replace(config, context=method), world_size)
-    if config.model.vocab_size is None:
+        _check_profile(config, world_size)
+    if isinstance(config, Config) and config.model.vocab_size is None:
         if config.data.tokenizer_model is None:
             raise ConfigError(
                 "vocab_size is not set, and no tokenizer_model either; name a model first, as in tools.plan llama3_8b, "
                 "name the model with --config FILE, or give --vocab-size N"
             )
         config = with_vocabulary(config, vocabulary(config.data.tokenizer_model, model))
-    if args.longest and any(word.partition("=")[0].replace("_", "-") == "--seq-length" for word in rest):
-        raise ConfigError("longest finds seq_length, and seq_length names it; leave one of them out")
     return args, config, world_size, cluster
+
+
+def _check_flags(args: argparse.Namespace, rest: list[str], is_language: bool) -> None:
+    """Raise ConfigError for flags that contradict each other."""
+    if args.fewest and (args.world_size or args.profile):
+        named = "world_size" if args.world_size else "profile"
+        raise ConfigError(f"fewest finds the number of processes, and {named} names it; leave one of them out")
+    for name in ("write", "profile", "top"):
+        if args.fits and getattr(args, name):
+            raise ConfigError(f"--{name} is given, and --fits is of one configuration and ranks none; leave it out")
+    for name in ("longest", "profile"):
+        if getattr(args, name) and not is_language:
+            raise ConfigError(f"{name} is for language models; leave it out, or change latent_shape")
+    if args.longest and any(word.partition("=")[0].replace("_", "-") == "--seq-length" for word in rest):
+        raise ConfigError("--longest searches for the sequence length; do not pass --seq-length too")
+
+
+def _check_profile(config: Config, world_size: int) -> None:
+    """Raise UserError unless as many processes were started as are planned for, and the run suits them."""
+    if (started := launched_world_size()) != world_size:
+        needed = counted(world_size, "process")
+        raise ConfigError(
+            f"profile needs {needed}, as planned for, and finds {started}; use torchrun with {needed} in all, or leave "
+            "--profile out to predict alone"
+        )
+    method = replace(config.context, context_parallel_method="auto", cluster=None)
+    validate(replace(config, context=method), world_size)
 
 
 def vocabulary(tokenizer: str, model: str | None) -> int:
@@ -237,12 +244,12 @@ def plan(argv: list[str]) -> None:
         told: dict[str, Any] = {"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]]}
         told |= {"refused": dict(found.refused), "too_large": len(found.over_memory)}
         print(json.dumps({**told, "host_short": len(found.over_host_memory)}))
-    elif args.model and not args.markdown:
+    elif args.model:
         print(answer(rows, parsed(["--config", args.model]), world_size, cluster, args.model))
     else:
         print(asked(world_size, cluster, config))
         print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())
-        print("\n".join([table(rows[: args.top], args.markdown), *alike(rows[: args.top]), *notes(config)]))
+        print("\n".join([table(rows[: args.top]), *alike(rows[: args.top]), *notes(config)]))
         first = rows[0].candidate.prediction
         print(bars(first.memory, first.host, cluster, f"a process of the first row{tightly(first.bytes, cluster)}"))
     if args.write:

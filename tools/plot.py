@@ -3,7 +3,6 @@
 python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
 python -m tools.plot layout --documents 20 5 11 3 14 7 4 --window 8 --output packed.png
-python -m tools.plot layout --segments --documents 260 30 400 90 180 --output segments.png
 python -m tools.plot losses runs/llama_tiny runs/second --output loss.png
 python -m tools.plot losses runs/* --by tokens --smooth 0.95 --metric grad_norm --output norms.png
 """
@@ -11,7 +10,6 @@ python -m tools.plot losses runs/* --by tokens --smooth 0.95 --metric grad_norm 
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,26 +27,20 @@ if TYPE_CHECKING:
 LOSSES = {"lm_loss": "training", "diffusion_loss": "training", "validation_loss": "validation"}
 BY = {"iteration": "iteration", "tokens": "tokens", "hours": "hours of training"}
 LARGEST_PICTURE = 512
-SEGMENTS = ("zigzag", "exchange")
 
 
 def layout_figure(args: argparse.Namespace) -> "Figure":
-    """Draw methods, by default ``PLAIN``, or ``PACKED`` under documents or a window; or the segments of SEGMENTS.
+    """Draw methods, by default ``PLAIN``, or ``PACKED`` under documents or a window.
 
     Raises UserError: an unknown method, documents of another length, or a picture too large to read.
     """
-    from parallel.context import make_plan
-    from tools.common.layouts import PACKED, PLAIN, draw, draw_segments, drawing
+    from tools.common.layouts import PACKED, PLAIN, draw, drawing
 
     lengths, length = args.documents, args.seq_length
     if lengths and length not in (None, sum(lengths)):
         raise UserError(f"--seq-length is {length} and --documents have {sum(lengths)} tokens; leave --seq-length out")
     length = sum(lengths) if lengths else 32 if length is None else length
     documents = (0, *accumulate(lengths)) if lengths else None
-    if args.segments:
-        plan_of = partial(make_plan, seq_len=length, size=args.size, documents=documents)
-        plans = {method: plan_of(method) for method in args.methods or SEGMENTS}
-        return draw_segments({f"method {name}, layout {plan.layout.name}": plan for name, plan in plans.items()})
     if length > LARGEST_PICTURE or args.size > length:
         raise UserError(
             f"--seq-length is {length} and --size {args.size}; a picture shows up to {LARGEST_PICTURE} tokens, and at "
@@ -141,7 +133,6 @@ def main(argv: list[str] | None = None) -> None:
     window = "tokens that each sees before itself, in full attention behind itself too; default: all"
     add("--window", type=positive, metavar="TOKENS", help=window)
     mask("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
-    add("--segments", action="store_true", help="parts of documents instead, and the states that pass between them")
     mask("--full", dest="causal", action="store_false", help="full attention")
     add("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
     losses = "training and validation loss of runs, or other fields of metrics.jsonl"

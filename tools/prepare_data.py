@@ -11,7 +11,7 @@ What it wrote before with the same flags is kept, unless an input file has chang
         --output-prefix runs/data/chats
     python -m tools.prepare_data --chat --input sharegpt.json --seq-length 4096 --chat-template chatml \\
         --output-prefix runs/data/chats          # trains runs/data/chats_tokenizer/tokenizer.json for that template
-    python -m tools.prepare_data --check runs/data/chats --tokenizer-model tokenizer.json --inspect 2 --plot lengths.png
+    python -m tools.prepare_data --check runs/data/chats --tokenizer-model tokenizer.json --inspect 2
 
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX.model
 """
@@ -33,7 +33,6 @@ from tools.common.arguments import one_line_errors, parser_for, positive, refuse
 
 if TYPE_CHECKING:
     import numpy as np
-    from matplotlib.figure import Figure
 
     from data.text.indexed import Indexed
     from data.tokenizer import Tokenizer
@@ -72,8 +71,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--inspect", type=positive, metavar="N", help=inspect)
     whole = "with --inspect: all of each text, not its beginning and end alone"
     add("--whole", action="store_true", help=whole)
-    plot = "with --inspect: draw the share of tokens in documents longer than any length, as .png, .pdf or .svg"
-    add("--plot", type=Path, metavar="FILE", help=plot)
     add("--suffix", default=".txt", help="ending of the files taken from a folder (default: %(default)s)")
     key = "field of the rows that holds the text (default: text); one, since a prefix holds one corpus"
     add("--json-keys", nargs="+", metavar="KEY", help=key)
@@ -111,7 +108,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--input needs --output-prefix: where to write": args.input and not args.output_prefix,
         one.format(len(args.json_keys or [])): args.json_keys and len(args.json_keys) > 1,
         "--inspect goes with --check PREFIX: what to show": args.inspect and not args.check,
-        "--whole and --plot go with --inspect N": (args.whole or args.plot) and not args.inspect,
+        "--whole goes with --inspect N": args.whole and not args.inspect,
         f"--chat needs {' and '.join(lacking)}": args.chat and lacking,
         named: args.chat and not args.tokenizer_model and args.chat_template not in NAMED,
         "--seq-length, --chat-template, --too-long, --skip-refused and --strict go with --chat": (
@@ -193,11 +190,6 @@ def _check(args: argparse.Namespace) -> int:
     indexed = open_indexed(args.check)  # before a tokenizer, which a prefix never written lacks too
     what = "conversation" if indexed.holds_conversations else "document"
     lengths = indexed.lengths if indexed.holds_conversations else indexed.document_lengths
-    if args.plot:
-        from tools.common.report import save
-
-        refuse_folder("--plot", args.plot)
-        save(draw(lengths, args.check, what), args.plot, "--plot")
     trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
     tokenizer = load_tokenizer(args.tokenizer_model or (trained if trained.exists() else f"{args.check}.model"))
     print(check_prefix(args.check, tokenizer))
@@ -314,27 +306,6 @@ def share_lines(lengths: "np.ndarray", what: str) -> Iterator[str]:
     yield f"tokens in {what}s longer than"
     for longer, share in zip(LONGER, shares(lengths, LONGER), strict=True):
         yield f"{longer:>9,} {share:7.2%} {'█' * round(_BAR * share)}".rstrip()
-
-
-def draw(lengths: "np.ndarray", name: str, what: str) -> "Figure":
-    """Draw the share of the tokens in longer texts over the length, with LONGER marked."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    from tools.common.report import INK, PALETTE, plain
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    over = np.geomspace(1, max(2 * LONGER[-1], 2 * int(lengths.max())), 400)
-    axes.plot(over, 100 * shares(lengths, over), color=PALETTE[0])
-    for longer, share in zip(LONGER, shares(lengths, LONGER), strict=True):
-        axes.plot(longer, 100 * share, "o", color=PALETTE[0])
-        axes.annotate(f"{share:.1%} > {longer >> 10}K", (longer, 100 * share), (6, 6), textcoords="offset points")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel=f"tokens of a {what}", ylabel=f"% of tokens in longer {what}s", ylim=(0, 108))
-    axes.set_title(f"{name}: {len(lengths):,} {what}s, {int(lengths.sum(dtype=np.int64)):,} tokens", color=INK)
-    plain(axes)
-    return figure
 
 
 if __name__ == "__main__":

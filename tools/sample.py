@@ -12,28 +12,123 @@ Processes share the prompts (context parallelism), unless flags let them share t
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.chat.conversations import NAMED
-from data.chat.rows import Turn
+from data.chat.rows import Turn, said
 from data.chat.template import ChatTemplate
-from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from model.generate import DivergedError, Draw
 from planner.choice import method_to_read
 from runtime.errors import DataError
-from runtime.together import is_first
+from runtime.together import from_first, is_first
 from tools.common.arguments import at_least, parser_for, positive, refuse_folder
 from tools.common.runs import Run, add_begin, add_mesh, mesh_of, open_run
-from tools.common.talk import asked, talk
 from train.checkpoint.manifest import CheckpointError
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import run_entry
 
 
+@dataclass(frozen=True)
+class Session:
+    """A run's model, and how texts are drawn from it; collective."""
+
+    writer: Writer
+    run: Run
+    args: argparse.Namespace
+    stop: list[int]
+    template: ChatTemplate | None
+
+    def write(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Return the new tokens of each prompt. Raises CheckpointError for a model that overflows."""
+        args = self.args
+        draw: dict[str, Any] = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        try:
+            return self.writer.write(prompts, args.num_tokens, stop=self.stop, seed=args.seed, **draw)
+        except DivergedError as error:
+            raise CheckpointError(
+                f"{self.writer.folder} cannot be drawn from: {error}; its training diverged, so take an earlier one "
+                "with --ckpt-step, or train with a lower lr"
+            ) from error
+
+    def talk(self) -> None:
+        """Read questions from the terminal of the first rank, a line each, and print the answers.
+
+        Ends with the input. The model is given all that was said before.
+        """
+        turns = _system(self.args)
+        while (line := from_first(_line)) is not None:
+            if not line.strip():
+                continue
+            question = [*turns, {"role": "user", "content": line}]
+            try:
+                prompt = _question(self.run.tokenizer, self.template, question)
+            except DataError as error:
+                if is_first():
+                    print(f"error: {error}", file=sys.stderr)
+                continue
+            (ids,) = self.write([prompt])
+            text = _continuation(self.run.tokenizer, prompt, ids).strip()
+            if is_first():
+                print(text, flush=True)
+            turns = [*question, {"role": "assistant", "content": text}]
+
+    def sample(self, texts: Sequence[str], begun: Sequence[list[int]]) -> None:
+        """Write, and print on the first rank, what follows each text, whose tokens are ``begun``."""
+        args, run, tokenizer = self.args, self.run, self.run.tokenizer
+        # The template writes its begin token itself. An empty prompt needs one: the end token that documents follow.
+        begin = () if args.chat else run.begin(args.add_bos_token)
+        first = list(begin) if begin or all(begun) else [tokenizer.eod]
+        prompts = [[*first, *prompt] for prompt in begun for _ in range(args.num_samples)]
+        longest = max(map(len, prompts))
+        if (lacking := tokenizer.missing(run.config.model.vocabulary, max(map(max, prompts)))) is not None:
+            raise DataError(f"a prompt has a token that the model lacks: {lacking}")
+        self.writer.check(prompts, args.num_tokens)
+        if is_first():
+            named = f"prompt {texts[0]!r:.200}" if len(texts) == 1 else f"{len(texts)} prompts"
+            each = f"{args.num_samples} x {args.num_tokens} tokens"
+            print(f"{args.load}, iteration {self.writer.iteration}, {named}, {each}")
+            if run.trained_length is not None and longest + args.num_tokens > run.trained_length and not args.chat:
+                note = f"prompt and tokens are more than the {run.trained_length} the model was trained on at a time"
+                print(f"note: {note}", file=sys.stderr)
+        written = self.write(prompts)
+        if not is_first():
+            return
+        for prompt, ids in zip(prompts, written, strict=True):
+            print("-" * 80)
+            shown = prompt[len(first) :]
+            if args.chat or args.prompt_file is not None:
+                print(_continuation(tokenizer, shown, ids))
+            else:  # one call for both parts: a piece's text can depend on the piece before
+                print(tokenizer.detokenize([*shown, *_in_vocabulary(tokenizer, ids)]))
+
+
 def main(argv: list[str]) -> None:
     """Run the command."""
+    args = _parse(argv)
+    Draw(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    run = open_run(args.load, args.ckpt_step)
+    tokenizer = run.tokenizer
+    stop = list(dict.fromkeys([*run.ends, *(_token(tokenizer, text) for text in args.stop)]))
+    template = run.template(args.chat_template) if args.chat else None
+    texts = [] if args.talks else _prompts(args)
+    if template is None:
+        prompts = [tokenizer.tokenize(text) for text in texts]
+    else:
+        questions = ([*_system(args), {"role": "user", "content": text}] for text in texts)
+        prompts = [_question(tokenizer, template, turns) for turns in questions]
+    with opened(args.load, args.ckpt_step, choose=method_to_read, **mesh_of(args)) as writer:
+        session = Session(writer, run, args, stop, template)
+        if args.talks:
+            session.talk()
+        else:
+            session.sample(texts, prompts)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.sample", __doc__)
     add, given = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
@@ -58,122 +153,47 @@ def main(argv: list[str]) -> None:
     chat("--system", metavar="TEXT", help="what the system says before the first question")
     add_mesh(parser)
     args = parser.parse_args(argv)
+    args.talks = args.chat and args.prompt is None and args.prompt_file is None
     if (args.chat_template or args.system) and not args.chat:
         parser.error("--chat-template and --system go with --chat")
-    talks_on = args.chat and args.prompt is None and args.prompt_file is None
-    if talks_on and args.num_samples not in (None, 1):
+    if args.talks and args.num_samples not in (None, 1):
         parser.error("--num-samples goes with --prompt or --prompt-file; a conversation goes on with one answer")
-    args.num_samples = args.num_samples or (1 if args.chat else 2)
-    args.num_tokens = args.num_tokens or (1024 if args.chat else 160)
     if args.by_line and args.prompt_file is None:
         parser.error("--by-line takes the lines of --prompt-file; give one")
-    draw = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    Draw(**draw)
-    run = open_run(args.load, args.ckpt_step)
-    tokenizer = run.tokenizer
-    stop = list(dict.fromkeys([*run.ends, *(_token(tokenizer, text) for text in args.stop)]))
-    template = run.template(args.chat_template) if args.chat else None
-    texts = [] if talks_on else _prompts(args)
-    prompts = [_prompt(tokenizer, template, args.system, text) for text in texts]
-    with opened(args.load, args.ckpt_step, choose=method_to_read, **mesh_of(args)) as writer:
-        if talks_on:
-            assert template is not None
-            _talk(writer, tokenizer, template, args, stop, draw)
-        else:
-            _sample(writer, run, args, texts, prompts, stop, draw)
+    args.num_samples = args.num_samples or (1 if args.chat else 2)
+    args.num_tokens = args.num_tokens or (1024 if args.chat else 160)
+    return args
 
 
-def _prompt(
-    tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer,
-    template: ChatTemplate | None,
-    system: str | None,
-    text: str,
-) -> list[int]:
-    """Return the tokens of a text to continue, or of a question by a template. Raises DataError."""
-    if template is None:
-        return tokenizer.tokenize(text)
+def _question(tokenizer: Tokenizer, template: ChatTemplate | None, turns: Sequence[Turn]) -> list[int]:
+    """Return the tokens of a conversation with what precedes the answer.
+
+    Raises DataError: a turn spells a special token, or the template fails.
+    """
+    assert template is not None
     assert isinstance(tokenizer, HuggingFaceTokenizer)  # or there would be no template
-    return asked(template, tokenizer, [*_system(system), {"role": "user", "content": text}])
+    template.refuse_spelled(tokenizer, said([turn for turn in turns if turn["role"] != "assistant"]))
+    return tokenizer.tokenize_special(template.render(turns, prompt=True))[0]
 
 
-def _system(text: str | None) -> list[Turn]:
-    return [{"role": "system", "content": text}] if text else []
+def _system(args: argparse.Namespace) -> list[Turn]:
+    return [{"role": "system", "content": args.system}] if args.system else []
 
 
-def _talk(
-    writer: Writer,
-    tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer,
-    template: ChatTemplate,
-    args: argparse.Namespace,
-    stop: Sequence[int],
-    draw: dict[str, Any],
-) -> None:
-    """Answer questions from the terminal; collective."""
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
-
-    def answer(prompt: list[int]) -> str:
-        (ids,) = _written(writer, [prompt], args, stop, draw)
-        return _continuation(tokenizer, prompt, ids).strip()
-
-    talk(template, tokenizer, _system(args.system), answer)
-
-
-def _written(
-    writer: Writer, prompts: Sequence[list[int]], args: argparse.Namespace, stop: Sequence[int], draw: dict[str, Any]
-) -> list[list[int]]:
-    """Return the new tokens of each prompt; collective. Raises CheckpointError for a model that overflows."""
+def _line() -> str | None:
     try:
-        return writer.write(prompts, args.num_tokens, stop=stop, seed=args.seed, **draw)
-    except DivergedError as error:
-        raise CheckpointError(
-            f"{writer.folder} cannot be drawn from: {error}; its training diverged, so take an earlier one with "
-            "--ckpt-step, or train with a lower lr"
-        ) from error
+        return input("> ")
+    except EOFError:
+        return None
 
 
-def _continuation(
-    tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer, prompt: Sequence[int], ids: Sequence[int]
-) -> str:
+def _in_vocabulary(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    return [token for token in ids if token < tokenizer.vocab_size]  # padding of the vocabulary has no text
+
+
+def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text of new tokens, which can depend on the piece before."""
-    in_vocabulary = [i for i in ids if i < tokenizer.vocab_size]  # padding of the vocabulary has no text
-    return tokenizer.detokenize([*prompt, *in_vocabulary])[len(tokenizer.detokenize(prompt)) :]
-
-
-def _sample(
-    writer: Writer,
-    run: Run,
-    args: argparse.Namespace,
-    texts: Sequence[str],
-    begun: Sequence[list[int]],
-    stop: Sequence[int],
-    draw: dict[str, Any],
-) -> None:
-    """Write, and print on the first rank; collective."""
-    tokenizer = run.tokenizer
-    # The template writes its begin token itself. An empty prompt needs one: the end token that documents follow.
-    begin = () if args.chat else run.begin(args.add_bos_token)
-    first = list(begin) if begin or all(begun) else [tokenizer.eod]
-    prompts = [[*first, *prompt] for prompt in begun for _ in range(args.num_samples)]
-    longest = max(map(len, prompts))
-    if (lacking := tokenizer.missing(run.config.model.vocabulary, max(map(max, prompts)))) is not None:
-        raise DataError(f"a prompt has a token that the model lacks: {lacking}")
-    writer.check(prompts, args.num_tokens)
-    if is_first():
-        named = f"prompt {texts[0]!r:.200}" if len(texts) == 1 else f"{len(texts)} prompts"
-        print(f"{args.load}, iteration {writer.iteration}, {named}, {args.num_samples} x {args.num_tokens} tokens")
-        if run.trained_length is not None and longest + args.num_tokens > run.trained_length and not args.chat:
-            note = f"prompt and tokens are more than the {run.trained_length} the model was trained on at a time"
-            print(f"note: {note}", file=sys.stderr)
-    written = _written(writer, prompts, args, stop, draw)
-    for prompt, ids in zip(prompts, written, strict=True):
-        if is_first():
-            print("-" * 80)
-            shown = prompt[len(first) :]
-            if args.chat or args.prompt_file is not None:
-                print(_continuation(tokenizer, shown, ids))
-            else:  # one call for both parts: a piece's text can depend on the piece before
-                in_vocabulary = [i for i in ids if i < tokenizer.vocab_size]
-                print(tokenizer.detokenize([*shown, *in_vocabulary]))
+    return tokenizer.detokenize([*prompt, *_in_vocabulary(tokenizer, ids)])[len(tokenizer.detokenize(prompt)) :]
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -193,7 +213,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return found
 
 
-def _token(tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer, text: str) -> int:
+def _token(tokenizer: Tokenizer, text: str) -> int:
     """Return the token of a number or a text."""
     if text.isdecimal():
         ids = [int(text)]

@@ -2,7 +2,7 @@
 
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -11,7 +11,6 @@ import numpy as np
 
 from data.latents.folder import write_latents
 from data.text.prepare import Request, prepare
-from parallel.context import ContextConfig
 from runtime.machine import ROOT
 from tools.common.cases import Case, case_of
 
@@ -21,6 +20,8 @@ _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 CASES: dict[str, str] = _FILE["softmax"]
 LINEAR_CASES: dict[str, str] = _FILE["linear"]
 _FLAGS = {name: flags.replace("configs/", f"{ROOT}/configs/").split() for name, flags in _FILE["models"].items()}
+CLUSTERS = Path(__file__).with_name("clusters")
+"""A file for the planner for each kind of link."""
 MODELS = [name for name in _FLAGS if name != "dit"]
 """Language models."""
 FRAME = (32, 32)
@@ -37,18 +38,7 @@ def reference_of(model: str) -> str:
     return "lasp" if model == "transnormer" else "ring"
 
 
-def case_for(context: ContextConfig, ranks: int) -> tuple[str, Case]:
-    """Return the name that ``CASES`` has, or would have, for what the planner proposes, and the case."""
-    method, team, degree = context.context_parallel_method, context.context_parallel_team_size, context.ulysses_degree
-    placed = context.context_parallel_placement if team > 1 else "collect_intra"
-    name = method + (f"_c{team}" if team > 1 else "") + ("_p2p_intra" if placed == "p2p_intra" else "")
-    case = Case(cp=ranks, method=method, team=team, placement=placed, degree=ranks if method == "ulysses" else degree)
-    return name + (f"_u{degree}" if degree > 1 else ""), case
-
-
-def command_line(
-    model: str, case: Case, data: Path, *, seq_length: int, batch: int, iterations: int, more: Sequence[str] = ()
-) -> list[str]:
+def command_line(model: str, case: Case, data: Path, *, seq_length: int, batch: int, iterations: int) -> list[str]:
     """Return the flags of pretrain_gpt.py or, for the model ``dit``, of pretrain_dit.py.
 
     ``data`` is what ``data_of`` returns, and ``seq_length`` of ``dit`` the patches of a video. Every node has a copy of
@@ -63,7 +53,7 @@ def command_line(
         own += ["--max-position-embeddings", str(seq_length)] if model == "gpt" else []
     copies = ["--num-distributed-optimizer-instances", "2"] if case.cp > 1 else []
     return [
-        *(*own, *case.flags, *copies, *more),
+        *(*own, *case.flags, *copies),
         *("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--train-iters", str(iterations)),
         *("--lr-warmup-iters", "1", "--eval-iters", "0", "--save", "none", "--save-interval", "none"),
     ]

@@ -122,8 +122,6 @@ class Network:
 
         Raises NetworkError: tc does not know the rate, or the kernel lacks htb or u32.
         """
-        if rate is not None and rate.lstrip().startswith("-"):
-            raise NetworkError(f"the rate is {rate}, which tc would take for no limit; give one above 0, as 100mbit")
         for index, node in enumerate(self._nodes):
             if "noqueue" not in node.run("tc", "qdisc", "show", "dev", TRUNK):
                 node.run("tc", "qdisc", "delete", "dev", TRUNK, "root")

@@ -31,8 +31,9 @@ say() { printf '\n=== %s (%d s)\n' "$*" "$SECONDS"; }
 
 chats() { # chats NAME SAMPLES TOKENS QUESTIONS [FLAGS]: conversations of a seed of their own, and how many
     seed=$((seed + 1))
-    [ -e "$RUN/$1.jsonl" ] || "$PY" -m tools.line_retrieval make "$RUN/$1.jsonl" --vocabulary small --samples "$2" \
-        --tokens "$3" --questions "$4" --seed "$seed" --tokenizer-model "$tokenizer" "${@:5}" | sed -n 1p
+    [ -e "$RUN/$1.jsonl" ] || "$PY" -m tools.ruler make "$RUN/$1.jsonl" --messages --tasks line_retrieval \
+        --vocabulary small --samples "$2" --lengths "$3" --questions "$4" --seed "$seed" \
+        --tokenizer-model "$tokenizer" "${@:5}"
 }
 
 pack() { # pack PREFIX LENGTH NAME...: conversations packed into samples of LENGTH tokens
@@ -53,13 +54,13 @@ train() { # train TO FROM LENGTH [FLAGS]: from another run's weights, on the sam
 }
 
 score() { # score RUN LENGTH...: exact answers; all processes read a prompt together
-    "$PY" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" -m tools.line_retrieval score "$RUN/$1" \
-        --vocabulary small --samples 20 --batch-size 5 --lengths "${@:2}" | grep "^|"
+    "$PY" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" -m tools.ruler score "$RUN/$1" \
+        --tasks line_retrieval --vocabulary small --samples 20 --batch-size 5 --lengths "${@:2}" | grep "^|"
 }
 
 mkdir -p "$RUN"
 say "a tiny $MODEL of random weights, imported"
-[ -e "$RUN/tiny" ] || "$PY" -m tools.line_retrieval model "$RUN/tiny" --model-type "$MODEL"
+[ -e "$RUN/tiny" ] || "$PY" -m tools.ruler model "$RUN/tiny" --task line_retrieval --model-type "$MODEL"
 [ -e "$RUN/imported" ] || "$PY" -m tools.convert_hf import "$RUN/tiny" "$RUN/imported"
 
 say "short records to repeat: to look for what followed a word before"

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import numpy as np
 
@@ -126,7 +126,10 @@ def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[tuple[np.n
 
 
 def write_packed(
-    sources: Sequence[tuple[Path, np.dtype]], pairs: Sequence[tuple[Path, Path]], lengths: np.ndarray, capacity: int
+    sources: Sequence[tuple[Path | IO[bytes], np.dtype]],
+    pairs: Sequence[tuple[Path, Path]],
+    lengths: np.ndarray,
+    capacity: int,
 ) -> int:
     """Write .bin/.idx pairs of packed items, in which an item is a sequence and a bin, in a random order, a document.
 

@@ -1,17 +1,15 @@
 """Prepare text and conversations as Megatron's indexed token files: train a tokenizer, tokenize, write, or keep."""
 
 import json
-import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from types import TracebackType
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 import numpy as np
@@ -37,96 +35,39 @@ from data.text.record import (
 from data.text.workers import DROPPED, Tokens, batched, in_order, tokenized
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from runtime.errors import DataError, StoppedError
-from runtime.files import InUseError, owned, sha256
+from runtime.files import InUseError, owned
 from runtime.machine import usable_cores
 from runtime.signals import signals_later
 
-SPOOLED = ("bin", "lengths", "learned", "refused")
 # Input that takes a process longer than its start.
 _BYTES_PER_WORKER = 1 << 23
-COMMIT_BYTES = 1 << 24
-"""Output after which the journal is written."""
 
 
-class Spool:
-    """Files beside ``prefix``, by name, up to what the journal of a killed run with the same key has noted.
+@dataclass
+class Written:
+    """Tokens of all documents or conversations, in files, and the counts of them."""
 
-    They are removed at the end, and after an error of the input or before a first note; any other interruption keeps
-    them. The key is what the output depends on: files of another one are written anew.
-    """
+    ids: IO[bytes]
+    learned: IO[bytes] | None
+    """Which tokens of conversations carry loss; None for text."""
+    lengths: list[np.ndarray] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
 
-    def __init__(self, prefix: Path, key: str, names: Sequence[str]) -> None:
-        self.paths = {name: prefix.with_name(f".{prefix.name}.resume.{name}") for name in (*names, "journal")}
-        self._key = key
-        self._noted_before = self._noted()
-        self.counts: Counter[str] = Counter(self._noted_before["counts"] if self._noted_before else {})
-        """Sums that the journal keeps; 0 at first."""
-        self._files: dict[str, IO[bytes]] = {}
-        self._noted_once, self._since = bool(self._noted_before), 0
-
-    def open(self) -> None:
-        """Make the files, or go on after what is noted; `close` must be due before, since Ctrl-C may come amid them."""
-        noted = self._noted_before
-        for name, path in self.paths.items():
-            file = self._files[name] = path.open("r+b" if noted else "w+b")
-            file.seek(*((noted["sizes"][name],) if noted and name != "journal" else (0, os.SEEK_END)))
-            file.truncate()
-
-    def write(self, name: str, content: bytes) -> None:
-        """Append to a file."""
-        self._files[name].write(content)
-        self._since += len(content)
+    def add(self, tokens: Tokens) -> None:
+        """Append the tokens of the next documents."""
+        self.ids.write(tokens.ids.tobytes())
+        if self.learned is not None and tokens.learned is not None:
+            self.learned.write(tokens.learned.tobytes())
+        self.lengths.append(tokens.lengths)
+        self.refused += tokens.refused
+        self.counts.update(tokens.counts)
 
     def flush(self) -> None:
-        """Bring the files to the disk."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-
-    def note(self) -> None:
-        """Let the files and the counts belong together now, if enough was written since the last time."""
-        if self._since < COMMIT_BYTES:
-            return
-        self.flush()
-        sizes = {name: file.tell() for name, file in self._files.items()}
-        line = json.dumps({"key": self._key, "sizes": sizes, "counts": self.counts})
-        self.write("journal", f"\n{line}\n".encode())
-        self.flush()
-        self._noted_once, self._since = True, 0
-
-    def _noted(self) -> dict[str, Any] | None:
-        """Return the journal's last whole line, if it has this key and the files are as long as it says."""
-        try:
-            lines = self.paths["journal"].read_text(encoding="utf-8", errors="replace").split("\n")
-            found = {name: os.path.getsize(path) for name, path in self.paths.items()}
-        except OSError:
-            return None
-        for line in filter(None, reversed(lines)):
-            try:
-                noted = json.loads(line)
-            except (ValueError, RecursionError):  # cut off as it was written
-                continue
-            try:
-                key, sizes = noted["key"], noted["sizes"]
-                numbers = [*sizes.values(), *noted["counts"].values()]
-            except (TypeError, KeyError, AttributeError):  # no line of ours
-                return None
-            whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-            known = key == self._key and sizes.keys() == found.keys()
-            return noted if whole and known and all(found[name] >= size for name, size in sizes.items()) else None
-        return None
-
-    def close(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End after a block that raised this error, or None."""
-        for file in self._files.values():
-            with suppress(OSError):  # a full disk: what the journal has noted is there
-                file.close()
-        of_input = isinstance(error, DataError) and not isinstance(error, StoppedError)
-        if error is None or of_input or not self._noted_once:
-            for path in self.paths.values():
-                path.unlink(missing_ok=True)
-        else:
-            print("what is done so far is kept; the same command goes on with it", file=sys.stderr)
+        """Let others read the files."""
+        self.ids.flush()
+        if self.learned is not None:
+            self.learned.flush()
 
 
 def prepare(
@@ -135,8 +76,8 @@ def prepare(
     """Write `prefix`.bin and .idx, .model or _tokenizer/ if one is trained, and .json, the record of the request.
 
     Complete data of the same request and unchanged input is kept. The files appear together at the end or not at all,
-    the same for any number of `workers`, the processes that tokenize (None: as many as the input keeps busy). A run
-    that was killed is gone on with. Returns facts about the data, and whether it was kept.
+    the same for any number of `workers`, the processes that tokenize (None: as many as the input keeps busy); a run
+    that was stopped is begun again. Returns facts about the data, and whether it was kept.
 
     Raises DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the prefix, or another process
     writing there.
@@ -162,7 +103,11 @@ def prepare(
                 raise cannot_write(prefix, error) from error
             if not overwrite and (kept := existing(request, prefix)):  # another process finished it meanwhile
                 return kept, True
-            return _prepare(request, prefix, overwrite, progress, workers), False
+            try:
+                return _prepare(request, prefix, overwrite, progress, workers), False
+            except (KeyboardInterrupt, SystemExit, StoppedError):
+                print("nothing was written; the same command begins again", file=sys.stderr)
+                raise
     except OSError as error:  # write errors are DataErrors by now
         raise DataError(f"cannot read {error.filename or prefix} ({error.strerror}); check that you may") from error
 
@@ -175,29 +120,24 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
     inputs = inputs_of(request)
     size = _checked(request, source, progress)
     ends = ends_of(request)
-    # The spool ends last, when the output is in its place.
-    with ExitStack() as kept, writing(*(with_end(prefix, end) for end in ends)) as drafts:
+    with writing(*(with_end(prefix, end) for end in ends)) as drafts, ExitStack() as files:
         draft = dict(zip(ends, drafts, strict=True))
         tokenizer = load_tokenizer(request.tokenizer_model or _train(request, source, draft, progress))
-        key = json.dumps([made_with_of(request), tokenizer.sha256, tokenizer.settings, inputs], sort_keys=True)
-        spool = Spool(prefix, sha256(key), SPOOLED)
-        kept.push(spool.close)
-        spool.open()
+        if request.chat is None:
+            written = Written(files.enter_context(draft[".bin"].open("wb")), None)
+        else:  # in files without a name, which a killed process does not leave, until they are packed
+            ids, learned = (files.enter_context(TemporaryFile(dir=prefix.parent)) for _ in range(2))
+            written = Written(ids, learned)
         unit = "text_bytes" if request.chat is None else "read"
         with (
-            _bar("tokenized", size, progress, spool.counts[unit], request) as bar,
-            closing(_tokens(request, source, tokenizer, spool.counts["read"], workers)) as results,
+            _bar("tokenized", size, progress, request) as bar,
+            closing(_tokens(request, source, tokenizer, workers)) as results,
         ):
-            for found in results:
-                spool.write("bin", found.ids.tobytes())
-                spool.write("lengths", found.lengths.tobytes())
-                spool.write("learned", b"" if found.learned is None else found.learned.tobytes())
-                spool.write("refused", "".join(f"{line}\n" for line in found.refused).encode())
-                spool.counts.update(found.counts)
-                spool.note()
-                bar.update(found.counts[unit])
-        spool.flush()
-        prepared = _finish(request, tokenizer, spool, draft, skipped=len(source.skipped))
+            for tokens in results:
+                written.add(tokens)
+                bar.update(tokens.counts[unit])
+        written.flush()
+        prepared = _finish(request, tokenizer, written, draft, skipped=len(source.skipped))
         record: dict[str, Any] = {"made_with": made_with_of(request), "prepared": asdict(prepared), "inputs": inputs}
         record["python"] = sys.version
         if request.chat is not None:
@@ -235,7 +175,7 @@ def _checked(request: Request, source: Corpus | Rows, progress: bool) -> int | N
     if not all(path.exists() for path in source.files):
         return None
     size = 0
-    with _bar("checked", None, progress, 0, request) as bar:
+    with _bar("checked", None, progress, request) as bar:
         for item in source:
             size += (step := len(item.encode()) if isinstance(item, str) else 1)
             bar.update(step)
@@ -249,23 +189,23 @@ def _checked(request: Request, source: Corpus | Rows, progress: bool) -> int | N
     return size
 
 
-def _bar(done: str, total: int | None, progress: bool, initial: int, request: Request) -> Any:
+def _bar(done: str, total: int | None, progress: bool, request: Request) -> Any:
     """Return a progress bar on stderr with rate and time left, shown from the third second on."""
     from tqdm import tqdm
 
     with signals_later():  # half of a bar ends in a traceback
         return tqdm(
-            desc=done, total=total, initial=initial, disable=not progress, delay=2, unit_scale=True,
+            desc=done, total=total, disable=not progress, delay=2, unit_scale=True,
             unit="B" if request.chat is None else " conversations", mininterval=0.5 if sys.stderr.isatty() else 30,
         )  # fmt: skip
 
 
 def _tokens(
-    request: Request, source: Corpus | Rows, tokenizer: Tokenizer, read: int, workers: int | None
+    request: Request, source: Corpus | Rows, tokenizer: Tokenizer, workers: int | None
 ) -> Generator[Tokens, None, None]:
-    """Yield the tokens of what comes after the first ``read`` documents or rows, in order."""
+    """Yield the tokens of documents or rows, in order."""
     work: Callable[[list[Any]], Tokens] = partial(tokenized, tokenizer, add_bos_token=request.add_bos_token)
-    items: Iterator[Any] = islice(iter(source), read, None)
+    items: Iterator[Any] = iter(source)
     if request.chat is not None:
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
         template = load_template(tokenizer.path, request.chat.chat_template)
@@ -277,29 +217,26 @@ def _tokens(
     return in_order(work, batched(items), workers or busy)
 
 
-def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[str, Path], skipped: int) -> Prepared:
-    """Write the drafts of the output from the spool's files."""
-    lengths, dtype = np.fromfile(spool.paths["lengths"], np.int32), id_type(tokenizer.vocab_size)
-    conversations = None
+def _finish(request: Request, tokenizer: Tokenizer, written: Written, draft: dict[str, Path], skipped: int) -> Prepared:
+    """Write the drafts of the output that are not there yet."""
+    lengths = np.concatenate([np.zeros(0, np.int32), *written.lengths])
+    dtype, refused, conversations = id_type(tokenizer.vocab_size), written.refused, None
     if not len(lengths):
-        refused = spool.paths["refused"].read_text().splitlines() if spool.counts["refused"] else []
         why = (
             f"all {len(refused)} conversations were refused, the first: {refused[0]}" if refused else "check the input"
         )
         raise DataError(f"there is nothing to write; {why}")
     if request.chat is None:
-        os.replace(spool.paths["bin"], draft[".bin"])
         write_index(draft[".idx"], dtype, lengths)
     else:
+        assert written.learned is not None
         pairs = [(draft[f"{end}.bin"], draft[f"{end}.idx"]) for end in ("", LOSS_MASK)]
-        sources = [(spool.paths["bin"], dtype), (spool.paths["learned"], np.dtype(np.uint8))]
+        sources = [(written.ids, dtype), (written.learned, np.dtype(np.uint8))]
         samples = write_packed(sources, pairs, lengths, request.chat.seq_length)
-        conversations = {name: spool.counts[name] for name in CONVERSATIONS} | {
-            "samples": samples,
-            "places": samples * request.chat.seq_length,
-        }
+        conversations = {name: written.counts[name] for name in CONVERSATIONS}
+        conversations |= {"samples": samples, "places": samples * request.chat.seq_length}
         if request.chat.skip_refused:
-            os.replace(spool.paths["refused"], draft[".refused.txt"])
+            draft[".refused.txt"].write_text("".join(f"{line}\n" for line in refused), encoding="utf-8")
     lost = tokenizer.unknown
     counts = token_counts(draft[".bin"].with_suffix(""), sys.maxsize)
     return Prepared(
@@ -308,14 +245,14 @@ def _finish(request: Request, tokenizer: Tokenizer, spool: Spool, draft: dict[st
         documents=len(lengths),
         tokens=int(lengths.sum(dtype=np.int64)),
         dtype=dtype.name,
-        text_bytes=spool.counts["text_bytes"],
+        text_bytes=written.counts["text_bytes"],
         skipped_files=skipped,
         unigram_entropy=entropy(counts),
-        unknown_tokens=int(counts[lost : lost + 1].sum()) if lost is not None else spool.counts[DROPPED],
+        unknown_tokens=int(counts[lost : lost + 1].sum()) if lost is not None else written.counts[DROPPED],
         conversations=conversations,
         begin=None if request.chat else list(tokenizer.begin(request.add_bos_token)),
-        unread=_counted(spool.counts, UNREAD) or None,
-        turn_ends=None if request.chat is None else _turn_ends(tokenizer, spool.counts),
+        unread=_counted(written.counts, UNREAD) or None,
+        turn_ends=None if request.chat is None else _turn_ends(tokenizer, written.counts),
     )
 
 

@@ -27,7 +27,7 @@ import pretrain_gpt
 from data.text.record import TOKENIZER
 from model.generate import Draw, Read
 from papers import rows
-from papers.jobs import keep_run, read_runs
+from papers.runs import flags_of, keep_run, read_runs
 from papers.trajectories import doors
 from papers.trajectories.doors import BEST, STEPS, Rooms, episodes, histories
 from papers.trajectories.episodes import Chains, Codec, write_chains
@@ -89,7 +89,7 @@ def command_line(trajectories: int, data: Path, save: Path, iterations: int) -> 
         "log-interval": iterations,
         "save": save,
     }
-    return [*FLAGS.split(), *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]
+    return [*FLAGS.split(), *flags_of(flags)]
 
 
 def train(rank: int, world_size: int, flags: Sequence[str]) -> None:
@@ -162,19 +162,22 @@ def gain(later: dict[str, Any], attempt: int, first: dict[str, Any], at: int = 1
 def compared(runs: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return a line for each comparison whose runs are there, and those of them that do not hold."""
     longest, short, control = (runs.get(name) for name in (str(LONGEST), "4", CONTROL))
-    found = dict[str, tuple[bool, tuple[float, float]]]()
+    lines, wrong = list[str](), list[str]()
+
+    def compare(name: str, difference: tuple[float, float], wanted: bool = True) -> None:
+        more, error = difference
+        lines.append(f"{name:62}{more:+.3f}, {more / (error or np.inf):+.1f} standard errors")
+        if (more > ERRORS * error) != wanted:
+            wrong.append(name)
+
     if longest:
-        found[f"attempt {LATER} above the first, {LONGEST} in the context"] = True, gain(longest, LATER, longest)
+        compare(f"attempt {LATER} above the first, {LONGEST} in the context", gain(longest, LATER, longest))
     if longest and short:
-        of = f"the last of {LONGEST} in the context above the last of 4"
-        found[of] = True, gain(longest, LONGEST, short, 4)
+        compare(f"the last of {LONGEST} in the context above the last of 4", gain(longest, LONGEST, short, 4))
     if control:
-        found[f"attempt {LATER} above the first, of shuffled tasks (control)"] = False, gain(control, LATER, control)
-    lines = [
-        f"{name:62}{more:+.3f}, {more / (error or np.inf):+.1f} standard errors"
-        for name, (_, (more, error)) in found.items()
-    ]
-    return lines, [name for name, (wanted, (more, error)) in found.items() if (more > ERRORS * error) != wanted]
+        name = f"attempt {LATER} above the first, of shuffled tasks (control)"
+        compare(name, gain(control, LATER, control), wanted=False)
+    return lines, wrong
 
 
 def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
@@ -219,11 +222,6 @@ def _trained(trajectories: int, history: list[Any], unseen: np.ndarray, iteratio
     run_ranks(train, RANKS, command_line(trajectories, prefix, run, iterations), timeout=3600)
     losses = [record["lm_loss"] for record in read_metrics(run / METRICS)]
     return {"loss": fmean(losses[-LAST:]), **figures(play(run, Codec.load(prefix), unseen, trajectories))}
-
-
-def name_of(run: str) -> str:
-    """Name a run in a table or picture."""
-    return {CONTROL: f"{LONGEST}, shuffled", "players": "players", "perfect": "a perfect player"}.get(run, run)
 
 
 def draw(runs: dict[str, Any]) -> "Figure":

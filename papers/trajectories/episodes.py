@@ -28,7 +28,8 @@ from runtime.errors import DataError
 MARKS = ("again", "done")
 """Words at the end of an attempt: it fell short of the chain's best return, or reached it."""
 _FIRST = 1 + len(MARKS)
-_FIELDS = ("observation", "action", "reward")
+STEPS = {"observation": slice(-1), "action": slice(1, None), "reward": slice(1, None)}
+"""Fields of an episode, and the rows of an .npz's arrays that are its steps."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,11 @@ def read_episodes(paths: Iterable[Path]) -> Iterator[Episode]:
     for path in paths:
         if path.suffix == ".npz":
             try:
-                with np.load(path) as file:
-                    arrays = {name: file[name] for name in _FIELDS if name in file}
+                with np.load(path) as file:  # the last observation has no action, the first action no observation
+                    arrays = {name: file[name][STEPS[name]] for name in STEPS if name in file}
             except (OSError, ValueError) as error:
                 raise DataError(f"{path} is no .npz or is damaged ({error}); copy it again") from error
-            if "observation" in arrays:
-                arrays["observation"] = arrays["observation"][:-1]
-            shifted = {name: array if name == "observation" else array[1:] for name, array in arrays.items()}
-            yield _episode(str(path), str(path.parent), shifted)
+            yield _episode(str(path), str(path.parent), arrays)
         elif has_rows(path):
             for where, row in rows(path):
                 if isinstance(row, DataError) or not isinstance(row, dict):
@@ -84,10 +82,10 @@ def read_episodes(paths: Iterable[Path]) -> Iterator[Episode]:
 
 
 def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
-    if missing := [name for name in _FIELDS if name not in fields]:
-        raise DataError(f"{where} lacks {' and '.join(missing)}; an episode has {', '.join(_FIELDS)}")
+    if missing := [name for name in STEPS if name not in fields]:
+        raise DataError(f"{where} lacks {' and '.join(missing)}; an episode has {', '.join(STEPS)}")
     try:
-        observation, action, reward = (np.asarray(fields[name], np.float64) for name in _FIELDS)
+        observation, action, reward = (np.asarray(fields[name], np.float64) for name in STEPS)
     except (TypeError, ValueError) as error:
         raise DataError(f"{where} holds what is no number ({error}); repair it or leave it out") from error
     found = [array.reshape(len(array), -1) if array.ndim else array[None, None] for array in (observation, action)]

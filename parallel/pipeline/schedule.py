@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from parallel.data import LossSum, MicroBatch, Runner, Strategy, set_gradient_sync, to_local, widen_gradients
+from parallel.data import (
+    LossSum,
+    MicroBatch,
+    Runner,
+    Strategy,
+    finalize_by_hand,
+    set_gradient_sync,
+    to_local,
+    widen_gradients,
+)
 from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
 
@@ -174,6 +183,8 @@ class _Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+        if self._split_backward and self.has_backward:
+            finalize_by_hand(self._part.model)
         out = super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
         self._release("forward", fwd_chunk_id)
         return out

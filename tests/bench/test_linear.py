@@ -1,19 +1,14 @@
-"""The benches of linear attention and of the delta rule: what they count, compare and report."""
-
-from importlib.util import find_spec
+"""The bench of linear attention: what it counts, compares and reports."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import delta, linear
-from bench.lengths import lengths_between, overtakes, summary
-from bench.linear import CONTESTANTS, exponent, fits, flops, main, markdown, with_rates
-from bench.shapes import AttentionShape
+from bench import linear
+from bench.linear import LABELS, exponent, fits, flops, lengths_between, main, markdown, overtakes
 from kernels import linear_attention
 from tools.common.report import read_records
-
-needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="compares with transformers")
+from tools.common.shapes import AttentionShape
 
 
 def sized(length):
@@ -43,7 +38,7 @@ def test_operations_are_those_that_torch_counts(length):
 
 def test_chunked_is_linear_and_the_others_are_quadratic():
     for length in lengths_between(1024, 16384)[:-1]:
-        growth = {name: flops(name, sized(2 * length)) / flops(name, sized(length)) for name in CONTESTANTS}
+        growth = {name: flops(name, sized(2 * length)) / flops(name, sized(length)) for name in LABELS}
         assert growth["chunked"] == 2
         assert growth["naive"] == pytest.approx(4, rel=0.01)
         assert growth["softmax"] == pytest.approx(4, rel=0.01)
@@ -56,10 +51,13 @@ def test_naive_goes_as_far_as_its_scores_fit():
 
 
 def report(times):
-    rows = [
-        {"name": name, "length": n, **summary([taken])} for name, found in times.items() for n, taken in found.items()
-    ]
-    return {"rows": [with_rates(row, {"num_heads": 4, "kv_heads": 4, "head_dim": 32}) for row in rows]}
+    return {
+        "rows": [
+            {"name": name, "length": length, "median": taken, "tokens_per_second": length / taken}
+            for name, rows in times.items()
+            for length, taken in rows.items()
+        ]
+    }
 
 
 def test_the_report_says_what_the_times_say():
@@ -70,7 +68,7 @@ def test_the_report_says_what_the_times_say():
             "softmax": {256: 0.5, 512: 2.0, 1024: 8.0},
         }
     )
-    assert [exponent(found, name) for name in CONTESTANTS] == [1, 2, 2]
+    assert [exponent(found, name) for name in LABELS] == [1, 2, 2]
     assert (overtakes(found, "naive"), overtakes(found, "softmax")) == (256, 1024)
     text = markdown(found)
     assert "| 512 | 256 | 64 | 256 | 1.00 |" in text
@@ -91,7 +89,7 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     (path,) = tmp_path.glob("linear-*-cores.jsonl")
     result = read_records(path)
     assert [(row["length"], row["name"]) for row in result["rows"]] == [
-        (length, name) for length in (32, 64) for name in CONTESTANTS
+        (length, name) for length in (32, 64) for name in LABELS
     ]
     for found in result["rows"]:
         assert found["min"] <= found["median"] <= found["max"]
@@ -101,41 +99,12 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     assert markdown(result) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("bench", "name", "truth"),
-    [
-        (linear, "linear_attention", "the naive form"),
-        pytest.param(delta, "delta_rule", "transformers", marks=needs_transformers),
-    ],
-)
-def test_something_else_is_not_timed(bench, name, truth, monkeypatch, tmp_path, capsys):
-    ours = getattr(bench, name)
-    monkeypatch.setattr(bench, name, lambda *given, **more: [2 * ours(*given, **more)[0]])
-    assert bench.main(["--min-length", "64", "--max-length", "64", "--repeats", "1", "--results", str(tmp_path)]) == 1
-    assert f"chunked computes something else than {truth}" in capsys.readouterr().err
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_bad_input_is_one_line(capsys):
+def test_something_else_is_not_timed_and_bad_input_is_one_line(monkeypatch, tmp_path, capsys):
+    ours = linear.linear_attention
+    monkeypatch.setattr(linear, "linear_attention", lambda *given, **more: [2 * ours(*given, **more)[0]])
+    assert main(["--min-length", "64", "--max-length", "64", "--repeats", "1", "--results", str(tmp_path)]) == 1
     assert main(["--min-length", "512", "--max-length", "256"]) == 1
-    assert main(["--repeats", "0"]) == 2
-    longest, repeats = capsys.readouterr().err.splitlines()
+    wrong, longest = capsys.readouterr().err.splitlines()
+    assert "chunked computes something else than the naive form" in wrong
     assert longest == "error: --max-length is 256; it must be --min-length, 512, or more"
-    assert repeats.startswith("error: argument --repeats: '0'")
-
-
-SHAPE = ["--num-heads", "2", "--head-dim", "16", "--min-length", "64", "--max-length", "130", "--repeats", "2"]
-
-
-@needs_transformers
-def test_the_bench_of_the_delta_rule_writes_figures(tmp_path, capsys):
-    assert delta.main([*SHAPE, "--max-seconds", "0.01", "--results", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("delta-*.jsonl")
-    found = read_records(path)
-    assert [(row["length"], row["name"]) for row in found["rows"]] == [
-        (length, name) for length in (64, 128) for name in delta.CONTESTANTS
-    ]
-    assert [row["name"] for row in found["shared"]] == ["one process", "2 processes"]
-    said = capsys.readouterr().out
-    assert delta.markdown(found) in said
-    assert said.count(">= 3.0") == said.count("<= 0.62") == 1
+    assert [*tmp_path.iterdir()] == []

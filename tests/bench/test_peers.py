@@ -9,7 +9,7 @@ from bench import peers
 from bench.harness import check_same, clocked, measured
 from bench.peers import steps_of
 from bench.processes import Contestants
-from bench.shapes import AttentionShape
+from bench.shapes import MaskedShape
 from runtime.ranks import run_ranks
 
 SMALL = ("--num-layers", "1", "--seq-length", "64", "--global-batch-size", "2", "--micro-batch-size", "1")
@@ -32,12 +32,6 @@ def test_both_learn_the_same_tokens(default_data):
         assert last < first
 
 
-def test_a_package_that_is_not_here_has_a_reason(monkeypatch):
-    monkeypatch.setitem(peers.MODULES, "none", "no_such_module")
-    assert "not installed" in str(peers.refusal("none"))
-    assert peers.measurable(["none"]) == []
-
-
 def test_a_line_names_the_ratio_of_the_best():
     seconds = {"zigzag": [1.0, 2.0, 3.0], "striped": [4.0, 4.0, 4.0], "ring@other": [6.0, 6.0, 9.0]}
     row = peers.row(seconds, ("zigzag", "striped"), ["ring@other"])
@@ -50,7 +44,7 @@ def test_a_line_names_the_ratio_of_the_best():
 @pytest.mark.slow
 def test_ring_attention_pytorch_computes_the_same_with_its_last_pass_mended():
     pytest.importorskip("ring_attention_pytorch", reason="make peers installs it")
-    work = AttentionShape(seq_length=256)
+    work = MaskedShape(seq_length=256)
     with Contestants(work, ("ring@ring-attention-pytorch",), [0, 1]) as contestants:
         check_same(
             "theirs",

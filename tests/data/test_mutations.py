@@ -13,7 +13,7 @@ from data.fingerprint import check_digests, write_digests
 from data.latents.folder import LatentFolder
 from data.text.corpus import Corpus
 from data.text.indexed import TokenReader, check_indexed, open_indexed
-from data.text.prepare import Request, Spool, prepare
+from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError, UserError
 from tests.data.test_tokenizer import write_hugging_face
@@ -128,31 +128,6 @@ def test_a_damaged_record(place):
     wrong += [whole | {"prepared": whole["prepared"] | {"conversations": value}} for value in ({}, [], 3, {"read": 1})]
     found = outcomes(path, (json.dumps(record).encode() for record in wrong), use)
     assert found == {"read": 0, "refused": len(wrong)}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[1]", "3", '"x"', "null", "{}", '{"key": 1}', '{"key": KEY}', '{"key": KEY, "sizes": 3, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": -1, "journal": 0}, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": 1e3, "journal": 0}, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": 1}, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": 1180591620717411303424, "journal": 0}, "counts": {}}',
-        '{"key": KEY, "sizes": {"a": 1, "journal": 0}, "counts": {"read": 1180591620717411303424}}',
-        '{"key": KEY, "sizes": {"a": 1, "journal": 0}, "counts": {"read": -1}}',
-        '{"key": KEY, "sizes": {"a": 1, "journal": 0}, "counts": {"read": "x"}}',
-        "[" * 100_000,
-    ],
-)  # fmt: skip
-def test_a_journal_of_other_content_begins_anew(line, tmp_path):
-    for name, content in (("a", "abc"), ("journal", f"\n{line.replace('KEY', json.dumps('k'))}\n")):
-        (tmp_path / f".d.resume.{name}").write_text(content)
-    spool = Spool(tmp_path / "d", "k", ["a"])
-    spool.open()
-    assert not spool.counts
-    assert spool.paths["a"].stat().st_size == 0
-    spool.close(None, None, None)
-    assert not list(tmp_path.iterdir())
 
 
 INDEX = {"version": 1, "shape": [1, 2, 2], "dtype": "float32"}

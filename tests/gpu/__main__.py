@@ -19,13 +19,14 @@ from typing import Any
 
 from bench.attention import DEFAULT_METHODS
 from bench.harness import need_cuda, target
-from bench.shapes import DTYPES, AttentionShape
+from bench.shapes import MaskedShape
 from kernels.attention import select_backend
 from runtime.errors import UserError
 from tests.gpu import rates
 from tests.steps import SkippedStep, Step, asked, check, launched, tests
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.ceilings import ceilings
+from tools.common.shapes import DTYPES
 from train.adamw import apex_kernel
 
 RUN = {
@@ -70,7 +71,7 @@ def attention(device: str, folder: Path) -> dict[str, Any]:
     """Measure kernels' rates, and emulated ranks."""
     big = device == "cuda"
     heads, width = (16, 128) if big else (2, 16)
-    work = AttentionShape(
+    work = MaskedShape(
         seq_length=8192 if big else 64, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)
     )
     lengths = rates.LENGTHS if big else (64,)
@@ -94,13 +95,13 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
     limits, rows, wanted = ceilings(device, (_dtype(device),)), [], []
     delta = rates.delta_rules(
         device,
-        AttentionShape(seq_length=lengths[0], num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)),
+        MaskedShape(seq_length=lengths[0], num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)),
         20 if device == "cuda" else 2,
     )
     wanted += [target(f"delta rule over {name}", ratio, 1.0) for name, ratio in delta["times_as_fast"].items()]
     print(f"delta rule: {delta}", flush=True)
     for length in lengths:
-        work = AttentionShape(seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device))
+        work = MaskedShape(seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device))
         row = rates.linear_beside_the_limit(device, work, limits, 20 if device == "cuda" else 2)
         rows.append(row)
         print(row, flush=True)

@@ -13,22 +13,25 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from bench.delta import inputs, ours
-from bench.emulate import LoopbackTransport, clock, emulate, step_of
 from bench.harness import MeasureError, forward_backward, target
 from bench.linear import flops
-from bench.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS, AttentionShape
+from bench.shapes import MaskedShape
 from kernels.attention import CAUSAL, block_backward, block_forward, select_backend
 from kernels.blocks import Keys, Rows
+from kernels.delta.rule import delta_rule
 from kernels.linear_attention import linear_attention
 from model.attention import sdpa
 from model.linear import alibi_slopes
 from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
+from tests.gpu.emulate import emulate
 from tools.common.ceilings import ceilings
+from tools.common.loopback import LoopbackTransport, step_of
 from tools.common.report import Column, Table
+from tools.common.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS
 from train.adamw import Backend
 from train.optim import OptimizerConfig, build_optimizer
 
@@ -68,7 +71,7 @@ def relative_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 
 
 def measure(
-    device: str, work: AttentionShape, lengths: tuple[int, ...], methods: tuple[str, ...], ranks: int, repeats: int
+    device: str, work: MaskedShape, lengths: tuple[int, ...], methods: tuple[str, ...], ranks: int, repeats: int
 ) -> dict[str, Any]:
     """Measure ceilings, kernels at every length, and what ranks with ``work.seq_length`` positions each compute."""
     skipped: dict[str, str] = {}
@@ -100,7 +103,7 @@ def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, A
         return None
 
 
-def kernels_of(device: str, shape: AttentionShape, repeats: int, skipped: dict[str, str]) -> list[dict[str, Any]]:
+def kernels_of(device: str, shape: MaskedShape, repeats: int, skipped: dict[str, str]) -> list[dict[str, Any]]:
     """Time torch's own attention, then each of our backends."""
     q, k, v, dout = shape.tensors(device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -133,7 +136,7 @@ def kernels_of(device: str, shape: AttentionShape, repeats: int, skipped: dict[s
     return [row for row in rows if row is not None]
 
 
-def _row(name: str, shape: AttentionShape, forward: list[float], backward: list[float]) -> dict[str, Any]:
+def _row(name: str, shape: MaskedShape, forward: list[float], backward: list[float]) -> dict[str, Any]:
     there, back = median(forward), median(backward)
     return {
         "kernel": name,
@@ -146,7 +149,7 @@ def _row(name: str, shape: AttentionShape, forward: list[float], backward: list[
 
 
 def shares_of(
-    device: str, local: AttentionShape, methods: tuple[str, ...], ranks: int, repeats: int, skipped: dict[str, str]
+    device: str, local: MaskedShape, methods: tuple[str, ...], ranks: int, repeats: int, skipped: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
     """Time what each rank computes by every method, forward + backward; a method is as fast as its slowest rank.
 
@@ -162,15 +165,14 @@ def shares_of(
             skipped[f"ranks of {method}"] = f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
             continue
         of = sizes(plan.geometry, local.batch, local.num_heads, local.kv_heads, local.head_dim, dtype.itemsize)
-        busy = emulate(plan, of, device, dtype, clock(device, repeats, quiet=True))
-        slowest = float(max(sum(way.sum(axis=0) for way in busy.values())))
+        slowest = float(emulate(plan, of, device, dtype, repeats).max())
         pairs = [sum(step.pairs for step in plan.rounds(rank)) for rank in range(ranks)]
         rates = {"tflops": whole.flops(max(pairs)) / slowest / 1e12, "limit": fmean(pairs) / max(pairs)}
         found[method] = {"slowest_seconds": slowest, "of_share": share / slowest, **rates}
     return found
 
 
-def masked(device: str, work: AttentionShape, repeats: int) -> dict[str, Any]:
+def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
     """Time a CAUSAL tile off the diagonal beside one on it, and packed documents beside one, forward + backward."""
     q, k, v, dout = work.tensors(device)
     backend, scale = select_backend("auto", device, q.dtype), work.head_dim**-0.5
@@ -232,7 +234,7 @@ def timed(
     return {name: median(time_steps(step, device, repeats)) for name, step in steps.items()}, found
 
 
-def linear_beside_the_limit(device: str, work: AttentionShape, limits: dict[str, Any], repeats: int) -> dict[str, Any]:
+def linear_beside_the_limit(device: str, work: MaskedShape, limits: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Time what ``auto`` takes here and, where it is installed, flash-linear-attention's chunk_simple_gla.
 
     ``limit_seconds`` is the longer of the chunked form's operations at the rate of matrix products and of reading q, k,
@@ -258,12 +260,20 @@ def linear_beside_the_limit(device: str, work: AttentionShape, limits: dict[str,
     return found
 
 
-def delta_rules(device: str, work: AttentionShape, repeats: int) -> dict[str, Any]:
+def rule(backend: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Return the gated delta rule's output ``[B, T, H, E]``, of log gates and beta ``[B, T, H]``."""
+    return delta_rule(q * q.shape[-1] ** -0.5, k, v, g, beta, backend=backend)[0]
+
+
+def delta_rules(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
     """Time the gated delta rule by ``auto``, by torch's chunks and, where it is installed, flash-linear-attention."""
-    tensors, dout = inputs(work)
+    q, k, v, dout = work.tensors()
+    drawn = torch.Generator().manual_seed(1)
+    rates, betas = torch.randn(2, *v.shape[:3], generator=drawn)
+    tensors = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -F.softplus(rates - 3), betas.sigmoid()]
     half = DTYPES[work.dtype]
     given = [*(x.to(device, half if x.ndim == 4 else x.dtype) for x in tensors), dout.to(device, half)]
-    ways: dict[str, Callable[..., Tensor]] = {"ours": partial(ours, backend="auto"), "chunked": ours}
+    ways: dict[str, Callable[..., Tensor]] = {"ours": partial(rule, "auto"), "chunked": partial(rule, "chunked")}
     if importlib.util.find_spec("fla") is not None:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

@@ -9,8 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bench.emulate import LoopbackTransport, step_of
-from bench.shapes import DTYPES, AttentionShape
 from kernels.attention import block_backward, block_forward, select_backend
 from kernels.blocks import CAUSAL, FULL, Keys, Rows
 from kernels.linear_attention import linear_attention
@@ -24,6 +22,8 @@ from runtime.errors import UserError
 from runtime.tensors import FORGET, cached_on_device
 from tests import threads
 from tests.gpu.rates import BACKENDS, relative_error
+from tools.common.loopback import LoopbackTransport, step_of
+from tools.common.shapes import DTYPES, AttentionShape
 
 BOUNDS = {"cuda": 2e-2, "cpu": 1e-5}
 """Relative error against float64 in the 2-norm: inputs are bfloat16 on a GPU, float32 on a CPU."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tests.gpu.__main__ as gpu_check
-from bench.shapes import AttentionShape
+from bench.shapes import MaskedShape
 from runtime import machine
 from tests import steps
 from tests.gpu import rates
@@ -21,7 +21,7 @@ from train.objectives.language import NextToken
 from train.watching.progress import machine_line, progress_line
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
-WORK = AttentionShape(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
+WORK = MaskedShape(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 
 
@@ -151,7 +151,7 @@ def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch, wrong
 
 
 def test_figures_are_held_against_what_is_wanted():
-    work = AttentionShape(seq_length=64, num_heads=2, kv_heads=2, head_dim=16)
+    work = MaskedShape(seq_length=64, num_heads=2, kv_heads=2, head_dim=16)
     found = rates.measure("cpu", work, (32,), METHODS, 4, 1)
     seconds = {"cudnn": 1.0, "aten": 1.5, "triton": 2.0}
     found["kernels"] = [
@@ -182,7 +182,7 @@ def test_steps_are_timed_after_warming_up():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 def test_a_small_measurement_on_the_gpu():
-    work = AttentionShape(seq_length=256, num_heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
+    work = MaskedShape(seq_length=256, num_heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
     result = rates.measure("cuda", work, (256,), METHODS, 4, 2)
     assert [row["kernel"] for row in result["kernels"]][:2] == ["sdpa", "aten"]
     assert set(result["ranks_of"]) == set(METHODS)

@@ -1,12 +1,11 @@
 """Tables row by row: differences, columns, files, and what the commands say of a wrong or unmeasurable table."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from papers import ring
-from papers.rows import Curves, Row, as_csv, draw, flat, made_by, sheets_of, stamp, write
+from papers.rows import Row, as_csv, draw, flat, made_by, sheets_of, stamp, write
 
 ROWS = [
     Row({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),
@@ -35,60 +34,45 @@ def test_no_two_lines_of_a_picture_have_one_colour(figures, models):
         for model in range(models)
         for tokens in (1, 2)
     ]
-    curves = Curves(x="tokens", figures=figures, panel="card", curve="model", label="s")
+    curves = {"x": "tokens", "figures": figures, "panel": "card", "curve": "model", "label": "s"}
     for axes in draw(curves, rows).axes:
         lines = [line for line in axes.get_lines() if line.get_linestyle() == "-"]
         assert len({line.get_color() for line in lines}) == len({line.get_label() for line in lines}) == len(lines)
         assert len(lines) == models * len(figures)
 
 
-def test_json_has_every_row_with_its_source(capsys):
-    assert ring.main(["--table", "minimal_block", "--json", "--measure"]) == 0
-    shown = capsys.readouterr()
-    data = json.loads(shown.out)
-    assert len(data) == 5
-    assert data[1]["published"] == {"block": 24.5, "sequence": 149.5}
-    assert data[1]["measured"] is None
-    assert "table 2" in data[1]["source"]
-    assert data[1]["hardware"] == "A100 InfiniBand"
-    assert "minimal_block is not measured, but predicted" in shown.err
-
-
-def test_files_are_written(tmp_path, capsys):
-    assert ring.main(["--table", "flops", "--results", str(tmp_path)]) == 0
+def test_files_are_written_and_what_cannot_be_measured_is_said(tmp_path, capsys):
+    assert ring.main(["--table", "flops", "--results", str(tmp_path), "--measure"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ring_flops.csv", "ring_flops.png"]
-    assert "appendix C" in capsys.readouterr().out
-    assert made_by(tmp_path / "ring_flops.csv").startswith(stamp()["commit"])
+    shown = capsys.readouterr()
+    assert "appendix C" in shown.out
+    assert "flops is not measured, but predicted: it needs no run" in shown.err
+    assert made_by((tmp_path / "ring_flops.csv").read_text()).startswith(stamp()["commit"])
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_equal_files_stay_those_of_the_commit_that_made_them(tmp_path, capsys, changed):
-    given = ["--table", "minimal_block", "--results", str(tmp_path)]
-    assert ring.main(given) == 0
-    table = tmp_path / "ring_minimal_block.csv"
-    table.write_text(table.read_text().replace(made_by(table), "0123abc, 2026-01-02"))
-    if changed:
-        table.write_text(table.read_text().replace("149.5", "149.6"))
-    assert ring.main(given) == 0
-    said = capsys.readouterr().err
-    assert f"{table} was made by 0123abc, 2026-01-02: {'other' if changed else 'equal'}" in said
-    assert (made_by(table) == "0123abc, 2026-01-02") == (not changed)
+OLD = "0123abc, 2026-01-02"
 
 
-def test_measured_figures_are_not_lost(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("printed", "measured", "said", "stays"),
+    [
+        ("149.5", None, "equal, kept", True),
+        ("149.6", None, "other figures now, written anew", False),
+        ("149.6", {"block": 2.0}, "measured figures that are not there now, kept", True),
+    ],
+)
+def test_equal_files_and_those_with_more_measured_figures_stay(tmp_path, capsys, printed, measured, said, stays):
     sheet = sheets_of("ring", ring.TABLES)[1]["minimal_block"]
     rows = list(sheet.rows())
-    write(tmp_path / "one", sheet, [replace(rows[0], measured={"block": 2.0}), *rows[1:]])
-    before = (tmp_path / "one.csv").read_text()
+    before = as_csv([replace(rows[0], measured=measured), *rows[1:]], OLD).replace("149.5", printed)
+    (tmp_path / "one.csv").write_text(before)
     write(tmp_path / "one", sheet, rows)
-    assert "measured figures that are not there now, kept" in capsys.readouterr().err
-    assert (tmp_path / "one.csv").read_text() == before
-    others = [rows[0], *(replace(row, measured={"emulated": 3.0}) for row in rows[1:])]  # more, but not that one
+    after = (tmp_path / "one.csv").read_text()
+    assert f"one.csv was made by {OLD}: {said}" in capsys.readouterr().err
+    assert (after == before) == (made_by(after) == OLD) == stays
+    others = [rows[0], *(replace(row, measured={"other": 3.0}) for row in rows[1:])]  # more, but not that one
     write(tmp_path / "one", sheet, others)
-    assert (tmp_path / "one.csv").read_text() == before
-    write(tmp_path / "one", sheet, [replace(row, measured={"block": 3.0}) for row in rows])
-    assert "written anew" in capsys.readouterr().err
-    assert (tmp_path / "one.csv").read_text() != before
+    assert ((tmp_path / "one.csv").read_text() == before) == bool(measured)
 
 
 def test_an_unknown_table_lists_those_there_are(capsys):

@@ -18,17 +18,15 @@ from parallel.data import (
     DataParallelConfig,
     finish_gradients,
     init_parameters,
-    set_gradient_sync,
     shard_model,
     sharding_mesh,
 )
-from parallel.mesh import MeshConfig, distributed_mesh
+from parallel.mesh import MeshConfig
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
 from planner.choice import with_layout
-from tests.parallel.tiny import ARCHITECTURE, equal, gradients_of, save, weights_of, whole_tensors
+from tests.parallel.tiny import equal, gradients_of, weights_of
 from train.attention import context_of
-from train.checkpoint.api import load_checkpoint
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken
 
@@ -163,34 +161,15 @@ def summed(loss, mesh):
     return total.item()
 
 
-def keep_parts():
-    """Break this process: gradients of what is whole on every tp rank are left as each rank's part."""
-    redistribute = DTensor.redistribute
+def partly_redistributed(redistribute):
+    """A fault: gradients of what is whole on every tp rank are left as each rank's part."""
 
-    def redistributed(self, *args, placements, **kwargs):
-        if self.placements == (Partial(),) and tuple(placements) == (Replicate(),):
-            return DTensor.from_local(self.to_local(), self.device_mesh, placements, run_check=False)
-        return redistribute(self, *args, placements=placements, **kwargs)
+    def redistributed(tensor, *args, placements, **kwargs):
+        if tensor.placements == (Partial(),) and tuple(placements) == (Replicate(),):
+            return DTensor.from_local(tensor.to_local(), tensor.device_mesh, placements, run_check=False)
+        return redistribute(tensor, *args, placements=placements, **kwargs)
 
-    DTensor.redistribute = redistributed
-
-
-def train_and_save(rank, world_size, folder, tp, cp, load, data_parallel=ZERO3, *, model_config=None, method="zigzag"):
-    """Load or train two steps, save, and return everything in full."""
-    with distributed_mesh(mesh_config(tp, cp)) as mesh:
-        model, cp_ranks = build(mesh, model_config or config(), data_parallel=data_parallel, method=method)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        tokens, labels = own_batch(mesh, cp_ranks)
-        if load is not None:
-            load_checkpoint(load, model, optimizer, ARCHITECTURE)
-        for _ in range(2 if load is None else 0):
-            set_gradient_sync(model, True, data_parallel.strategy)
-            NextToken(cp_ranks, mesh.device).loss_sum(model, {"tokens": tokens, "labels": labels}).backward()
-            finish_gradients(model, mesh.dp_cp, data_parallel.strategy)
-            optimizer.step()
-            optimizer.zero_grad()
-        save(folder, 1, model, optimizer)
-        return whole_tensors(model, optimizer)
+    return redistributed
 
 
 def difference(got, want):

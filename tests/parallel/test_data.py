@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from model.language import initial_weight
 from model.registry import build_model, num_parameters
@@ -18,46 +17,14 @@ from planner.rehearsal import fake_process_group
 from runtime import tensors
 from runtime.ranks import run_ranks
 from tests.parallel import split
-from tests.parallel.tiny import full, gradients_of, weights_of
-from tests.parallel.unequal import SEED, VALID, difference, loss_sum, sharded, whole_model
+from tests.parallel.tiny import gradients_of, weights_of
+from tests.parallel.unequal import VALID, difference, loss_sum, sharded, whole_model
 from tests.parity.bugs import alike_shards
 from train.config.language import parse_args
 
 LLAMA3_8B = parse_args(
     ["--config", "configs/models/llama3_8b.toml", "--data-path", "x", "--tokenizer-model", "x", "--save", "x"]
 )
-
-
-def weights(rank, world_size):
-    model = sharded(world_size)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_weights_are_the_whole_models_on_any_number_of_ranks(size):
-    want = dict(whole_model().named_parameters())
-    for got in run_ranks(weights, size):
-        assert got.keys() == want.keys()
-        for name in want:
-            assert torch.equal(got[name], want[name]), name
-
-
-def drawn_by_shards(rank, world_size):
-    """The library's own way after to_empty, which `init_parameters` avoids."""
-    model = sharded(world_size)
-    torch.manual_seed(SEED)
-    weight = model.layers[0].mlp.down.weight
-    with torch.no_grad():
-        weight.to_local().normal_()
-    return full(weight)
-
-
-def test_drawn_by_shards_the_weights_would_repeat_and_depend_on_the_ranks():
-    one, two = run_ranks(drawn_by_shards, 1)[0], run_ranks(drawn_by_shards, 2)[0]
-    assert not torch.equal(one, two)
-    assert torch.equal(*two.chunk(2))
-    assert not torch.equal(*dict(whole_model().named_parameters())["layers.0.mlp.down.weight"].chunk(2))
 
 
 def in_tiles(rank, world_size, tp):

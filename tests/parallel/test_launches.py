@@ -83,7 +83,7 @@ def gpu_of(patch, environment, node, gpus, device="auto"):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_process_has_a_gpu_of_its_own(launcher, monkeypatch):
-    for nodes, each in ((1, 2), (1, 8), (2, 1), (2, 8)):
+    for nodes, each in ((1, 2), (2, 1), (2, 4)):
         found = []
         for rank in range(nodes * each):
             node, local = divmod(rank, each)
@@ -100,7 +100,7 @@ def test_a_process_that_nothing_launched_takes_the_first_gpu(monkeypatch):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher, monkeypatch):
-    for nodes, each in ((1, 1), (1, 2), (2, 8)):
+    for nodes, each in ((1, 1), (2, 2)):
         for rank in range(nodes * each):
             node, local = divmod(rank, each)
             with monkeypatch.context() as patch:
@@ -112,14 +112,9 @@ def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher, monkeypatch
 
 def test_a_gpu_that_is_not_there_is_refused_before_the_processes_join_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for cuda, reason in (
-        (None, "is built for CPUs: make venv TORCH="),
-        ("13.0", "is built for GPUs: look at nvidia-smi"),
-    ):
+    for cuda, reason in ((None, "built for CPUs: make venv TORCH="), ("13.0", "built for GPUs: look at nvidia-smi")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        with pytest.raises(
-            MeshError, match=f"torch {torch.__version__} on {socket.gethostname()} {reason}".replace("+", ".")
-        ):
+        with pytest.raises(MeshError, match=f"on {socket.gethostname()} is {reason}"):
             _ = MeshConfig(device="cuda").backend  # what --allow-resize joins by
     assert MeshConfig(device="cpu").backend == "gloo"
 

@@ -21,7 +21,6 @@ from parallel.data import init_parameters, shard_model
 from parallel.offload import ON_DEVICE, Layer
 from parallel.recompute import ATTENTION, RecomputeConfig, RecomputeError, recompute_layers
 from runtime.ranks import run_ranks
-from tests.pretraining import differences, pretrain
 from train.objectives.language import NextToken
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
@@ -74,21 +73,14 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("granularity", FORWARDS)
-@pytest.mark.parametrize("attend", [None, sdpa], ids=["context_parallel", "sdpa"])
-def test_a_policy_changes_no_bit_and_repeats_what_it_says(granularity, attend):
-    with Attentions() as attentions:
-        got = step(config(granularity), attend=attend)
-    assert same(got, step(config("none"), attend=attend))
-    assert attentions.count == MODEL.num_layers * FORWARDS[granularity]
-
-
-@pytest.mark.parametrize("granularity", FORWARDS)
-def test_chunks_inside_of_every_policy(granularity):
-    chosen = config(granularity, ffn_chunk_size=7, loss_chunk_size=5)  # neither divides the 48 tokens
-    with Attentions() as attentions:
-        got = step(chosen)
-    assert furthest(got, step(config("none"))) < 1e-14
-    assert attentions.count == MODEL.num_layers * FORWARDS[granularity]
+def test_a_policy_changes_no_bit_and_repeats_what_it_says_also_in_chunks(granularity):
+    chunks = {"ffn_chunk_size": 7, "loss_chunk_size": 5}  # neither divides the 48 tokens
+    for attend, chunked in ((None, False), (sdpa, False), (None, True)):
+        with Attentions() as attentions:
+            got = step(config(granularity, **(chunks if chunked else {})), attend=attend)
+        want = step(config("none"), attend=attend)
+        assert furthest(got, want) < 1e-14 if chunked else same(got, want)
+        assert attentions.count == MODEL.num_layers * FORWARDS[granularity]
 
 
 @pytest.mark.parametrize("size", ["ffn_chunk_size", "loss_chunk_size"])
@@ -201,14 +193,14 @@ def on_two_ranks(rank, world_size, bf16):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_with_context_parallelism_and_sharded_weights(bf16):
-    for found in run_ranks(on_two_ranks, 2, bf16):
-        want, _ = found["none"]
+    for steps in run_ranks(on_two_ranks, 2, bf16):
+        want, _ = steps["none"]
         assert len(want) == 1 + len(list(LanguageModel(MODEL).parameters()))
         for name, forwards in FORWARDS.items():
-            got, count = found[name]
+            got, count = steps[name]
             assert same(got, want), name
-            assert count == found[f"{name} in chunks"][1] == MODEL.num_layers * forwards
-            assert furthest(found[f"{name} in chunks"][0], want) < (2**-7 if bf16 else 1e-6)
+            assert count == steps[f"{name} in chunks"][1] == MODEL.num_layers * forwards
+            assert furthest(steps[f"{name} in chunks"][0], want) < (2**-7 if bf16 else 1e-6)
 
 
 def exchanged(rank, world_size):
@@ -260,14 +252,3 @@ def test_cuda_offload_frees_the_device(granularity):
     inputs = (shape.num_layers - ON_DEVICE) * tokens.numel() * shape.hidden_size * 2
     assert held[0] - held[1] >= 0.9 * inputs * (2 if granularity == "attention_boundary" else 1)
     assert furthest(found[1], found[0]) < 2**-8
-
-
-def test_a_run_goes_on_from_a_checkpoint_of_another_policy(default_data, tmp_path):
-    split = ("--context-parallel-size", "2")
-    whole = pretrain(2, default_data, tmp_path / "whole", *split, "--train-iters", "4")
-    memory = ("--recompute-granularity", "full", "--loss-chunk-size", "50", "--ffn-chunk-size", "50")
-    first = (*split, *memory, "--train-iters", "4", "--exit-interval", "2")
-    saved = pretrain(2, default_data, tmp_path / "run", *first)
-    assert differences(saved, whole[:2]) <= 1e-6
-    rest = (*split, "--train-iters", "4", "--load", str(tmp_path / "run"))
-    assert differences(pretrain(2, default_data, tmp_path / "run", *rest), whole) <= 1e-6

@@ -1,7 +1,6 @@
 """Each data-parallel strategy divides, sends and sums as its name says, with tensor parallelism and in bfloat16 too."""
 
 from contextlib import contextmanager
-from functools import cache, partial
 from typing import get_args
 
 import pytest
@@ -20,10 +19,8 @@ from parallel.data import (
     to_local,
     untracked_replicas,
 )
-from parallel.mesh import distributed_mesh
 from runtime.ranks import run_ranks
-from tests.parallel import split
-from tests.parallel.tiny import equal, gradients_of
+from tests.parallel.tiny import gradients_of
 from tests.parallel.unequal import difference, gradient_norm_of, loss_sum, sharded, whole_model
 from train.optim import gradient_norm
 
@@ -127,17 +124,19 @@ def test_micro_batches_accumulate_and_each_strategy_divides_and_sends_what_it_sa
         assert totals == [share * size for share in shares(strategy, ranks, copies)], strategy
 
 
-def test_gradients_that_legacy_ddp_does_not_sum_would_be_seen():
+def other_ways(rank, world_size):
+    """legacy_ddp whose gradients nothing sums; ddp and legacy_ddp in bfloat16."""
+    not_summed = accumulated(rank, world_size, "legacy_ddp", finish=False)
+    return [not_summed, *(accumulated(rank, world_size, name, bf16=True) for name in ("ddp", "legacy_ddp"))]
+
+
+def test_what_legacy_ddp_does_not_sum_would_be_seen_and_in_bf16_it_is_ddp_to_the_bit():
     want = accumulated_in_one_process(2)
-    for got, _, _, norm in run_ranks(accumulated, 2, "legacy_ddp", 1, False, False):
-        assert difference(got, want) > 0.1
+    for (not_summed, *_, norm), (ddp, *_), (legacy, *_) in run_ranks(other_ways, 2):
+        assert difference(not_summed, want) > 0.1
         assert abs(norm / gradient_norm_of(want) - 1) > 0.1
-
-
-def test_legacy_ddp_in_bf16_is_ddp_in_bf16_to_the_bit():
-    (want, *_), (got, *_) = (run_ranks(accumulated, 2, name, 1, True)[0] for name in ("ddp", "legacy_ddp"))
-    assert all(torch.equal(got[name], want[name]) for name in want)
-    assert 1e-4 < difference(got, accumulated_in_one_process(2)) < 0.1
+        assert all(torch.equal(legacy[name], ddp[name]) for name in ddp)
+        assert 1e-4 < difference(ddp, want) < 0.1
 
 
 def refused(rank, world_size):
@@ -148,40 +147,6 @@ def refused(rank, world_size):
 
 def test_legacy_ddp_over_ranks_that_the_library_sums_over_too_is_refused():
     run_ranks(refused, 2)
-
-
-def of(strategy, copies=1):
-    return DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
-
-
-def step(rank, world_size, tp, cp, config):
-    with distributed_mesh(split.mesh_config(tp, cp)) as mesh:
-        model, found = split.split_step(mesh, split.config(), data_parallel=config)
-        return found, gradient_norm(model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy)).item()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cp", "strategy", "copies"), [(8, 2, "zero3", 2), (4, 2, "zero1", 2), (4, 1, "legacy_ddp", 1)]
-)
-def test_with_tensor_parallelism_a_step_is_that_of_one_process(ranks, cp, strategy, copies):
-    """The first on all dimensions: tp 2, in it 2 ranks that divide the weights, 2 copies."""
-    want = split.whole_step(split.config())
-    for got, norm in run_ranks(step, ranks, 2, cp, of(strategy, copies)):
-        split.check_step(got, want)
-        assert norm == pytest.approx(gradient_norm_of(want.gradients), rel=1e-6)
-
-
-def test_a_checkpoint_goes_from_one_strategy_to_another_bit_for_bit(tmp_path):
-    """From copies on tp 2 over zero3 and legacy_ddp to other copies, moments and all."""
-    folders = [tmp_path / name for name in "abcd"]
-    first = run_ranks(split.train_and_save, 8, folders[0], 2, 2, None, of("zero2", 2))[0]
-    # [ranks, tp, cp]
-    meshes = [((2, 1, 1), of("zero3")), ((2, 1, 2), of("legacy_ddp")), ((4, 1, 2), of("zero1", 2))]
-    for index, ((ranks, tp, cp), config) in enumerate(meshes):
-        load = folders[index] / "iter_0000001"
-        for result in run_ranks(split.train_and_save, ranks, folders[index + 1], tp, cp, load, config):
-            assert equal(result, first)
-    assert first["norm.weight/exp_avg"].count_nonzero() > 0
 
 
 @pytest.mark.parametrize(
@@ -211,27 +176,29 @@ def gradients(rank, world_size, strategy, granularity="none", data_rank=None):
     """Gradients of a TransNormer in bfloat16 over two micro-batches; its angles are seen in float32."""
     seen = []
     forward = LRPE.forward
-    LRPE.forward = lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs)
-    model = sharded(world_size, True, strategy, config=CONFIG, granularity=granularity)
-    for micro in range(2):
-        set_gradient_sync(model, micro == 1, strategy)
-        loss_sum(model, rank if data_rank is None else data_rank, micro).backward()
-    finish_gradients(model, init_device_mesh("cpu", (world_size,)), strategy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LRPE, "forward", lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs))
+        model = sharded(world_size, True, strategy, config=CONFIG, granularity=granularity)
+        for micro in range(2):
+            set_gradient_sync(model, micro == 1, strategy)
+            loss_sum(model, rank if data_rank is None else data_rank, micro).backward()
+        finish_gradients(model, init_device_mesh("cpu", (world_size,)), strategy)
     assert set(seen) == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
     return gradients_of(model)
 
 
-@cache
-def sum_of_two():
-    """The same of either rank's tokens by one process each, added up."""
-    one, two = (run_ranks(partial(gradients, data_rank=rank), 1, "zero3")[0] for rank in range(2))
+def each_gradients(rank, world_size, cases):
+    return [gradients(rank, world_size, *case) for case in cases]
+
+
+def test_angles_stay_in_float32_and_gradients_are_summed():
+    """Of either rank's tokens by one process each, and of both by two."""
+    alone = [(("zero3", "none", rank),) for rank in range(2)]
+    one, two = (run_ranks(each_gradients, 1, cases)[0][0] for cases in alone)
     assert one[ANGLES].norm() > 0
-    return {name: one[name] + two[name] for name in one}
-
-
-@pytest.mark.parametrize("granularity", ["none", "full"])
-@pytest.mark.parametrize("strategy", get_args(Strategy))
-def test_angles_stay_in_float32_and_gradients_are_summed(strategy, granularity):
-    for got in run_ranks(gradients, 2, strategy, granularity):
-        assert difference(got, sum_of_two()) <= 1e-5
+    want = {name: one[name] + two[name] for name in one}
+    cases = [(strategy, granularity) for strategy in STRATEGIES for granularity in ("none", "full")]
+    for results in run_ranks(each_gradients, 2, cases):
+        for case, got in zip(cases, results, strict=True):
+            assert difference(got, want) <= 1e-5, case

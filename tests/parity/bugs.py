@@ -1,16 +1,11 @@
 """Bugs of composition, each planted in a process before it trains, as a user's change of the code would."""
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-import model.language
 import parallel.data
-from kernels import cpu
-from model.layers import Rotary
-from parallel.context import api, plan
-from parallel.context.circulation import Whole
+from parallel.context import plan
 from parallel.context.executor import Executor
 from parallel.context.linear.state import StateExecutor
 from parallel.pipeline.schedule import PipelineRunner
@@ -25,11 +20,6 @@ def mask_shifted():
     """A query sees one key of its future."""
     tiles = plan.tiles
     plan.tiles = lambda q, k, stride, reach: tiles(q, k, stride, (reach[0], reach[1] + 1))
-
-
-def window_ignored():
-    attend = api.SoftmaxAttention.__call__
-    api.SoftmaxAttention.__call__ = lambda self, *of, window=None, **more: attend(self, *of, **more)
 
 
 def no_sum_over_tp():
@@ -47,11 +37,6 @@ def no_sum_over_tp():
 
 def norm_counted_twice():
     optim.untracked_replicas = lambda *_: 1
-
-
-def positions_not_passed():
-    """Each rank counts its own tokens from 0."""
-    model.language.Rotary = lambda positions, *more: Rotary(torch.arange(positions.shape[-1]), *more)
 
 
 def label_lost():
@@ -75,22 +60,6 @@ def state_not_passed():
         return passed(self, *others, enter if reverse else lambda *_: None, reverse=reverse)
 
     StateExecutor._pass_states = dropped
-
-
-def last_round_skipped():
-    visits = Whole.visits
-
-    def fewer(self):
-        for i, tiles, held in visits(self):
-            yield i, () if i == len(self._rounds) - 1 else tiles, held
-
-    Whole.visits = fewer
-
-
-def merged_alike():
-    """Two blocks count the same, however much a query attends to each."""
-    merge = cpu.merge_
-    cpu.merge_ = lambda out, lse, part, part_lse: merge(out, lse, part, lse.clone())
 
 
 def gradient_halved():

@@ -21,13 +21,9 @@ LEGACY = "llama_tiny --data-parallel-sharding-strategy legacy_ddp"
 LABEL = (bugs.label_lost, "llama_tiny --global-batch-size 2", "batch: labels")
 BUGS = [
     (bugs.mask_shifted, "llama_tiny", "layers.0.attention.attend"),
-    (bugs.window_ignored, "llama_tiny --window-size 99,0 --window-attn-skip-freq 2", "layers.0.attention.attend"),
     (bugs.no_sum_over_tp, "llama_tiny --tensor-model-parallel-size 2", "layers.0.attention"),
     (bugs.norm_counted_twice, LEGACY, "grad_norm of step 1"),
-    (bugs.positions_not_passed, "llama_tiny --context-parallel-method zigzag", "layers.0.attention.attend"),
     (bugs.state_not_passed, "transnormer_tiny --context-parallel-size 2", "layers.0.attention.attend"),
-    (bugs.last_round_skipped, RING, "layers.0.attention.attend"),
-    (bugs.merged_alike, RING, "layers.0.attention.attend"),
     (bugs.gradient_halved, RING, "gradient of layers.1.attention.wv"),
     (bugs.layer_not_reduced, LEGACY, "gradient of the parameter layers.1.mlp.down.weight"),
     (bugs.local_means, "llama_tiny", "lm_loss of step 1"),
@@ -101,8 +97,6 @@ def test_samples_are_the_own_ones_thinned(default_data):
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.toml")), ids=lambda path: path.stem)
 def test_every_configuration_is_shrunk_in_width_alone(path):
-    if path.parent.name == "clusters":
-        return
     whole = configured(path, [])
     small, alone, ranks = shrunk(whole)
     assert ranks <= 8

@@ -56,6 +56,9 @@ def test_auto_takes_the_faster_layout():
             costs = layout_seconds(run(length, 4), cluster)
             chosen[length, fast] = with_layout(run(length, 4), cluster).hybrid.hybrid_softmax_layout
             assert chosen[length, fast] == min(costs, key=costs.get)
+    assert with_layout(config(4)) == config(4), "no hybrid"
+    zigzag = replace(run(1024, 4), hybrid=replace(run(1024, 4).hybrid, hybrid_softmax_layout="zigzag"))
+    assert with_layout(zigzag) == zigzag, "named"
     assert chosen[1024, "h100_pod"] == "contiguous"
     assert {chosen[1 << 20, fast] for fast in ("h100_pod", "cpu")} == {"zigzag"}
 
@@ -75,19 +78,6 @@ def test_a_micro_batch_s_documents_have_the_stated_lengths_and_end_with_samples(
     assert min(np.diff(found)) > 0
     assert found == typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
     assert typical_documents(config(4), (40, 90)) is None
-
-
-def test_whole_documents_are_fitted_where_the_run_packs_them():
-    asked = packed(seq_length=1000, micro_batch_size=3)
-    asked = replace(asked, data=replace(asked.data, pack_documents=True))
-    found = typical_documents(asked, (40, 90))
-    assert (found[0], found[-1]) == (0, 3000)
-    assert {1000, 2000} <= set(found)
-    rests = [length for length in np.diff(found) if length not in (40, 90)]
-    assert len(rests) <= 3  # padding, at a sample's end
-    assert sum(rests) < 100
-    assert set(np.diff(typical_documents(asked, (1500,)))) <= {1000, 500}
-    assert found == typical_documents(asked, (40, 90))
 
 
 def test_lengths_are_those_of_the_data_by_weight(tmp_path):

@@ -2,10 +2,8 @@
 
 import re
 import socket
-import sys
 import threading
 import weakref
-from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -17,7 +15,6 @@ from runtime import processes
 from runtime.errors import LaunchError
 from runtime.processes import join, launched_world_size, leave, meet, process_group
 from runtime.ranks import run_ranks
-from tests.runtime.heap import gather
 from tests.starts import ROOT, ended, torchrun
 from train.run import exit_status
 
@@ -45,7 +42,6 @@ def port():
     [
         ({}, 1),
         ({"WORLD_SIZE": 1}, 1),
-        ({"RANK": 3, "WORLD_SIZE": 4}, 4),
         ({"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}, 4),
     ],
 )
@@ -57,24 +53,16 @@ def test_what_a_launcher_says(names, size, monkeypatch):
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (
-            {"RANK": "x", "WORLD_SIZE": 2},
-            "RANK is 'x' in the environment; it must be a whole number from 0 to 1, below",
-        ),
-        ({"RANK": "", "WORLD_SIZE": 2}, "RANK is ''"),
-        ({"RANK": -1, "WORLD_SIZE": 2}, "RANK is '-1'"),
+        ({"RANK": "x", "WORLD_SIZE": 2}, "RANK is 'x' in the environment"),
         ({"RANK": 2, "WORLD_SIZE": 2}, "RANK is '2'.* from 0 to 1, below WORLD_SIZE"),
         ({"RANK": 0}, "RANK is set and WORLD_SIZE is not"),
-        ({"RANK": 0, "WORLD_SIZE": "1.5"}, "WORLD_SIZE is '1.5'"),
         ({"RANK": 0, "WORLD_SIZE": 0}, "WORLD_SIZE is '0'.* from 1;"),
         ({"WORLD_SIZE": 4}, "WORLD_SIZE is 4 and RANK is not set"),
-        ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": "zero"}, "LOCAL_RANK is 'zero'"),
         ({"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 2}, "LOCAL_RANK is '2'.*LOCAL_WORLD_SIZE"),
         ({"RANK": 0, "WORLD_SIZE": 2}, "RANK is set and MASTER_ADDR is not"),
         ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}, "RANK is set and MASTER_PORT is not"),
         ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 65536}, "MASTER_PORT is '65536'"),
         ({"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}, "rank 1 finds nobody at MASTER_A"),
-        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}, "MASTER_PORT is '0'"),
     ],
 )
 def test_a_launch_that_cannot_work_is_one_line(names, words, monkeypatch, capfd):
@@ -90,11 +78,9 @@ def test_a_name_that_does_not_resolve_is_named_soon(monkeypatch, capfd):
     for rank in (0, 1):
         launched(monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="node7.invalid", MASTER_PORT=20000)
         assert exit_status(lambda _: join(), []) == 1
-        assert re.fullmatch(
-            rf"error: MASTER_ADDR is node7.invalid, which {socket.gethostname()} does not resolve \(.*\); "
-            r"set MASTER_ADDR to that machine's address, or enter the name in DNS or /etc/hosts\n",
-            capfd.readouterr().err,
-        )
+        said = capfd.readouterr().err
+        assert said.startswith(f"error: MASTER_ADDR is node7.invalid, which {socket.gethostname()} does not resolve")
+        assert said.count("\n") == 1
 
 
 def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch):
@@ -118,41 +104,6 @@ def test_a_port_that_another_program_uses(port, monkeypatch, capfd):
     assert "frame #" not in capfd.readouterr().err
 
 
-def test_what_answers_as_no_store_is_told_long_before_the_timeout(monkeypatch):
-    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def greet():
-            with suppress(OSError):
-                while True:
-                    server.accept()[0].sendall(b"SSH-2.0-OpenSSH\r\n")
-
-        threading.Thread(target=greet, daemon=True).start()
-        launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=server.getsockname()[1])
-        with pytest.raises(LaunchError, match=r"does not answer as a store of torch.distributed \((?!it is silent)"):
-            meet(timedelta(minutes=5))
-
-
-def test_a_store_that_is_slow_is_waited_for(monkeypatch):
-    """Its port takes connections, and the store itself comes later than SECONDS_TO_ANSWER."""
-    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.1)
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    stores = []
-
-    def serve():
-        own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
-        stores.append(dist.TCPStore("127.0.0.1", port, **own))
-
-    later = threading.Timer(1, serve)
-    later.start()
-    launched(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    try:
-        assert meet(timedelta(minutes=5))[1:] == (1, 2)
-    finally:
-        later.join()
-
-
 def workers(rank, world_size):
     """Worker threads of the groups of all kinds."""
     with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2)) as mesh:
@@ -165,11 +116,6 @@ def workers(rank, world_size):
 
 def test_every_group_has_one_worker():
     assert run_ranks(workers, 2) == [{1}, {1}]
-
-
-def test_gathers_in_flight_leave_the_heap_alone():
-    """A short one; the slow test below has the figures."""
-    run_ranks(gather, 1, 1.0)
 
 
 def all_at_once(rank, world_size):
@@ -194,33 +140,28 @@ def test_one_worker_is_enough_for_all_that_is_in_flight():
     assert run_ranks(all_at_once, 3) == [[3.0 * i for i in range(8)] + [float((rank - 1) % 3)] * 8 for rank in range(3)]
 
 
-def parted(rank, world_size, leaves, tries):
-    """The number of ``tries`` one-process groups that still hold a tensor of their last collective after parting."""
+def parted(rank, world_size):
+    """Return how many of 100 one-process groups hold a tensor of their last collective after parting.
+
+    Without ``leave``, one of 20,000 does.
+    """
     dist.destroy_process_group()
     count = 0
-    for _ in range(tries):
+    for _ in range(100):
         join(store=dist.HashStore())
         group, tensor = dist.group.WORLD, torch.ones(8)
-        held = weakref.ref(tensor)
+        alive = weakref.ref(tensor)
         dist.all_reduce(tensor)
         del tensor
-        leave() if leaves else dist.destroy_process_group()
-        count += held() is not None
+        leave()
+        count += alive() is not None
         del group  # as a script keeps one, so that its threads outlive the parting
-        if count:
-            break
     join(store=dist.HashStore())  # for run_ranks to leave
     return count
 
 
 def test_nothing_is_held_by_gloo_after_leaving():
-    assert run_ranks(parted, 1, True, 100) == [0]
-
-
-@pytest.mark.slow
-def test_without_leaving_a_worker_is_late_every_now_and_then():
-    """The control of the test above."""
-    assert run_ranks(parted, 1, False, 20_000) == [1]
+    assert run_ranks(parted, 1) == [0]
 
 
 def test_a_process_alone_is_a_group_of_one(monkeypatch):
@@ -241,29 +182,15 @@ def alone(rank, world_size):
     return size, found
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_the_example_of_the_attentions_page_ends_well_every_time(times, tmp_path):
+@pytest.mark.slow
+def test_the_example_of_the_attentions_page_ends_well_every_time(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks" / "attention.md").read_text(), re.S)
     script = tmp_path / "yours.py"
     script.write_text(next(block for block in blocks if "process_group" in block))
-    for _ in range(times):
+    for _ in range(20):
         process = ended([*torchrun(2), str(script)], PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
         assert process.returncode == 0, process.stderr
         assert process.stdout.count("torch.Size([1, 4096, 8, 64])") == 2
-
-
-def aborts(seconds, *flags):
-    """True if the reproducer, in a process of its own, does not live to its end."""
-    command = [sys.executable, "-m", "tests.runtime.heap", "--seconds", str(seconds), *flags]
-    process = ended(command)
-    assert process.returncode <= 0, process.stderr
-    return process.returncode < 0
-
-
-@pytest.mark.slow
-def test_the_heap_with_and_without_the_remedy():
-    assert sum(aborts(10) for _ in range(20)) == 0
-    assert any(aborts(10, "--two-workers") for _ in range(20))
 
 
 def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store():

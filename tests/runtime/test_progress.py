@@ -16,13 +16,10 @@ def told(steps, monkeypatch):
             tell(f"{number} of {steps}")
 
 
-def test_a_log_has_a_line_after_ten_seconds_and_then_one_a_minute(monkeypatch, capsys):
+def test_a_log_has_lines_and_a_terminal_one_line_that_moves(monkeypatch, capsys):
     told(150, monkeypatch)
     found = capsys.readouterr()
     assert (found.out, found.err) == ("", "11 of 150, 11 s\n72 of 150, 72 s\n133 of 150, 133 s\n")
-
-
-def test_on_a_terminal_one_line_moves_and_is_gone_at_the_end(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "10")
     told(3, monkeypatch)
@@ -33,16 +30,10 @@ def test_on_a_terminal_one_line_moves_and_is_gone_at_the_end(monkeypatch, capsys
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
-        (0.0, "0.000 ms"),
         (0.00123456, "1.235 ms"),
-        (0.6108, "610.8 ms"),
-        (1, "1.000 s"),
-        (22.399, "22.40 s"),
         (119.96, "120.0 s"),
         (120, "2.000 min"),
-        (7199, "120.0 min"),
         (8622.199, "2.395 h"),
-        (8e6, "2222 h"),
         (1e8, "27,778 h"),
     ],
 )

@@ -49,18 +49,13 @@ def test_what_is_no_task_of_several_or_has_a_rank_is_left_alone(environ):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 in the environment, and srun made it 3; unset LOCAL_RANK"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 in the environment, and srun made it 20"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE is 1 in the environment, and srun started 20 tasks; unset RANK"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"},
-            "srun started 20 tasks, each of them a torchrun of its own, which knows of 1.*--ntasks-per-node 1",
-        ),
-        ({"SLURM_LOCALID": "8"}, "SLURM_LOCALID 8 and SLURM_NODEID 1 do not fit SLURM_STEP_NUM_TASKS 20"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, "as SLURM_STEP_TASKS_PER_NODE 8; start with srun"),
-        ({"SLURM_PROCID": ""}, "SLURM_PROCID is not set, and srun makes it a number"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 in the environment, and srun made it 3"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE is 1 in the environment, and srun started 20 tasks"),
+        ({"RANK": "0", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"}, "each of them a torchrun .* --ntasks-per-node 1"),
+        ({"SLURM_LOCALID": "8"}, "SLURM_LOCALID 8 and SLURM_NODEID 1 do not fit"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, "as SLURM_STEP_TASKS_PER_NODE 8"),
+        ({"SLURM_PROCID": ""}, "SLURM_PROCID is not set"),
         ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is many"),
-        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
     ],
 )
 def test_contradictions_are_named(more, words):

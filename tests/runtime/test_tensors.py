@@ -9,14 +9,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from runtime import tensors
-from runtime.tensors import Handles, differentiable, generator_of, initial_weight_slice, kept_in_object
+from runtime.tensors import Handles, differentiable, generator_of, initial_weight_slice
 
 
 def normal(tile, generator):
     return tile.normal_(0.0, 2.0, generator=generator)
 
 
-@pytest.mark.parametrize("shape", [(100,), (13, 37), (5, 6, 19), (2, 3, 4, 5)])
+@pytest.mark.parametrize("shape", [(100,), (13, 37), (2, 3, 4, 5)])
 def test_parts_are_those_of_the_whole(shape, monkeypatch):
     monkeypatch.setattr(tensors, "WHOLE", 64)
     monkeypatch.setattr(tensors, "TILE", (4, 16))
@@ -52,47 +52,6 @@ def test_a_number_stands_for_an_object_and_keeps_it_no_longer_alive():
         handles[first]
     assert len(handles) == 1
     assert handles.add(Thing()) not in (first, second)  # a number is never used again
-
-
-def test_a_tensor_keeps_its_object_alive_and_so_does_a_graph_that_saves_it():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, handle):
-            ctx.save_for_backward(handle)
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, gradient):
-            (handle,) = ctx.saved_tensors
-            assert isinstance(handles[handle], Thing)
-            return 2 * gradient, None
-
-    handles = Handles()
-    handle = handles.tensor(Thing())
-    gc.collect()
-    assert len(handles) == 1
-    x = torch.ones(2, requires_grad=True)
-    y = Double.apply(x, handle)
-    del handle
-    gc.collect()
-    y.sum().backward()
-    del y
-    gc.collect()
-    assert len(handles) == 0
-
-
-def test_a_method_is_asked_once_for_the_same_arguments_and_by_each_object():
-    class Counted:
-        asked = 0
-
-        @kept_in_object
-        def add(self, a, b=2):
-            self.asked += 1
-            return a + b
-
-    one, other = Counted(), Counted()
-    assert (one.add(1), one.add(1, 2), one.add(1, 3), one.asked) == (3, 3, 4, 2)
-    assert (other.add(1), other.asked) == (3, 1)
 
 
 class Scale:

@@ -61,12 +61,12 @@ def _failing(rank, size, kinds, as_block):
 def test_every_rank_raises_the_error_of_the_lowest_failing_rank(as_block):
     answers = run_ranks(_failing, 4, {3: "disk", 1: "domain"}, as_block)
     assert answers == [("DomainError", "train.toml: lr is -1", 6)] * 4
+    assert not any(on_all_ranks(error()) for error in ERRORS.values()), "those of one rank alone"
 
 
 def test_types_are_kept_where_a_user_can_cause_them():
-    assert {answer[:2] for answer in run_ranks(_failing, 2, {1: "disk"}, True)} == {
-        ("OSError", "[Errno 28] No space left on device: '/data/x'")
-    }
+    said = ("OSError", "[Errno 28] No space left on device: '/data/x'")
+    assert [answer[:2] for answer in run_ranks(_failing, 2, {1: "disk"}, True)] == [said] * 2
     other, own = run_ranks(_failing, 2, {1: "defect"}, True)
     assert own[:2] == ("ZeroDivisionError", "division by zero")
     assert other[0] == "RuntimeError"
@@ -75,10 +75,6 @@ def test_types_are_kept_where_a_user_can_cause_them():
     other, own = run_ranks(_failing, 2, {1: "awkward"}, True)
     assert (own[0], other[0]) == ("Awkward", "RuntimeError")
     assert "odd" in other[1]
-
-
-def test_an_error_of_one_rank_alone_is_not_of_all():
-    assert not any(on_all_ranks(error()) for error in ERRORS.values())
 
 
 def _values(rank, size):
@@ -144,11 +140,7 @@ def test_a_stopped_rank_is_named_once(how, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "Timed out waiting 600000ms for recv operation to complete",
-            "a peer of it did (Timed out waiting 600000ms for",
-        ),
-        ("[pair.cc:553] Connection closed by peer [10.0.0.1]:62110. This is typical", "peer [10.0.0.1]:62110)\n"),
+        ("Timed out waiting 600000ms for recv operation to complete", "a peer of it did (Timed out waiting 600000ms"),
         ("[pair.cc:537] Read error [10.0.0.1]:63152: Connection reset by peer. This is", "reset by peer)\n"),
         ("wait timeout after 1000ms, keys: /default_pg/0", "(wait timeout after 1000ms, keys: /default_pg/0)\n"),
     ],

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from runtime.ranks import run_ranks
 from runtime.slurm import AGAIN
-from runtime.watchdog import EXCLUDE, FOLDER, LEAST_STEPS, Process, Watchdog, own_process, write_stacks_of
-from tests.runtime.test_signals import forked
+from runtime.watchdog import EXCLUDE, FOLDER, LEAST_STEPS, Watchdog
 
 HOST = socket.gethostname()
 
@@ -72,33 +71,3 @@ def at_work(rank, world_size, folder):
 
 def test_a_pause_is_no_hang(tmp_path):
     assert run_ranks(at_work, 1, str(tmp_path)) == [True]
-
-
-def test_a_stopped_process_is_woken_for_its_stacks_and_knows_it_before_it_runs(tmp_path, monkeypatch):
-    """Else it may write its own file of stacks over the one that says that it did not answer."""
-
-    def body(report):
-        own = own_process.__wrapped__()  # the tests' own process may be known already
-        os.write(report, f". {own.born} {own.stacks}".encode())
-        os.kill(own.pid, signal.SIGSTOP)
-        time.sleep(60)
-
-    child, reading = forked(body)
-    born, stacks = os.read(reading, 99).decode().split()
-    process, sizes, plain = Process(child, born, int(stacks)), [], Process.send
-
-    def send(of, *signals):
-        sizes.append(os.stat(f"/proc/{child}/fd/{stacks}").st_size)
-        plain(of, *signals)
-
-    monkeypatch.setattr(Process, "send", send)
-    os.waitpid(child, os.WUNTRACED)
-    with (tmp_path / "stacks").open("w+") as out:
-        write_stacks_of(out, process, time.monotonic() + 10)
-        out.seek(0)
-        said = out.read()
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert sizes == [1]
-    assert said.startswith(f"process {child} did not answer\n")
-    assert 'test_watchdog.py", line' in said.partition("Python:")[2]

@@ -8,7 +8,6 @@ Needs root, Debian's slurm-wlm and nothing that runs already; every file and pro
 """
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -58,26 +57,16 @@ PreemptMode=REQUEUE
 AuthInfo=cred_expire=5
 SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
 """
-NODE = (
-    "NodeName={name} NodeAddr={network}.{number} Port={port} CPUs=128 Sockets=2 CoresPerSocket=64 RealMemory=1000000 "
-)
-NODE += "Gres=gpu:{kind}:{gpus}"
+NODE = """\
+NodeName={name} NodeAddr={network}.{number} Port={port} Gres=gpu:{kind}:{gpus} \
+CPUs=128 Sockets=2 CoresPerSocket=64 RealMemory=1000000
+"""
 PARTITIONS = """\
 PartitionName=gpu Nodes=ALL Default=YES MaxTime=7-0 PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes=ALL MaxTime=1-0 PriorityTier=2
 """
 # A namespace of mounts and one of host names for each node: its daemon and its tasks are on a machine of that name.
 START = 'hostname "$0"; mount --bind "$1/hosts" /etc/hosts; exec slurmd -D -N "$0" -f "$1/slurm.conf"'
-# Of --links: a bridge that every node has a cable to, in a namespace of networks of its own.
-BRIDGE = "ip link add {bridge} type bridge; ip address add {network}.254/24 dev {bridge}; ip link set {bridge} up"
-CABLE = """\
-ip netns add {bridge}{name}
-ip link add {bridge}{number} type veth peer name eth0 netns {bridge}{name}
-ip link set {bridge}{number} master {bridge} up
-ip -n {bridge}{name} address add {network}.{number}/24 dev eth0
-ip -n {bridge}{name} link set eth0 up
-ip -n {bridge}{name} link set lo up
-"""
 
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
@@ -102,18 +91,18 @@ def missing():
     return ""
 
 
-def write_configuration(folder, nodes, kinds, gpus, links=False):
+def write_configuration(folder, nodes, kinds, gpus):
     """Write slurm.conf, gres.conf, hosts and the devices into ``folder``; return the nodes' names."""
     names = [f"node{number}" for number in range(1, nodes + 1)]
     for sub in ("state", *names):
         (folder / sub).mkdir(parents=True, exist_ok=True)
     port = free_port()
-    network = f"10.{port >> 8}.{port & 255}" if links else "127.0.1"
+    network = "127.0.1"
     conf = CONF.format(host=socket.gethostname().split(".")[0], network=network, port=port, folder=folder)
     generic = "AutoDetect=off\n"
     for number, name in enumerate(names, 1):
         kind = kinds[(number - 1) * len(kinds) // nodes]
-        conf += NODE.format(name=name, network=network, number=number, port=free_port(), kind=kind, gpus=gpus) + "\n"
+        conf += NODE.format(name=name, network=network, number=number, port=free_port(), kind=kind, gpus=gpus)
         generic += f"NodeName={name} Name=gpu Type={kind} File={folder}/gpu[0-{gpus - 1}]\n"
     (folder / "slurm.conf").write_text(conf + PARTITIONS)
     (folder / "gres.conf").write_text(generic)
@@ -122,35 +111,21 @@ def write_configuration(folder, nodes, kinds, gpus, links=False):
             os.mknod(folder / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))  # /dev/null
     hosts = [f"{network}.{number} {name}\n" for number, name in enumerate(names, 1)]
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "".join(hosts))
-    if links:
-        (folder / "bridge").write_text(f"v{port}-")
-        _shell(BRIDGE.format(bridge=f"v{port}-", network=network))
-        for number, name in enumerate(names, 1):
-            _shell(CABLE.format(bridge=f"v{port}-", network=network, number=number, name=name))
     return names
 
 
-def _shell(commands):
-    done = ended(["bash", "-ec", commands])
-    if done.returncode:
-        raise VirtualError(f"no network of virtual nodes: {done.stderr.strip()}; it needs root and Debian's iproute2")
-
-
-def start(folder, nodes=2, kinds=("a100",), gpus=8, links=False):
-    """Start a cluster in an empty or new folder, and wait until its nodes are idle. With ``links``, ``cut`` works.
+def start(folder, nodes=2, kinds=("a100",), gpus=8):
+    """Start a cluster in an empty or new folder, and wait until its nodes are idle.
 
     Raises:
         VirtualError: something is missing, the folder's cluster was not stopped, or a node is not up within 30 s.
     """
     folder = folder.resolve()
-    for value in (str(folder), *kinds):  # slurm.conf takes no quotes
-        if not re.fullmatch(r"[\w./+-]+", value) or value.startswith("-"):
-            raise VirtualError(f"{value!r} does not go into a slurm.conf; use letters, digits and any of . / + - _")
     if (folder / "pids").exists():
         raise VirtualError(f"{folder} holds a cluster that was not stopped; stop it, or name another folder")
     if why := missing():
         raise VirtualError(f"no virtual cluster: {why}")
-    names = write_configuration(folder, nodes, kinds, gpus, links)
+    names = write_configuration(folder, nodes, kinds, gpus)
     _launch(folder, "controller", ["slurmctld", "-D", "-i", "-f", f"{folder}/slurm.conf"])
     for name in names:
         boot(folder, name)
@@ -169,8 +144,6 @@ def boot(folder, name):
     """Start the daemon of a node."""
     folder = folder.resolve()
     command = ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c"]
-    if (folder / "bridge").exists():
-        command = ["nsenter", f"--net=/var/run/netns/{(folder / 'bridge').read_text()}{name}", *command]
     _launch(folder, name, [*command, START, name, str(folder)])
 
 
@@ -200,13 +173,6 @@ def kill(folder, name):
                 os.kill(int(process.name), signal.SIGKILL)
 
 
-def cut(folder, names, passes=False):
-    """Let nothing pass between these nodes, of a cluster with links, or all again; the controller reaches each."""
-    bridge = (folder / "bridge").read_text()
-    for name in names:
-        _shell(f"bridge link set dev {bridge}{name.removeprefix('node')} isolated {'off' if passes else 'on'}")
-
-
 def stop(folder):
     """End the daemons of a folder, and whatever their jobs left running."""
     conf = f"{folder.resolve()}/slurm.conf"
@@ -222,48 +188,34 @@ def stop(folder):
             names = (process / "environ").read_bytes().split(b"\0")
             if f"SLURM_CONF={conf}".encode() in names and any(name.startswith(b"SLURM_JOB_ID=") for name in names):
                 os.kill(int(process.name), signal.SIGKILL)
-    if (folder / "bridge").exists():
-        bridge = (folder / "bridge").read_text()
-        for name in pids.keys() - {"controller"}:
-            _shell(f"ip netns delete {bridge}{name}")
-        _shell(f"ip link delete {bridge}")
     (folder / "pids").unlink()
 
 
 @contextmanager
-def virtual_cluster(folder, nodes=2, kinds=("a100",), gpus=8, links=False):
+def virtual_cluster(folder, nodes=2, kinds=("a100",), gpus=8):
     """Start a cluster and stop it at the end of the block; yields the environment of Slurm's commands."""
-    start(folder, nodes, kinds, gpus, links)
+    start(folder, nodes, kinds, gpus)
     try:
         yield {**os.environ, "SLURM_CONF": f"{folder.resolve()}/slurm.conf"}
     finally:
         stop(folder)
 
 
-def build_parser():
-    """Build the parser of the command's flags."""
+def main(argv):
+    """Start or stop a cluster."""
     parser = parser_for("python -m tests.slurm.cluster", __doc__)
     parser.add_argument("action", choices=("start", "stop"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--nodes", type=positive, default=2)
     parser.add_argument("--gpu", nargs="+", default=["a100"], help="names of the GPUs, each of as many nodes")
     parser.add_argument("--gpus", type=positive, default=8, help="GPUs per node")
-    return parser
-
-
-def main(argv):
-    """Run the command; return its exit status."""
-
-    def command(argv):
-        args = build_parser().parse_args(argv)
-        if args.action == "start":
-            start(args.folder, args.nodes, args.gpu, args.gpus)
-            print(f"export SLURM_CONF={args.folder.resolve()}/slurm.conf")
-        else:
-            stop(args.folder)
-
-    return exit_status(command, argv)
+    args = parser.parse_args(argv)
+    if args.action == "stop":
+        stop(args.folder)
+        return
+    start(args.folder, args.nodes, args.gpu, args.gpus)
+    print(f"export SLURM_CONF={args.folder.resolve()}/slurm.conf")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_status(main, sys.argv[1:]))

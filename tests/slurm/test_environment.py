@@ -38,7 +38,9 @@ def test_a_job_on_gpus_with_a_torch_for_cpus_is_refused_before_it_waits_in_a_que
         assert f"export PYTHON={tmp_path}/{name}/python\n" in out, "the script names whom it was asked of"
         assert "note: as it is, the job would be refused: " in err
         for way_out in (["--container", "i.sqsh", *RUN], [*RUN, "--device", "cpu"]):
-            assert "there is no sbatch here" in end(submit.main, [*job, *way_out]).stderr
+            with monkeypatch.context() as patch:
+                patch.setattr("shutil.which", lambda name: None)
+                assert "there is no sbatch here" in end(submit.main, [*job, *way_out]).stderr
 
 
 def test_a_login_node_without_a_gpu_submits_with_a_torch_for_gpus(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.slurm.test_submit import RUN, printed, write_cluster
+from tests.slurm.test_submit import RUN, printed
 
 
 def above(text, line):
@@ -18,31 +18,11 @@ def above(text, line):
     return " ".join(comments)
 
 
-@pytest.mark.parametrize("cluster", ["h100_pod", "a100_pod"])
-@pytest.mark.parametrize(
-    ("lead", "words"), [("600", "10 minutes"), ("1800", "30 minutes"), ("60", "1 minute"), ("90", "90 seconds")]
-)
-def test_a_comment_stands_above_its_line_and_says_its_value(cluster, lead, words, capsys):
-    text = printed(capsys, "--nodes", "2", "--lead", lead, *RUN, cluster=cluster)
+@pytest.mark.parametrize(("lead", "words"), [("600", "10 minutes"), ("60", "1 minute"), ("90", "90 seconds")])
+def test_a_comment_stands_above_its_line_and_says_its_value(lead, words, capsys):
+    text = printed(capsys, "--nodes", "2", "--lead", lead, *RUN)
     assert f"USR1 to this script {words} before its time is over" in above(text, f"#SBATCH --signal=B:USR1@{lead}")
     assert re.findall(r"\d+ (?:minute|second)s? before", text) == [f"{words} before"]
     assert "is queued again" in above(text, "#SBATCH --requeue")
     assert "one log" in above(text, "#SBATCH --open-mode=append")
     assert "#\n#SBATCH" not in text
-
-
-def test_a_comment_that_an_option_by_hand_may_contradict_is_left_out(capsys):
-    options = ["--option=--no-requeue", "--option=--signal=B:USR1@120", "--option=--open-mode=truncate"]
-    text = printed(capsys, "--nodes", "2", *options, *RUN)
-    assert "#SBATCH --requeue\n" not in text
-    assert "is queued again, under" not in text
-    for line in ("no-requeue", "signal=B:USR1@120", "open-mode=truncate"):
-        assert above(text, f"#SBATCH --{line}") == "# As --option says."
-
-
-def test_the_interface_of_a_clusters_file_takes_the_place_of_the_example(capsys, tmp_path):
-    file = write_cluster(tmp_path / "mine.toml", interface="ib0,ib1")
-    text = printed(capsys, "--nodes", "2", *RUN, cluster=file.with_suffix(""))
-    line = "export NCCL_SOCKET_IFNAME=ib0,ib1 GLOO_SOCKET_IFNAME=ib0,ib1"
-    assert above(text, line) == "# NCCL and gloo find each other over the interface of the cluster's file."
-    assert text.count("NCCL_SOCKET_IFNAME") == 1

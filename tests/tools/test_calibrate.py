@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.shapes import AttentionShape
 from planner.cluster import CLUSTERS, ClusterError, load_cluster
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
@@ -14,6 +13,7 @@ from tools import calibrate as calibration
 from tools.calibrate import ABOUT_LINKS, calibrate
 from tools.common import ceilings
 from tools.common.report import read_records
+from tools.common.shapes import AttentionShape
 
 SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths", "64")
 
@@ -56,8 +56,7 @@ def test_alone_the_links_are_named_as_missing_or_taken_from_a_file(tmp_path):
     ("flags", "message"),
     [
         (("--out", "there.toml"), r"--out is there.toml, which exists; give --force"),
-        (("--out", "none/a.toml"), r"--out is none/a.toml, and there is no folder none; make it"),
-        (("--out", ".", "--force"), r"--out is ., which exists; give a file"),
+        (("--out", ".", "--force"), r"--out is ., which is a folder; give a file"),
         (("--out", "new.toml", "--links", "no.toml"), r"no.toml: cannot be read"),
     ],
 )
@@ -87,7 +86,7 @@ def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch, rails):
     monkeypatch.setattr(calibration, "exchange_seconds", exchange)
     monkeypatch.setattr(calibration.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 8)
-    found = calibration._links(torch.device("cpu"), 4)
+    found = calibration._link_inside(torch.device("cpu"), 4) | calibration._link_between(torch.device("cpu"), 4)
     assert found["between_link"][0] == ("rank" if rails else "node")
     assert found["between_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)  # of a rail, or of the one link
     assert found["inside_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)

@@ -59,21 +59,19 @@ def ids_of(run):
     return tokenizer, tokenizer.tokenize_special(TURN)[0][0], tokenizer.eod
 
 
-def test_the_record_and_the_checkpoint_have_the_template_and_the_ends_of_turns(run):
-    _, turn, end = ids_of(run)
-    assert turn != end
-    chat = json.loads((run.parent / "data.json").read_text())["chat"]
-    assert chat["ends"] == [turn]
-    assert read_manifest(find_checkpoint(run)).extra["chat"] == chat
+def template_of(run):
+    return json.loads((run.parent / "data.json").read_text())["chat"]["chat_template"]
 
 
-def test_an_export_stops_where_turns_end_in_transformers(run, tmp_path):
+def test_an_export_stops_where_turns_end_in_transformers_and_when_it_is_imported_again(run, tmp_path, capsys):
     tokenizer, turn, end = ids_of(run)
+    chat = json.loads((run.parent / "data.json").read_text())["chat"]
+    assert chat["ends"] == [turn] != [end]
+    assert read_manifest(find_checkpoint(run)).extra["chat"] == chat
     line = export_model(run, tmp_path / "out", None, None, 10**9)
     assert "the chat template of its conversations" in line
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    template = json.loads((run.parent / "data.json").read_text())["chat"]["chat_template"]
-    assert theirs.chat_template == template == (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert theirs.chat_template == template_of(run) == (tmp_path / "out" / "chat_template.jinja").read_text()
     assert "chat_template" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [turn, end]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -86,7 +84,13 @@ def test_an_export_stops_where_turns_end_in_transformers(run, tmp_path):
     beyond = model.generate(**asked, max_new_tokens=20, do_sample=False, eos_token_id=end)
     assert beyond.shape[1] == asked["input_ids"].shape[1] + 20
 
+    import_model(tmp_path / "out", tmp_path / "again")
+    flags = ["--load", str(tmp_path / "again"), "--chat", "--prompt", "5?", "--temperature", "0", "--num-tokens", "20"]
+    assert exit_status(sample.main, flags) == 0
+    assert capsys.readouterr().out.endswith("-\nyes\n")
 
+
+@pytest.mark.slow
 def test_an_export_of_adapters_has_the_template_and_the_ends_of_turns(run, tmp_path):
     _, turn, end = ids_of(run)
     base = run.parent / "imported"
@@ -95,22 +99,13 @@ def test_an_export_of_adapters_has_the_template_and_the_ends_of_turns(run, tmp_p
     run_ranks(on_rank, 1, flags)
     line = export_model(tmp_path / "lora", tmp_path / "out", None, None, 10**9, adapter=True)
     assert "the chat template of its conversations" in line
-    template = json.loads((run.parent / "data.json").read_text())["chat"]["chat_template"]
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template_of(run)
     ends = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert ends.eos_token_id == [turn, end]
     # The base's settings are the default, as the line says.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", generation_config=ends)
     assert model.generation_config.eos_token_id == [turn, end]
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == end
-
-
-def test_an_export_may_be_imported_and_asked_again(run, tmp_path, capsys):
-    export_model(run, tmp_path / "out", None, None, 10**9)
-    import_model(tmp_path / "out", tmp_path / "again")
-    flags = ["--load", str(tmp_path / "again"), "--chat", "--prompt", "5?", "--temperature", "0", "--num-tokens", "20"]
-    assert exit_status(sample.main, flags) == 0
-    assert capsys.readouterr().out.endswith("-\nyes\n")
 
 
 def test_a_run_answers_a_question_and_stops(run, capsys):

@@ -1,15 +1,12 @@
 """Pictures: what the layout pictures show equals the plan and the mask; the loss comes from metrics.jsonl."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from parallel.context import METHODS
-from tests.starts import PATIENCE
 from tools import plot
 from tools.common import layouts
 
@@ -18,7 +15,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "ulysses"])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("seq_length", "size"), [(16, 1), (32, 4), (30, 3), (64, 8)])
+@pytest.mark.parametrize(("seq_length", "size"), [(16, 1), (30, 3), (64, 8)])
 def test_rounds_cover_the_mask_once_by_the_query_owner(method, causal, seq_length, size):
     shown = layouts.drawing(method, seq_length, size, causal)
     length = shown.plan.padded_len
@@ -65,10 +62,8 @@ def test_packed_rounds_cover_the_mask_once(method, causal, window):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--seq-length", "18"],
-        ["--seq-length", "18", "--full", "--methods", "ring", "allgather"],
-        ["--seq-length", "18", "--size", "9", "--methods", "wallfacer"],
-        ["--documents", "9", "4", "--window", "5", "--full", "--methods", "exchange", "--size", "2"],
+        ["--seq-length", "6", "--size", "3", "--full", "--methods", "ring", "allgather"],
+        ["--documents", "9", "4", "--window", "5", "--size", "2", "--methods", "exchange"],
     ],
 )
 def test_layout_is_written(tmp_path, arguments, capsys):
@@ -120,20 +115,17 @@ def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["layout", "--methods", "rong"], "'rong' does not exist"),
-        (["layout", "--methods", "ulysses"], "ulysses splits heads"),
-        (["layout", "--seq-length", "100000"], "--seq-length is 100000"),
-        (["layout", "--size", "0"], "is 0"),
-        (["layout", "--documents", "4", "5", "--seq-length", "10"], "--documents have 9 tokens"),
-        (["losses", "missing"], "missing does not exist"),
-        (["losses", "broken.jsonl"], "broken.jsonl, line 1 is no record of an iteration"),
-        (
-            ["losses", "empty.jsonl"],
-            "holds no lm_loss and no diffusion_loss and no validation_loss; it has no iteration",
-        ),
-        (["losses", "one.jsonl", "--metric", "speed"], "holds no speed; it has iteration, lm_loss"),
-        (["losses", "one.jsonl", "--smooth", "1"], "--smooth is 1.0"),
-        (["losses", "missing", "--output", ".."], "--output is .., which is a folder; give a file"),
+        ("layout --methods rong", "'rong' does not exist"),
+        ("layout --methods ulysses", "ulysses splits heads"),
+        ("layout --seq-length 100000", "--seq-length is 100000"),
+        ("layout --size 0", "is 0"),
+        ("layout --documents 4 5 --seq-length 10", "--documents have 9 tokens"),
+        ("losses missing", "missing does not exist"),
+        ("losses broken.jsonl", "broken.jsonl, line 1 is no record of an iteration"),
+        ("losses empty.jsonl", "holds no lm_loss and no diffusion_loss and no validation_loss; it has no iteration"),
+        ("losses one.jsonl --metric speed", "holds no speed; it has iteration, lm_loss"),
+        ("losses one.jsonl --smooth 1", "--smooth is 1.0"),
+        ("losses missing --output ..", "--output is .., which is a folder; give a file"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_once_and_nothing_written(tmp_path, monkeypatch, capsys, arguments, message):
@@ -141,20 +133,12 @@ def test_what_cannot_be_drawn_is_said_once_and_nothing_written(tmp_path, monkeyp
     Path("broken.jsonl").write_text("[1, 2]\n")
     Path("empty.jsonl").touch()
     Path("one.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
-    assert plot.main([arguments[0], "--output", "out.png", *arguments[1:]]) == 1
+    command, *more = arguments.split()
+    assert plot.main([command, "--output", "out.png", *more]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
     assert not Path("out.png").exists()
-
-
-def test_help_needs_no_matplotlib():
-    code = (
-        "import sys\nfrom tools import plot\ntry: plot.main(['--help'])\nexcept SystemExit: pass\n"
-        "assert not {'matplotlib', 'torch'} & set(sys.modules)"
-    )
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
 
 
 def test_captions_count_as_one_says_it():

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from data.tokenizer import load_tokenizer
 from tests.data.chat.templates import TEMPLATES, TURNS, write_tokenizer
 from tests.data.text.corpora import write_pair
-from tests.starts import PATIENCE, ROOT, ended, interruptible, wait_until
+from tests.starts import ended
 from tools.prepare_data import LONGER, main, share_lines, shares
 
 
@@ -61,7 +59,6 @@ def test_the_line_names_what_is_wrong(flags, said, tmp_path, monkeypatch, capsys
 CONTRADICTING = """
     --input x | --stdlib --input x | --tokenizer-model t.model --vocab-size 300 | --max-bytes 0 | --vocab-size -3
     --workers 0 | --inspect 2 | --check x --stdlib | --check x --whole
-    --check x --plot y.png
     --chat --input x --output-prefix y --seq-length 8 | --input x --output-prefix y --too-long split
     --chat --input x --output-prefix y --seq-length 8 --chat-template mine.jinja
     --input x --output-prefix y --strict
@@ -93,18 +90,12 @@ def test_conversations_are_prepared_checked_and_shown(tmp_path, capsys):
 
 
 def test_what_nothing_reads_is_said_once_a_key(tmp_path, capsys):
-    source = tmp_path / "in.jsonl"
+    tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
     source.write_text((json.dumps({"messages": TURNS, "persona": "a poet", "id": 1}) + "\n") * 3)
-    flags = [
-        "--chat",
-        "--input",
-        str(source),
-        "--tokenizer-model",
-        write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]),
-    ]
-    assert main([*flags, "--seq-length", "128", "--output-prefix", f"{tmp_path}/c"]) == 0
+    flags = ["--chat", "--input", str(source), "--tokenizer-model", tokenizer, "--seq-length", "128"]
+    assert main([*flags, "--output-prefix", f"{tmp_path}/c"]) == 0
     assert capsys.readouterr().out.count("3 conversations have the row's persona, which nothing reads") == 1
-    assert main([*flags, "--seq-length", "128", "--output-prefix", f"{tmp_path}/d", "--strict"]) == 1
+    assert main([*flags, "--output-prefix", f"{tmp_path}/d", "--strict"]) == 1
     assert "line 1: has the row's persona, which nothing reads" in capsys.readouterr().err
     assert not list(tmp_path.glob("d*"))
 
@@ -120,21 +111,21 @@ def test_a_tokenizer_is_trained_for_a_template_by_name(tmp_path, capsys):
     assert "<|im_start|>assistant\n⟦Hello!<|im_end|>⟧\n" in capsys.readouterr().out
 
 
-def test_long_texts_are_shown_abridged(tmp_path, capsys):
+def test_long_texts_are_shown_abridged_with_the_lengths_of_conversations(tmp_path, capsys):
     tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
-    long = [{"role": "user", "content": "a" * 1000}, {"role": "assistant", "content": "b" * 1000}]
-    source.write_text(json.dumps({"messages": long}) + "\n")
+    long = [{"role": "user", "content": "a" * 800}, {"role": "assistant", "content": "b" * 100}]
+    source.write_text(2 * (json.dumps({"messages": long}) + "\n"))
     flags = ["--input", str(source), "--output-prefix", f"{tmp_path}/c", "--tokenizer-model", tokenizer]
     assert main(["--chat", *flags, "--seq-length", "3000"]) == 0
     capsys.readouterr()
     shows = ["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]
     assert main(shows) == 0
     out = capsys.readouterr().out
-    begin = f"<|user|>\n{'a' * 391}\n"
-    assert f"{begin}... 1,233 of 2,033 characters left out, which --whole shows ...\n⟦bbb" in out
-    assert f"⟦{'b' * 395}</s>⟧\n\ntokens in conversations longer than\n    1,024 100.00% █" in out
+    assert f"<|user|>\n{'a' * 391}\n... 133 of 933 characters left out, which --whole shows ...\naaa" in out
+    assert "--- conversation 1 of 2" in out, "the sample is to be longer than 1,024 tokens"
+    assert "tokens in conversations longer than\n    1,024   0.00%" in out
     assert main([*shows, "--whole"]) == 0
-    assert f"{'a' * 1000}</s>\n<|assistant|>\n⟦{'b' * 1000}</s>⟧\n" in capsys.readouterr().out
+    assert f"{'a' * 800}</s>\n<|assistant|>\n⟦{'b' * 100}</s>⟧\n" in capsys.readouterr().out
 
 
 def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
@@ -164,11 +155,6 @@ def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):
     assert out.count("=== document") == 2
     assert "many short stories about tokens.\n" in out
     assert out.endswith("    1,024   0.00%\n    4,096   0.00%\n   32,768   0.00%\n  131,072   0.00%\n")
-    picture = tmp_path / "pictures" / "lengths.png"
-    assert main(["--check", f"{tmp_path}/d", "--inspect", "1", "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["--check", f"{tmp_path}/d", "--inspect", "1", "--plot", f"{tmp_path}/d.txt"]) == 1
-    assert "--plot is" in capsys.readouterr().err
     with open(f"{tmp_path}/d.bin", "r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(b"\x05\x00")
@@ -191,30 +177,6 @@ def test_a_pair_of_megatrons_without_ends_is_told_and_its_sentences_are_one_docu
     assert "One. Two. Three.\n" in out
 
 
-@pytest.mark.slow  # tests/data/text/test_prepare.py interrupts one in its own process
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_run_leaves_nothing(tmp_path, default_data, number, status):
-    out, tokenizer = tmp_path / "out", default_data.with_suffix(".model")
-    with interruptible():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tools.prepare_data", "--output-prefix", out / "d", "--tokenizer-model", tokenizer],
-            cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-    try:
-        # The .bin is under its temporary name while documents are tokenised.
-        wait_until(lambda: list(out.glob(".d.*.bin")) or process.poll() is not None)
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == status
-    assert "Traceback" not in errors
-    assert not out.exists()
-
-
 def test_help_waits_for_nothing_large():
     """These imports make the help slow, on any machine."""
     code = (
@@ -225,19 +187,6 @@ def test_help_waits_for_nothing_large():
     run = ended([sys.executable, "-c", code])
     assert "--output-prefix" in run.stdout, run.stderr
     assert run.stdout.endswith("LOADED set()\n")
-
-
-def test_the_lengths_that_inspect_shows_of_conversations_are_not_those_of_samples(tmp_path, capsys):
-    tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
-    turns = [{"role": "user", "content": "a" * 300}, {"role": "assistant", "content": "b" * 300}]
-    source.write_text(4 * (json.dumps({"messages": turns}) + "\n"))
-    flags = ["--input", str(source), "--output-prefix", f"{tmp_path}/c", "--tokenizer-model", tokenizer]
-    assert main(["--chat", *flags, "--seq-length", "3000"]) == 0
-    capsys.readouterr()
-    assert main(["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "--- conversation 1 of 4" in shown, "the sample is to be longer than 1,024 tokens"
-    assert "tokens in conversations longer than\n    1,024   0.00%" in shown
 
 
 def test_shares_of_long_documents_are_those_of_counting():

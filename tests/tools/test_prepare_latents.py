@@ -43,13 +43,8 @@ def test_latents_of_an_autoencoder(images, tmp_path):
         warnings.simplefilter("ignore")
         diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
-    model = diffusers.AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 2,
-        up_block_types=["UpDecoderBlock2D"] * 2,
-        block_out_channels=[8, 8],
-        norm_num_groups=4,
-        scaling_factor=0.5,
-    )
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    model = diffusers.AutoencoderKL(**blocks, block_out_channels=[8, 8], norm_num_groups=4, scaling_factor=0.5)
     model.save_pretrained(tmp_path / "vae")
     arguments = ["--input", str(images), "--size", "16", "--vae", str(tmp_path / "vae"), "--format", "safetensors"]
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
@@ -85,7 +80,7 @@ def test_pictures_that_are_not_taken_as_they_are_and_files_that_are_none_are_tol
     assert [found.latents(row).min() for row in range(6)] == [-1, -1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("others", [("cat", "test"), ("train", "val"), ("training", "cat")])
+@pytest.mark.parametrize("others", [("cat", "test"), ("training", "cat")])
 def test_folders_that_datasets_takes_as_splits_are_refused_since_others_would_be_left_out(
     images, tmp_path, capsys, others
 ):
@@ -101,10 +96,8 @@ def test_folders_that_datasets_takes_as_splits_are_refused_since_others_would_be
     ("name", "why"),
     [
         ("stray.png", "images holds images, and folders with images such as"),
-        ("cat/young/1.png", "cat holds images, and folders with images such as"),
         ("others/cat/1.png", "have one name, and would be one class"),
         ("cat/train_1.png", "4 of 5 images of .* would be left out, such as .*cat/0.png"),
-        ("train station/1.png", "4 of 5 images of .* would be left out"),
         ("metadata.jsonl", "metadata.jsonl takes the place of their classes"),
         ("more.zip", "cannot be read as images .*zip"),
     ],
@@ -144,14 +137,12 @@ def test_bad_input_gives_one_message(images, tmp_path, capsys):
     assert main(["--input", str(images)]) == 2
 
 
-@pytest.mark.parametrize("spoil", ["text", "cut", "bytes", "empty"])
-@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+@pytest.mark.parametrize(("spoil", "kind"), [("text", "npy"), ("cut", "safetensors"), ("empty", "npy")])
 def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(images, tmp_path, capsys, spoil, kind):
     bad = images / "dog" / "0.png"
     good = bad.read_bytes()
-    data = good.find(b"IDAT") - 4  # where the chunk of pixels begins
-    spoilt = {"text": b"nothing", "cut": good[: data + 12], "bytes": good.replace(b"IDAT", b"\0" * 4), "empty": b""}
-    bad.write_bytes(spoilt[spoil])
+    pixels = good.find(b"IDAT") + 8
+    bad.write_bytes({"text": b"nothing", "cut": good[:pixels], "empty": b""}[spoil])
     # In the second batch, when a shard has been written.
     flags = ["--size", 8, "--batch-size", 2, "--samples-per-shard", 1, "--format", kind]
     found = error(capsys, "--input", images, "--output", tmp_path / "a" / "out", *flags)
@@ -162,11 +153,9 @@ def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(images, tmp_p
 
 def test_an_output_that_cannot_be_written_is_named(images, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
-    for output, why in {"file": "File exists", "file/under": "Not a directory", "/proc/x/y": "No such file"}.items():
-        found = error(capsys, "--input", images, "--size", 8, "--output", tmp_path / output)
-        assert f"cannot write to {tmp_path / output} ({why}" in found
-        assert "name a folder to write to" in found
-    assert (tmp_path / "file").read_text() == "mine"
+    found = error(capsys, "--input", images, "--size", 8, "--output", tmp_path / "file/under")
+    assert f"cannot write to {tmp_path}/file/under (Not a directory" in found
+    assert "name a folder to write to" in found
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
@@ -177,19 +166,15 @@ def test_check_reads_all_values(tmp_path, capsys, kind):
     assert "5 samples of 3 8 8 in 1 shards, 5 classes" in capsys.readouterr().out
     assert main(["--check", str(tmp_path), "--num-classes", "7"]) == 0
     assert "note: 2 of 7 classes have no sample" in capsys.readouterr().err
-    assert "row 4 has label 4, and num_classes 4 allows 0 to 3" in error(
-        capsys, "--check", tmp_path, "--num-classes", 4
-    )
-    latents[2, 0, 0, 0] = np.nan
+    low = "row 4 has label 4, and num_classes 4 allows 0 to 3"
+    assert low in error(capsys, "--check", tmp_path, "--num-classes", 4)
+    spoilt = latents.copy()
+    spoilt[2, 0, 0, 0] = np.nan
     if kind == "npy":
-        np.save(tmp_path / "latents-00000.npy", latents)
+        np.save(tmp_path / "latents-00000.npy", spoilt)
     else:
-        save_file({"latents": latents, "labels": labels}, tmp_path / "latents-00000.safetensors")
+        save_file({"latents": spoilt, "labels": labels}, tmp_path / "latents-00000.safetensors")
     assert f"latents-00000.{kind}: row 2 holds a NaN" in error(capsys, "--check", tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["npy", "safetensors"])
-def test_check_refuses_labels_below_0(tmp_path, capsys, kind):
-    write_latents(tmp_path, [(np.zeros((5, 3, 8, 8), np.float32), np.array([0, 1, -1, 3, 4]))], kind=kind)
-    found = error(capsys, "--check", tmp_path)
-    assert "row 2 has label -1, and classes begin at 0; number the classes from 0" in found
+    write_latents(tmp_path / "below", [(latents, labels - 2)], kind=kind)
+    below = "row 0 has label -2, and classes begin at 0; number the classes from 0"
+    assert below in error(capsys, "--check", tmp_path / "below")

@@ -2,26 +2,22 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
-from parallel.data import DataParallelConfig, Strategy, finish_gradients, set_gradient_sync, to_local
+from parallel.data import DataParallelConfig, Strategy, finish_gradients, set_gradient_sync
 from parallel.mesh import distributed_mesh
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.gpu import __main__ as gpu_check
 from tests.parallel import tiny
 from tests.parallel.split import build, config, mesh_config, own_batch
 from tests.pretraining import flags_of, on_rank
-from tests.test_architecture import ROOT, imports, sources
 from tests.train import apex_stub
 from tests.train.test_host_moments import everything, model, steps
 from train import adamw
-from train.adamw import ApexAdamW
 from train.checkpoint.api import load_checkpoint
 from train.checkpoint.manifest import checkpoint_folder
 from train.objectives.language import NextToken
@@ -72,15 +68,6 @@ def test_the_kernels_own_arithmetic_is_adamw_and_its_other_mode_is_not(stub):
         assert least <= error < most, (mode, error)
 
 
-def test_the_check_of_a_gpu_times_both_and_sees_a_wrong_kernel(stub):
-    for mode, wrong in ((1, 0), (0, 1)):
-        stub.setattr(sys.modules["amp_C"], "multi_tensor_adam", apex_stub.as_apex)
-        stub.setattr(adamw, "ADAM_W", mode)
-        found = gpu_check.optimizer("cpu", Path())
-        assert set(found["seconds"]) == {"torch", "apex"}
-        assert len(found["wrong"]) == wrong, found
-
-
 def one_step(mesh, parts, strategy):
     model, cp = parts
     tokens, labels = own_batch(mesh, cp)
@@ -117,31 +104,13 @@ def ends_of(rank, world_size, folder, strategy, tp):
 @pytest.mark.parametrize(
     ("strategy", "tp"),
     [
-        *(pytest.param(strategy, 1, marks=pytest.mark.slow if strategy == "zero2" else ()) for strategy in STRATEGIES),
-        ("zero3", 2),
+        *(pytest.param(strategy, 1, marks=() if strategy == "zero3" else pytest.mark.slow) for strategy in STRATEGIES),
+        pytest.param("zero3", 2, marks=pytest.mark.slow),
         pytest.param("ddp", 2, marks=pytest.mark.slow),
     ],
 )
 def test_every_sharding_ends_with_torchs_bits_and_goes_on_from_its_checkpoints(strategy, tp, tmp_path):
     assert run_ranks(ends_of, 2, tmp_path, strategy, tp) == [(True, 16)] * 2  # 8 steps of 2 groups
-
-
-def with_empty_shards(rank, world_size):
-    """Say that shards are torch's after three steps, and count the empty ones of this rank."""
-    apex_stub.install()
-    ends = []
-    for chosen in (TORCH, APEX):
-        model, _ = tiny.build(0, sharded=True)
-        optimizer = build_optimizer(chosen, model)
-        tiny.train(model, optimizer, range(3))
-        ends.append(tiny.whole_tensors(model, optimizer))
-    return tiny.equal(*ends), sum(not to_local(p).numel() for p in model.parameters())
-
-
-def test_empty_shards_step_too():
-    found = run_ranks(with_empty_shards, 4)
-    assert [same for same, _ in found] == [True] * 4
-    assert max(empty for _, empty in found) > 3
 
 
 def in_the_entry(rank, world_size, arguments):
@@ -150,56 +119,42 @@ def in_the_entry(rank, world_size, arguments):
 
 
 def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path):
-    """Four iterations by torch, and two by each around a checkpoint: equal in all but times."""
+    """Three iterations by torch, and one by it and two by apex around a checkpoint: equal in all but times."""
     records = []
     for name, starts in (
         ("torch", {"torch": []}),
-        ("turns", {"torch": ["--exit-interval", "2"], "apex": ["--load", str(tmp_path / "turns")]}),
+        ("turns", {"torch": ["--exit-interval", "1"], "apex": ["--load", str(tmp_path / "turns")]}),
     ):
         save = str(tmp_path / name)
         for backend, more in starts.items():
-            flags = flags_of(default_data, "--train-iters", "4", "--save", save, "--optimizer-backend", backend, *more)
+            flags = flags_of(default_data, "--train-iters", "3", "--save", save, "--optimizer-backend", backend, *more)
             said = run_ranks(in_the_entry, 2, flags)
             assert [one.count("attention kernel: aten\n") for one in said] == [1, 0]
         lines = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
         records.append([{key: line.get(key) for key in ("iteration", "lm_loss", "grad_norm")} for line in lines])
-    assert len([line for line in records[0] if line["lm_loss"]]) >= 4
+    assert [line["iteration"] for line in records[0] if line["lm_loss"]] == [1, 2, 3]
     assert records[1] == records[0]
 
 
-def test_no_gradient_is_no_step(stub):
-    weights = nn.ParameterList([nn.Parameter(torch.ones(2, 2))])
-    optimizer = build_optimizer(APEX, weights)
-    optimizer.step()
-    assert isinstance(optimizer, ApexAdamW)
-    assert not optimizer.state
-    assert not apex_stub.CALLS
+APEX_ALONE = {"apex/__init__.py": "", "amp_C.py": ""}
 
 
-MISSING = {
-    "nothing": ({}, "No module named 'amp_C'"),
-    "the index's package": ({"apex/__init__.py": "__version__ = '0.9.10dev'"}, "No module named 'amp_C'"),
-    "without extensions": (
-        {"apex/__init__.py": "", "apex/multi_tensor_apply.py": "multi_tensor_applier = None"},
-        "No module named 'amp_C'",
-    ),
-    "another package with an extension": ({"apex/__init__.py": "", "amp_C.py": ""}, "apex.multi_tensor_apply"),
-    "for another torch": ({"amp_C.py": "raise ImportError('amp_C.so: undefined symbol:\\n _ZN3c10')"}, "undefined sym"),
-}
-
-
-@pytest.mark.parametrize("name", MISSING)
-def test_a_missing_kernel_is_refused_in_a_line(name, tmp_path, monkeypatch):
-    files, reason = MISSING[name]
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "No module named 'amp_C'"),
+        (APEX_ALONE, "apex.multi_tensor_apply"),
+        ({"amp_C.py": "raise ImportError('amp_C.so: undefined symbol:\\n _ZN3c10')"}, "undefined symbol"),
+    ],
+)
+def test_a_missing_kernel_is_refused_in_a_line(files, reason, tmp_path, monkeypatch):
     for file, text in files.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("apex", "apex.multi_tensor_apply", "amp_C"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(
-        UserError, match=rf"^optimizer_backend is apex, and .*{reason}.*; build it .*APEX_CUDA_EXT=1"
-    ) as no:
+    with pytest.raises(UserError, match=rf"^optimizer_backend is apex, and .*{reason}") as no:
         build_optimizer(APEX, nn.Linear(1, 1))
     assert "\n" not in str(no.value)
     for module in ("apex", "apex.multi_tensor_apply", "amp_C"):
@@ -222,13 +177,3 @@ def test_all_ranks_refuse_before_any_work(default_data, tmp_path):
     assert first == second
     assert first.startswith("optimizer_backend is apex, and NVIDIA's apex")
     assert not (tmp_path / "run").exists()
-
-
-def test_one_module_imports_apex():
-    naming = (path for path in sources(ROOT) if any(name in path.read_text() for name in ("apex", "amp_C")))
-    importing = [
-        path.relative_to(ROOT).as_posix()
-        for path in naming
-        if {name.split(".")[0] for name in imports(path, ROOT)} & {"apex", "amp_C"}
-    ]
-    assert importing == ["train/adamw.py"]

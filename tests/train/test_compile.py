@@ -16,7 +16,6 @@ import torch
 from pretrain_gpt import main
 from runtime.ranks import run_ranks
 from tests.pretraining import DIT, TINY, differences, dit_on_rank
-from tests.programs import on_path
 from tools.common.training import PEAK
 from train.config.common import validate_run
 from train.config.flags import ConfigError
@@ -85,7 +84,7 @@ def compare(train, mesh, data, folder, *smaller):
     metrics = []
     for more in ((), ("--compile",)):
         save = folder / f"run{len(more)}"
-        graphs = run_ranks(on_path(train), ranks, [*given, *flags.split(), *smaller, "--save", str(save), *more])
+        graphs = run_ranks(train, ranks, [*given, *flags.split(), *smaller, "--save", str(save), *more])
         metrics.append(read_metrics(save / METRICS))
     bound = 2e-2 if mesh == "bf16" else BOUND  # a compiled layer rounds fewer values in between
     assert differences(metrics[1], metrics[0]) <= bound
@@ -116,7 +115,7 @@ def test_a_diffusion_transformer_is_compiled_too(tmp_path):
     for more in ((), ("--compile",)):
         save = tmp_path / f"run{len(more)}"
         words = ("--train-iters", "3", "--context-parallel-size", "2", "--context-parallel-method", "ring")
-        run_ranks(on_path(dit_on_rank), 2, [*DIT, "--save", str(save), *words, *more])
+        run_ranks(dit_on_rank, 2, [*DIT, "--save", str(save), *words, *more])
         losses.append([record["diffusion_loss"] for record in read_metrics(save / METRICS)])
     assert losses[1] == pytest.approx(losses[0], rel=BOUND)
 

@@ -14,59 +14,53 @@ from parallel.mesh import MeshConfig
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
-from train import generation
 from train.checkpoint.api import save_checkpoint
 from train.config.entries import Config
 from train.config.flags import write_toml
 from train.generation import opened
 
 LLAMA = ModelConfig(
-    num_layers=3,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=61,
-    init_method_std=0.2,  # so that attention and logits are far from flat
+    num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=61, init_method_std=0.2
 )
-GPT = dataclasses.replace(
-    LLAMA,
-    model_type="gpt",
-    num_query_groups=None,
-    position_embedding_type="learned_absolute",
-    max_position_embeddings=41,  # as many as the longest text reads
-    untie_embeddings_and_output_weights=False,
-)
+"""Its weights are so large that attention and logits are far from flat."""
+LOCAL = {"window_size": "6,0", "window_attn_skip_freq": "[1,0,1]"}
+
+
+def llama(**changes):
+    return dataclasses.replace(LLAMA, **changes)
+
+
 MODELS = {
     "llama": LLAMA,
-    "gpt": GPT,
-    "windows and sinks": dataclasses.replace(
-        LLAMA, window_size="6,0", window_attn_skip_freq="[1,0,1]", softmax_type="learnable"
+    "gpt": llama(
+        model_type="gpt",
+        num_query_groups=None,
+        position_embedding_type="learned_absolute",
+        max_position_embeddings=41,  # as many as the longest text reads
+        untie_embeddings_and_output_weights=False,
     ),
-    "gemma3": dataclasses.replace(
-        LLAMA,
+    "windows and sinks": llama(**LOCAL, softmax_type="learnable"),
+    "gemma3": llama(
+        **LOCAL,
         model_type="gemma3",
         query_pre_attn_scalar=5,
-        window_size="6,0",
-        window_attn_skip_freq="[1,0,1]",
         rotary_base_local=90.0,
         untie_embeddings_and_output_weights=False,
     ),
-    "adapters": dataclasses.replace(LLAMA, lora_rank=4, lora_alpha=2.0),
-    "dynamic rope": dataclasses.replace(
-        LLAMA, rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16
+    "adapters": llama(lora_rank=4, lora_alpha=2.0),
+    "dynamic rope": llama(
+        rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16
     ),
 }
 STATES = {
-    "qwen3_5": dataclasses.replace(
-        LLAMA, model_type="qwen3_5", softmax_every=2, kv_channels=16, rotary_percent=0.5, linear_num_value_heads=8
+    "qwen3_5": llama(
+        model_type="qwen3_5", softmax_every=2, kv_channels=16, rotary_percent=0.5, linear_num_value_heads=8
     ),
-    "olmo_hybrid": dataclasses.replace(LLAMA, model_type="olmo_hybrid", softmax_every=2, linear_value_head_dim=10),
-    "kda": dataclasses.replace(LLAMA, model_type="qwen3_5", softmax_every=2, linear_gate="per_channel", lora_rank=4),
-    **{
-        kind: dataclasses.replace(LLAMA, model_type=kind, num_query_groups=None)
-        for kind in ("transnormer", "linear_transformer")
-    },
-    "hybrid": dataclasses.replace(LLAMA, model_type="transnormer", num_query_groups=None, softmax_every=2),
+    "olmo_hybrid": llama(model_type="olmo_hybrid", softmax_every=2, linear_value_head_dim=10),
+    "kda": llama(model_type="qwen3_5", softmax_every=2, linear_gate="per_channel", lora_rank=4),
+    "transnormer": llama(model_type="transnormer", num_query_groups=None),
+    "linear_transformer": llama(model_type="linear_transformer", num_query_groups=None),
+    "hybrid": llama(model_type="transnormer", num_query_groups=None, softmax_every=2),
 }
 """Models whose layers keep states."""
 FOLDED = Config(
@@ -122,8 +116,8 @@ def weighted(config):
 def runs(tmp_path_factory):
     """The folder of a run of each model."""
     folders = {name: tmp_path_factory.mktemp("run") for name in MODELS | STATES}
-    for name, folder in folders.items():
-        saved(folder, (MODELS | STATES)[name])
+    for name, model in (MODELS | STATES).items():
+        saved(folders[name], model)
     folded = folders["folded hybrid"] = tmp_path_factory.mktemp("run")
     saved(folded, FOLDED.model)
     (folded / "config.toml").write_text(write_toml(FOLDED))
@@ -202,19 +196,21 @@ OWN = {"cp 2": {CP: 2}, "tp 2": MESHES["tp 2"], "pp 2": MESHES["pp 2"]}
 CELLS = {
     2: [
         ("gpt", OWN["pp 2"]),
-        *((name, OWN["cp 2"]) for name in STATES),
-        *((name, OWN[mesh]) for name in ("qwen3_5", "hybrid") for mesh in ("tp 2", "pp 2")),
-        *(("qwen3_5", MESHES[f"cp 2, {method}"]) for method in ("ring", "exchange", "ulysses")),
-        *((name, {CP: 2, "context_parallel_method": "ulysses"}) for name in ("transnormer", "hybrid")),
-        ("hybrid", {CP: 2, "context_parallel_method": "lasp2"}),
+        *((name, OWN["cp 2"]) for name in ("kda", "olmo_hybrid", "linear_transformer", "hybrid")),
+        ("qwen3_5", OWN["tp 2"]),
+        ("hybrid", OWN["pp 2"]),
+        ("qwen3_5", MESHES["cp 2, ulysses"]),
         ("folded hybrid", {CP: 2}),
     ],
     4: [("windows and sinks", MESHES["cp 2, tp 2"])],
 }
 """Models and meshes by the number of ranks."""
+FEW_METHODS = [("qwen3_5", "ring"), ("qwen3_5", "exchange"), ("transnormer", "ulysses"), ("hybrid", "ulysses")]
 SLOW = {
     ranks: [(name, mesh) for name in MODELS for mesh in MESHES.values() if size_of(mesh) == ranks] for ranks in (2, 4)
 }
+SLOW[2] += [(name, mesh) for name in STATES for mesh in OWN.values()]
+SLOW[2] += [(name, {CP: 2, "context_parallel_method": method}) for name, method in (*FEW_METHODS, ("hybrid", "lasp2"))]
 SLOW[4] += [(name, {CP: 4}) for name in STATES]
 SLOW[4] += [(name, {CP: 2, **MESHES[mesh]}) for name in STATES for mesh in ("tp 2", "pp 2")]
 SLOW[6] = [(name, {CP: 3, **MESHES["tp 2"]}) for name in ("kda", "hybrid")]
@@ -254,20 +250,6 @@ def test_a_mesh_writes_what_no_cache_does(ranks, cells, runs):
         assert same
 
 
-def with_two_contexts(rank, world_size, folder):
-    """The first tokens of each prompt, written by itself, and the lengths whose plans are left."""
-    generation.MOST_CONTEXTS = 2
-    with opened(folder, dtype=torch.float64, **OWN["cp 2"]) as writer:
-        return [writer.write([prompt], 2)[0] for prompt in (*PROMPTS, PROMPTS[0])], [*writer._contexts]
-
-
-def test_plans_of_few_lengths_are_kept(runs):
-    wanted, _ = naive(STATES["hybrid"], PROMPTS)
-    for texts, lengths in run_ranks(with_two_contexts, 2, runs["hybrid"]):
-        assert texts == [text[:2] for text in (*wanted, wanted[0])]
-        assert lengths == [33, 21]
-
-
 def without_the_sum():
     """Each rank goes on from the state of its own tokens."""
     States.total = lambda self, x: x
@@ -301,15 +283,6 @@ def unequal(rank, world_size, cells, folders, fault):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["cp 2, zigzag", "pp 2, tp 2"])
-def test_a_lost_row_shows_on_a_mesh(mesh, runs):
-    _, expected = naive(LLAMA, PROMPTS)
-    _, lost = of_ranks(run_ranks(written, size_of(MESHES[mesh]), runs["llama"], MESHES[mesh], True))
-    assert (lost[0] - expected[0]).abs().max() < 1e-10
-    assert (lost[1] - expected[1]).abs().max() > 1e-4
-
-
 def drawn(rank, world_size, folder, mesh):
     """Texts of two prompts drawn by two seeds, one of them twice, and ended by a token of the first."""
     settings = {"temperature": 3.0, "top_k": 40, "top_p": 0.95}
@@ -336,10 +309,9 @@ def refused(rank, world_size, folder, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["cp 2, zigzag", "tp 2", "pp 2"])
-def test_a_model_that_overflows_is_named_on_all_ranks(mesh, tmp_path):
+def test_a_model_that_overflows_is_named_on_all_ranks(tmp_path):
     saved(tmp_path, LLAMA, scale=float("nan"))
-    found = run_ranks(refused, 2, tmp_path, MESHES[mesh])
+    found = run_ranks(refused, 2, tmp_path, MESHES["pp 2"])
     assert found == ["the logits of the next token are not finite"] * 2
 
 
@@ -348,9 +320,7 @@ def test_what_cannot_be_written_is_refused(runs, tmp_path):
         return refused(0, 1, folder, mesh)
 
     assert "holds no config.toml" in message(tmp_path)
-    assert "is not the 1 processes started; all of them write the same text: start 2" in message(
-        context_parallel_size=2
-    )
+    assert "is not the 1 processes started" in message(context_parallel_size=2)
     (tmp_path / "config.toml").write_text(write_toml(Config(model=LLAMA)))
     assert "holds no checkpoint" in message(tmp_path)
     assert "lasp, which passes states of linear attention on" in message(tmp_path, context_parallel_method="lasp")

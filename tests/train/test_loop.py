@@ -3,7 +3,6 @@
 import io
 import math
 import signal
-import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -116,11 +115,13 @@ def checkpoints(folder):
 
 def test_accumulation_micro_batches_and_ranks_change_no_loss(tmp_path):
     one = trained(tmp_path / "one", micro_batch_size=4)
-    for name, size, micro in (("accumulated", 1, 1), ("two ranks", 2, 1), ("both", 2, 2)):
+    for name, size, micro in (("accumulated", 1, 1), ("both", 2, 1)):
         other = trained(tmp_path / name, size, micro_batch_size=micro)
         for got, want in zip(other, one, strict=True):
             assert got["lm_loss"] == pytest.approx(want["lm_loss"], rel=1e-5)
             assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+    records = trained(tmp_path / "run", 2, micro_batch_size=3, global_batch_size=None, train_iters=1)
+    assert records[0]["consumed_samples"] == 6, "a batch that is not given follows the ranks"
 
 
 def test_records_are_megatrons_numbers(tmp_path):
@@ -139,11 +140,6 @@ def test_records_are_megatrons_numbers(tmp_path):
     assert records[0]["lm_loss"] == pytest.approx(math.log(VOCABULARY), rel=0.02)  # untrained, it knows nothing
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert [name for name in records[-1] if f"| `{name}` |" not in page] == []
-
-
-def test_batch_size_follows_the_ranks_where_none_is_given(tmp_path):
-    records = trained(tmp_path / "run", 2, micro_batch_size=3, global_batch_size=None, train_iters=1)
-    assert records[0]["consumed_samples"] == 6
 
 
 def infinite_in(trainer, iterations):
@@ -182,10 +178,8 @@ def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not():
     prepare = partial(infinite_in, iterations=[*range(2, 11), *range(12, 22)])
     for progress, error in run_ranks(run_with, 2, settings(train_iters=50), None, prepare):
         assert (progress.iteration, progress.skipped_iterations) == (21, 19)
-        assert error.startswith(
-            "TrainingError: 10 steps in a row were bad, the last one iteration 21: the loss was not"
-        )
-        assert "not finite; the last good one was 11; lower lr, lengthen lr_warmup_iters, or look at the data" in error
+        assert error.startswith("TrainingError: 10 steps in a row were bad, the last one iteration 21: the loss was no")
+        assert "; the last good one was 11; lower lr" in error
 
 
 def infinite_after_a_resume(trainer):
@@ -206,34 +200,6 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path):
     assert "10 steps in a row were bad, the last one iteration 12: " in error
     assert "the last good one was 2; lower lr" in error
     assert error.endswith(f"--load {tmp_path}/run --ckpt-step 2 and another --save")
-
-
-def _is_ours(file):
-    return file.startswith(f"{ROOT}/") and "/site-packages/" not in file  # an environment may lie in the checkout
-
-
-def traced(trainer):
-    """Note every file of ours that one call of the step enters."""
-    plain, entered = trainer.step, set[str]()
-
-    def note(frame, event, _):
-        if event == "call" and _is_ours(frame.f_code.co_filename):
-            entered.add(frame.f_code.co_filename)
-
-    def step(ahead):
-        sys.setprofile(note if trainer.progress.iteration == 1 else None)
-        try:
-            return plain(ahead)
-        finally:
-            sys.setprofile(None)
-            if trainer.progress.iteration == 2:
-                assert 10 < len(entered - {__file__}) <= 14, sorted(entered)
-
-    trainer.step = step
-
-
-def test_one_step_enters_few_files():
-    assert run_ranks(run_with, 1, settings(), None, traced)[0][1] == ""
 
 
 def idle_weight(trainer, frozen=False):
@@ -315,22 +281,21 @@ def frozen(trainer):
     trainer.optimizer.step = lambda: None
 
 
-def said_of_validation(rank, world_size, asked, folder, there):
+def said_of_validation(rank, world_size, asked, folder, length):
     """Validate after each of two iterations; the notes that are printed."""
     config, output = settings(train_iters=2, eval_iters=asked, eval_interval=1), io.StringIO()
     with redirect_stdout(output):
-        run_with(rank, world_size, config, folder, frozen, Samples(there))
+        run_with(rank, world_size, config, folder, frozen, Samples(length))
     return [line for line in output.getvalue().splitlines() if line.startswith("note:")]
 
 
-@pytest.mark.parametrize(("there", "asked", "used"), [(3, 4, 3), (20, 2, 8)])
-@pytest.mark.parametrize("size", [1, 2])
-def test_validation_is_the_mean_over_the_tokens_that_there_are(size, there, asked, used, tmp_path):
-    first, *others = run_ranks(said_of_validation, size, asked, tmp_path / "run", there)
+@pytest.mark.parametrize(("size", "length", "asked", "used"), [(1, 20, 2, 8), (2, 3, 4, 3), (2, 20, 2, 8)])
+def test_validation_is_the_mean_over_the_tokens_that_there_are(size, length, asked, used, tmp_path):
+    first, *others = run_ranks(said_of_validation, size, asked, tmp_path / "run", length)
     for record in read_metrics(tmp_path / "run" / METRICS):
         assert record["validation_loss"] == pytest.approx(expected_validation(used), rel=1e-6)
     few = ["note: eval_iters 4 asks for 16 validation samples; there are 3, and all are used"]
-    assert first == (few if there < 4 * asked else [])
+    assert first == (few if length < 4 * asked else [])
     assert not any(others)
 
 

@@ -14,7 +14,7 @@ from planner.dry_run import tightly
 from planner.levers import described, memory_of, mesh_of, method_of
 from planner.search import Candidate, Ranking
 from runtime.progress import amount, counted, duration
-from tools.common.report import aligned, markdown
+from tools.common.report import aligned
 from train.config.derive import beyond_rope, rope_flags
 from train.config.entries import Config
 from train.config.flags import spelled
@@ -83,14 +83,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 SHORT = ("method", "mesh", "memory by", "predicted", "memory GB", "host GB")
 
 
-def table(
-    rows: Sequence[Row], as_markdown: bool = False, columns: Sequence[str] = tuple(COLUMNS), first: int = 1
-) -> str:
-    """Format the rows in aligned columns, or as Markdown; measured times and host memory have one if there are any."""
+def table(rows: Sequence[Row], columns: Sequence[str] = tuple(COLUMNS), first: int = 1) -> str:
+    """Format the rows in aligned columns; measured times and host memory have one if there are any."""
     used = {head: cells for head in columns if any(cells := [*map(COLUMNS[head], rows)])}
     lines = [[str(number), *cells] for number, cells in enumerate(zip(*used.values(), strict=True), first)]
-    if as_markdown:
-        return "\n".join(markdown(["", *used], lines)).replace("|  |", "| |")
     return "\n".join(aligned([["", *used], *lines], range(1, 4)))
 
 

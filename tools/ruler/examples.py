@@ -4,9 +4,10 @@ And the settings of a run's small curve of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar, Literal
 
+from data.chat.rows import Turn
 from data.chat.template import ChatTemplate
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from runtime.errors import DataError, UserError, at_least, require
@@ -125,16 +126,14 @@ class Example:
     number: int
     question: Question
     ids: list[int]
-    size: int
-
-    @property
-    def new_tokens(self) -> int:
-        """Tokens that the answer may have."""
-        return TASKS[self.task].new_tokens
-
-    def score(self, written: str) -> float:
-        """Return the share of the answers, 0 to 1, in what was written."""
-        return TASKS[self.task].score(written, self.question.answers)
+    new_tokens: int
+    """Tokens that the answer may have."""
+    score: Callable[[str], float]
+    """A written text -> the share of the answers, 0 to 1, in it."""
+    turns: list[Turn]
+    """The conversation to train on."""
+    size: int = 0
+    """Sentences, lines or words of the haystack."""
 
 
 class Maker:
@@ -153,7 +152,7 @@ class Maker:
         purpose: Purpose = "score",
     ) -> None:
         """Estimate what the haystack's growth costs. Raises DataError: no question fits even the smallest example."""
-        self.task, self.length, self._prompts = TASKS[task], length, prompts
+        self.task, self.length, self.prompts = TASKS[task], length, prompts
         self.name = task
         self._draw = f"ruler:{purpose}:{task}:{length}:{seed}"
         self._case = Case("", 0, length, sources)
@@ -171,22 +170,27 @@ class Maker:
         first = self._of(0)
         self._tries = self._questions or _TRIES
 
-        least = self.task.least
-        few, more = (len(self._ids(self.task.make(first, size))) for size in (least, 2 * least + 30))
-        if prompts.tokenizer.unknown in prompts.ids(self.task.make(first, least)):
+        if prompts.tokenizer.unknown in prompts.ids(self.task.make(first, self.task.least)):
             raise DataError(
                 f"{task} has words that {prompts.tokenizer.path} has no token for; take a run of another tokenizer, "
                 "or leave the task out"
             )
-        self._each = max(1e-3, (more - few) / (least + 30))
-        guess = max(least, least + int((self._room - few) / self._each))
-        # The first pieces may be longer than the later ones: a second look at about the right size.
-        there = len(self._ids(self.task.make(first, guess)))
-        self._each = max(1e-3, (there - few) / max(guess - least, 1)) if guess > least else self._each
-        self._guess = max(least, guess + int((self._room - there) / self._each))
-        self._beside = there - self._counter(first)(guess)
+        self._each, self._guess, self._beside = self._estimated(first)
         self._first = self._fill(0)
         self._guess = self._first.size
+
+    def _estimated(self, case: Case) -> tuple[float, int, int]:
+        """Return the tokens of a piece of the haystack, a size that about fills the room, and the other tokens."""
+        least = self.task.least
+        smallest, larger = (len(self._ids(self.task.make(case, size))) for size in (least, 2 * least + 30))
+        each = max(1e-3, (larger - smallest) / (least + 30))
+        guess = max(least, least + int((self._room - smallest) / each))
+        # The first pieces may be longer than the later ones: a second look at about the right size.
+        filled = len(self._ids(self.task.make(case, guess)))
+        if guess > least:
+            each = max(1e-3, (filled - smallest) / (guess - least))
+        beside = filled - self._counter(case)(guess)
+        return each, max(least, guess + int((self._room - filled) / each)), beside
 
     def make(self, number: int) -> Example:
         """Make an example as large as fits: one of one more sentence, line or word does not. Raises DataError."""
@@ -199,15 +203,20 @@ class Maker:
         if task.words is not None:  # a guess of this example's own, in the time of a few hundred words
             guess = fill(self._room - self._beside, self._counter(case), task.least, guess, self._each)
         size = fill(self._room, lambda size: len(ids(size)), task.least, guess, self._each)
-        return Example(self.name, self.length, number, made(size), ids(size), size)
+        question, score = made(size), partial(task.score, answers=made(size).answers)
+        turns = [
+            {"role": "user", "content": question.text},
+            {"role": "assistant", "content": question.prefix + answer_of(question)},
+        ]
+        return Example(self.name, self.length, number, question, ids(size), task.new_tokens, score, turns, size)
 
     def _counter(self, case: Case) -> Callable[[int], int]:
         """Return what counts the tokens of the haystack's words, each tokenized once and alone; 0 for other tasks."""
-        alone, words = cache(lambda word: len(self._prompts.tokenizer.tokenize(f" {word}"))), self.task.words
+        alone, words = cache(lambda word: len(self.prompts.tokenizer.tokenize(f" {word}"))), self.task.words
         return lambda size: 0 if words is None else sum(n * alone(word) for word, n in words(case, size).items())
 
     def _ids(self, question: Question) -> list[int]:
-        return self._prompts.ids(question, answer_of(question) if self._trains else "")
+        return self.prompts.ids(question, answer_of(question) if self._trains else "")
 
     def prepare(self, samples: int) -> None:
         """Look for the questions of so many examples, which fills ``left_out``. Raises DataError: none fits."""

@@ -8,13 +8,12 @@ layers can learn.
 """
 
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from model.hf.folder import new_folder
 from runtime.errors import UserError
-from tools.ruler.lines import ADJECTIVES, NOUNS, VALUES
+from tools.ruler.lines import ADJECTIVES, NAME, NOUNS, VALUES
 from tools.ruler.tasks import TASKS, Case, Sources
 from tools.ruler.texts import NOISE, SENTENCES, below, distinct, name, names, wordlists
 
@@ -29,17 +28,10 @@ LEARNED = (
 OF_FILE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def write_model(
-    folder: Path,
-    hidden_size: int,
-    seed: int,
-    words: Callable[[], Any],
-    model_type: str = "llama",
-    **shape: Any,
-) -> str:
+def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type: str) -> str:
     """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists.
 
-    ``words`` makes the `tokenizers.Tokenizer`; ``shape`` is more of the family's configuration.
+    ``task`` is line_retrieval or niah, whose words the tokenizer has; ``model_type`` llama or qwen3_5.
     """
     if hidden_size % (2 * HEADS):
         raise UserError(
@@ -53,17 +45,19 @@ def write_model(
         raise UserError(
             "a model is written by transformers: pip install transformers (make venv EXTRAS=dev)"
         ) from error
+    lines = task == NAME
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words(),
+        tokenizer_object=tokenizer_of_words() if lines else tokenizer_of_needles(),
         unk_token=UNKNOWN,
         eos_token=END,
         additional_special_tokens=[USER],
     )
     tokenizer.chat_template = OF_FILE["template"]
     torch.manual_seed(seed)
-    kind: Any
-    kind, own = (Qwen3_5TextConfig, OF_FILE["hybrid"]) if model_type == "qwen3_5" else (LlamaConfig, {})
-    config = kind(
+    hybrid = model_type == "qwen3_5"
+    family: Any = Qwen3_5TextConfig if hybrid else LlamaConfig
+    shape = OF_FILE["hybrid"] if hybrid else {"num_attention_heads": HEADS}
+    config = family(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -72,7 +66,7 @@ def write_model(
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        **{"num_attention_heads": HEADS, **own},
+        tie_word_embeddings=not lines,
         **shape,
     )
     model: Any = AutoModelForCausalLM.from_config(config)

@@ -92,7 +92,7 @@ def configs_page() -> str:
     lines = [
         "# Configurations",
         "",
-        "What the TOML files under `configs/` say of themselves. `--config` takes one, or the name of a model alone, and",
+        "What the TOML files under `configs/` say of themselves. `--config` takes a file, or the name of a model, and",
         f"[flags](flags.md) override it. {MADE_BY}",
     ]
     folders = {"Models and runs": "configs/models", "Long contexts": "configs/runs", "Clusters": "configs/clusters"}

@@ -15,16 +15,11 @@ import pytest
 
 from bench.link import __main__ as entry
 from bench.link import ranks as link_ranks
-from bench.link.cases import CASES, MODELS, VOCAB_SIZE, Case, case_for, cases_of, command_line
-from bench.link.choices import CLUSTERS
-from bench.link.network import LINKS, Network, NetworkError, check_permission, enter
+from bench.link.cases import MODELS, cases_of, command_line
+from bench.link.network import Network, NetworkError, check_permission, enter
 from bench.link.ranks import attention_crossing
 from model.registry import num_parameters
-from planner.cluster import load_cluster
-from planner.search import rank
-from runtime.machine import describe, results_file
 from tests.starts import PATIENCE, ROOT, children, ended, interruptible, wait_until
-from tools.common.report import write_records
 from train.config.derive import with_vocabulary
 from train.config.language import parse_args, validate
 
@@ -114,20 +109,17 @@ def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails):
         assert "noqueue" in network._nodes[0].run("tc", "qdisc", "show", "dev", "trunk")
         with pytest.raises(NetworkError, match=r"tc qdisc add .*40parsecs|tc class add .*40parsecs"):
             network.limit("40parsecs")
-        with pytest.raises(NetworkError, match="the rate is -5mbit, which tc would take for no limit"):
-            network.limit("-5mbit")
     assert namespaces(own) == before
 
 
 @permitted
 def test_what_crosses_is_what_the_plan_says(default_data, monkeypatch):
-    monkeypatch.setattr(entry, "WARM_UP", 1)
-    monkeypatch.setattr(entry, "FREE", 1)
+    monkeypatch.setattr(link_ranks, "WARM_UP", 0)
     monkeypatch.setattr(link_ranks, "WARM_UP_LIMITED", 0)
     args = entry.build_parser().parse_args(["--repeats", "1", "--rate", "200mbit", "--cases", "ring"])
     setting = {"model": "llama", "link": "shared", "seq_length": 1024, "batch": 2}
     with Network(rails=False) as network:
-        (found,) = entry._setting(network, setting, default_data, args)
+        (found,) = entry.measure_setting(network, setting, default_data, args)
     config = parsed("llama", "ring", default_data)
     gradients = 4 * num_parameters(with_vocabulary(config, 4096).model)  # float32, once
     expected = found["attention_by_plan"] + gradients
@@ -147,18 +139,6 @@ def test_every_configuration_is_one_that_the_entry_accepts(model, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for case in cases_of(model):
         validate(parsed(model, case), 8)
-
-
-def test_the_planner_proposes_configurations_by_the_names_of_the_bench():
-    auto = Case(cp=8, method="auto")
-    asked = command_line("llama", auto, Path("nowhere"), seq_length=1024, batch=2, iterations=3)
-    config = with_vocabulary(parse_args(asked), VOCAB_SIZE)
-    for link in LINKS:
-        cluster = load_cluster(CLUSTERS / f"{link}.toml")
-        assert cluster.between_link == ("node" if link == "shared" else "rank")
-        proposed = dict(case_for(found.config.context, 8) for found in rank([config], 8, cluster).candidates)
-        assert set(CASES) <= set(proposed)
-        assert {name: proposed[name] for name in CASES} == cases_of("llama")
 
 
 def test_crossing_by_hand():
@@ -235,75 +215,29 @@ def test_without_permission_it_says_what_it_needs():
 
 
 def test_bad_input_is_one_line(capsys, monkeypatch):
-    assert entry.main(["--seq-length", "1000"]) == 1
-    assert entry.main(["--models", "transnormer", "--cases", "zigzag"]) == 1
+    assert entry.main(["--rate", "12mbps"]) == 1
+    assert entry.main(["--rate", "0mbit"]) == 1
     monkeypatch.setenv("PATH", "")
     assert entry.main([]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(";")[0] for line in lines] == [
-        "error: --seq-length is 1000 with --tokens 8192",
-        "error: --cases is zigzag, none of which any of --models has",
+        "error: --rate is '12mbps'",
+        "error: --rate is '0mbit'",
         "error: the link bench needs ip on the PATH",
     ]
 
 
-def test_the_report_has_the_fastest_first(tmp_path):
-    figures = {"seconds": [], "unlimited": 0.5, "crossed": 3 << 20, "attention_by_plan": 2 << 20}
-    machine = {"device": "A processor", "cores": 2, "platform": "Linux", "torch": "2.13.0", "date": "today"}
-    result = {
-        "machine": machine,
-        "note": None,
-        "load_average": [0.5],
-        "rate": "100mbit",
-        "ranks_per_node": 4,
-        "repeats": 5,
-    }
-    setting = {"model": "gpt", "link": "rails", "seq_length": 1024, "batch": 8}
-
-    def measured(date, *settings, **medians):
-        cases = [{**one, "name": n, **figures, "median": x} for one in settings for n, x in medians.items()]
-        return {**result, "machine": {**machine, "date": date}, "settings": [*settings], "cases": cases}
-
-    path = entry.write(measured("today", setting, ring=3.0, ulysses=1.5), tmp_path)
-    assert path == tmp_path / "link-a-processor-2-cores.md"
-    text = path.read_text()
-    assert text.splitlines()[-2:] == [
-        "| ulysses | 1.50 | 5461 | 2.00 | 0.50 | 3.0 | 2.0 |",
-        "| ring | 3.00 | 2731 | 1.00 | 0.50 | 3.0 | 2.0 |",
+def test_the_report_has_the_fastest_of_each_setting_first():
+    setting = {"link": "rails", "seq_length": 1024, "batch": 8, "unlimited": 0.5, "crossed": 3 << 20, "on_link": 0.5}
+    setting |= {"attention_by_plan": 2 << 20, "tokens_per_second": 1.0}
+    rows = [
+        {**setting, "model": model, "name": name, "median": median, "times_as_fast": 3.0 / median}
+        for model, name, median in (("gpt", "ring", 3.0), ("gpt", "ulysses", 1.5), ("transnormer", "lasp", 2.0))
     ]
-    others = [{**setting, "batch": 4}, {**setting, "link": "shared"}]
-    entry.write(measured("later", *others, ring=3.0), tmp_path)
-    entry.write(measured("later", setting, ring=2.0), tmp_path)
-    kept = entry.earlier(path.with_suffix(".jsonl"))
-    assert [(found["link"], found["batch"], found["date"]) for found in kept["settings"]] == [
-        ("rails", 4, "later"),
-        ("rails", 8, "later"),
-        ("shared", 8, "later"),
+    lines = entry.markdown({"cases": rows})
+    assert lines[1] == "**gpt**, 8 x 1024 tokens, a link for each rank:"
+    assert lines[5:7] == [
+        "| ulysses | 1.500 | 50% | 0.500 | 3.00 | 2.00 | 1 | 2.00 |",
+        "| ring | 3.000 | 50% | 0.500 | 3.00 | 2.00 | 1 | 1.00 |",
     ]
-    cases = [row for row in kept["cases"] if (row["link"], row["batch"]) == ("rails", 8)]
-    assert {row["name"]: (row["median"], row["date"]) for row in cases} == {
-        "ring": (2.0, "later"),
-        "ulysses": (1.5, "today"),
-    }
-    result = measured("today", setting, ring=3.0)
-    with pytest.raises(ValueError, match="rate 100mbit, not 50mbit; give another --results"):
-        entry.write({**result, "rate": "50mbit"}, tmp_path)
-    path.with_suffix(".jsonl").write_text("{")
-    with pytest.raises(ValueError, match="is not what this bench writes"):
-        entry.write(result, tmp_path)
-
-
-def test_results_that_cannot_be_added_to_are_refused_before_measuring(tmp_path):
-    path = results_file(tmp_path, entry.NAME, describe("cpu"))
-    row = {"model": "gpt", "link": "rails", "seq_length": 1024, "batch": 8}
-    about = {"machine": {"date": "today"}, "rate": "100mbit", "repeats": 5}
-    write_records(path, {**about, "settings": [row], "cases": [{**row, "name": "ring"}]})
-    entry.check(entry.build_parser().parse_args(["--results", str(tmp_path)]))
-    with pytest.raises(ValueError, match="repeats 5, not 3"):
-        entry.check(entry.build_parser().parse_args(["--results", str(tmp_path), "--repeats", "3"]))
-
-
-def test_models_without_a_named_configuration_are_left_out():
-    args = entry.build_parser().parse_args(["--models", "gpt", "transnormer", "--cases", "lasp2"])
-    entry.check(args)
-    assert args.models == ["transnormer"]
+    assert "times as fast as lasp |" in lines[10]

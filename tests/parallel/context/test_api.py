@@ -7,6 +7,7 @@ import torch.distributed as dist
 from model.attention import PrefetchingAttend
 from model.config import ModelConfig
 from model.language import LanguageModel
+from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel
 from parallel.recompute import RecomputeConfig, recompute_layers
 from runtime.ranks import run_ranks
@@ -17,6 +18,7 @@ GATHERING = {
     4: [("wallfacer", {"team_size": 2}), ("allgather", {}), ("allgather", {"ulysses_degree": 2})],
     8: [("wallfacer", {"team_size": 2}), ("wallfacer", {"team_size": 2, "ulysses_degree": 2})],
 }
+NOT_GATHERING = [("zigzag", {}), ("wallfacer", {}), ("ulysses", {})]
 STAGED = [("allgather", {"ulysses_degree": 2, "ulysses_head_chunks": 2})]
 AGAIN = {"none": 0, "full": 1, "selective": 1, "attention_boundary": 0}
 """The times that the backward gathers and attends again."""
@@ -25,6 +27,11 @@ AGAIN = {"none": 0, "full": 1, "selective": 1, "attention_boundary": 0}
 def late(cp):
     """The same attention for a model that cannot prefetch."""
     return lambda q, k, v: cp.attend(q, k, v)
+
+
+def early(cp):
+    """The attention for a model that prefetches."""
+    return cp.attend
 
 
 def llama(attend, granularity="none"):
@@ -66,36 +73,21 @@ def events(cp, model):
     return found
 
 
-def in_order(rank, world_size, cases):
-    found = []
-    for method, options in cases:
-        cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
-        assert isinstance(cp.attend, PrefetchingAttend)
-        found.append([events(cp, llama(cp.attend))])
-        cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
-        found[-1].append(events(cp, llama(late(cp))))
-    return found
+def in_order(rank, world_size):
+    """Events of each case by an attention that prefetches, and by the same one that cannot."""
+    results = []
+    for method, options in [*GATHERING[world_size], *NOT_GATHERING]:
+        contexts = [context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options) for _ in range(2)]
+        assert isinstance(contexts[0].attend, PrefetchingAttend)
+        results.append([events(cp, llama(attend(cp))) for cp, attend in zip(contexts, (early, late), strict=True)])
+    return results
 
 
-@pytest.mark.parametrize("world_size", GATHERING)
-def test_keys_and_values_are_on_their_way_before_q_is_projected(world_size):
-    for found in run_ranks(in_order, world_size, GATHERING[world_size]):
-        for early, at_once in found:
-            assert early == ["wk", "wv", "gather 2", "wq", "gather 1"] * MODEL.num_layers
-            assert at_once == ["wk", "wv", "wq", "gather 2", "gather 1"] * MODEL.num_layers  # the order is noticed
-
-
-def without_a_team(rank, world_size):
-    found = []
-    for method in ("zigzag", "wallfacer", "ulysses"):
-        cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD)
-        found.append(events(cp, llama(cp.attend)))
-    return found
-
-
-def test_where_nothing_is_gathered_nothing_begins_early():
-    for found in run_ranks(without_a_team, 4):
-        assert found == [["wk", "wv", "wq", "gather 2", "gather 1"] * MODEL.num_layers] * 3
+def test_keys_and_values_are_on_their_way_before_q_is_projected_if_they_are_gathered():
+    at_once = ["wk", "wv", "wq", "gather 2", "gather 1"] * MODEL.num_layers
+    prefetched = ["wk", "wv", "gather 2", "wq", "gather 1"] * MODEL.num_layers
+    for results in run_ranks(in_order, 4):
+        assert results == [[prefetched, at_once]] * len(GATHERING[4]) + [[at_once, at_once]] * len(NOT_GATHERING)
 
 
 def steps(rank, world_size, cases):
@@ -105,6 +97,8 @@ def steps(rank, world_size, cases):
     heads = {"heads": MODEL.num_attention_heads, "kv_heads": MODEL.query_groups, "head_dim": MODEL.head_dim}
     for method, options in cases:
         for granularity, again in AGAIN.items():
+            if granularity in ("full", "selective") and method != "wallfacer":
+                continue  # what the backward gathers again is the same for all
             cp = context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
             got = gradients(llama(cp.attend, granularity), cp, 2)
             sent, cp.transport.traffic = cp.transport.traffic, Traffic()
@@ -127,43 +121,28 @@ def test_no_policy_of_recomputation_changes_or_gathers_more(world_size):
     run_ranks(steps, world_size, GATHERING[world_size] + STAGED * (world_size > 4))
 
 
-def lose_handles(rank, world_size):
-    """attention_boundary without the operator that prefetches."""
-    from parallel import recompute
-
-    recompute.ATTENTION -= {"longmesh::prefetch_kv"}
-    cp = context_parallel("wallfacer", seq_len=LENGTH, group=dist.group.WORLD, team_size=2)
-    model = llama(cp.attend, "attention_boundary")
-    with pytest.raises(
-        ContextError, match="takes the prefetched k and v None, and"
-    ):  # the second layer's, in the backward
-        gradients(model, cp)
-
-
-def test_a_handle_that_is_not_kept_is_noticed():
-    run_ranks(lose_handles, 4)
-
-
 def misused(rank, world_size):
     cp = context_parallel("wallfacer", seq_len=LENGTH, group=dist.group.WORLD, team_size=2)
     q = torch.randn(1, cp.plan.local_len, 4, 8)
     want = cp.attend(q, q, q)
-    cp.attend.prefetch_kv(q, q)
-    with pytest.raises(ContextError, match="takes the prefetched k and v None, and"):
+    for again in (lambda: cp.attend.prefetch_kv(q, q), lambda: cp.attend(q, q, q)):
         cp.attend.prefetch_kv(q, q)
-    cp.attend.prefetch_kv(q, q)
-    with pytest.raises(ContextError, match="takes the prefetched k and v None, and"):
-        cp.attend(q, q, q)
+        with pytest.raises(ContextError, match="takes the prefetched k and v None, and"):
+            again()
     attention = cp.attend.prefetch_kv(q, q)
     assert torch.equal(attention(q), want)
     with pytest.raises(ContextError, match="and None is pending"):
         attention(q)
-    with pytest.raises(ContextError, match="do not fit a plan of 24 local positions"):
+    with pytest.raises(ContextError, match="24 local positions"):
         cp.attend.prefetch_kv(q, q[:, :-1])
     assert torch.equal(cp.attend(q, q, q), want)
+    # attention_boundary without the operator that prefetches: the second layer's, in the backward
+    recompute.ATTENTION -= {"longmesh::prefetch_kv"}
+    with pytest.raises(ContextError, match="takes the prefetched k and v None, and"):
+        gradients(llama(cp.attend, "attention_boundary"), cp)
 
 
-def test_what_is_prefetched_is_taken_once_and_next():
+def test_what_is_prefetched_is_taken_once_and_next_and_a_handle_that_is_not_kept_is_noticed():
     run_ranks(misused, 4)
 
 
@@ -171,9 +150,7 @@ def traced(rank, world_size):
     cp = context_parallel("allgather", seq_len=16, group=dist.group.WORLD)
     k = torch.randn(1, 8, 2, 8)
     tests = ("test_schema", "test_autograd_registration")
-    for _ in range(2):
-        torch.library.opcheck(torch.ops.longmesh.prefetch_kv.default, (k, k, cp._executor.handle), test_utils=tests)
-        cp._executor._prefetched = None
+    torch.library.opcheck(torch.ops.longmesh.prefetch_kv.default, (k, k, cp._executor.handle), test_utils=tests)
 
 
 def test_the_prefetch_is_an_operator():

@@ -11,8 +11,8 @@ from parallel.context import executor
 from parallel.context.circulation import Needed
 from parallel.context.transport import Transport
 from runtime.ranks import run_ranks
+from tests.compositions import compositions
 from tests.parallel.context.attended import Masked, Ranks, attended
-from tests.parallel.context.test_packed import by_turns
 
 LATEST = 0.004  # seconds; some ten times what a transfer takes here
 MASKS = (Masked((0, 9, 123)), Masked((0, 60, 61, 123), causal=False), Masked((0, 9, 123), (70, 0), sinks=True))
@@ -69,10 +69,13 @@ def attend_again(rank, world_size, cases, runs, change):
 
 @pytest.mark.parametrize(
     ("world_size", "runs"),
-    [(4, 3), pytest.param(4, 20, marks=pytest.mark.slow), pytest.param(8, 8, marks=pytest.mark.slow)],
+    [(4, 2), pytest.param(4, 20, marks=pytest.mark.slow), pytest.param(8, 8, marks=pytest.mark.slow)],
 )
 def test_late_ranks_change_no_bit(world_size, runs):
-    some = by_turns(world_size, MASKS)
+    some = [
+        (method, {**options, "backward": ("kv", "queries")[i % 2]}, MASKS[i % 3])
+        for i, (method, options) in enumerate(compositions(world_size))
+    ]
     for found in run_ranks(attend_again, world_size, some, runs, make_late):
         assert dict(zip(map(str, some), found, strict=True)) == dict.fromkeys(map(str, some), True)
 

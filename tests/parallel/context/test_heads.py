@@ -61,7 +61,7 @@ def in_stages(rank, world_size, dtype, *, wrong=False):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_stages_change_no_bit(world_size, dtype):
     """If the query heads of a KV head are in several stages, sums over them have another order: dk, dv, in a ring dq.

@@ -18,11 +18,17 @@ def test_positions_ascend_and_each_is_owned_once(name):
             np.testing.assert_array_equal(np.sort(np.concatenate(owned)), np.arange(layout.seq_len))
 
 
-def test_the_three_layouts_on_eight_tokens():
-    assert Layout("contiguous", 8, 2).positions(1).tolist() == [4, 5, 6, 7]
-    assert Layout("striped", 8, 2).positions(1).tolist() == [1, 3, 5, 7]
-    assert Layout("zigzag", 8, 2).positions(1).tolist() == [2, 3, 4, 5]
-    assert Layout("zigzag", 8, 2).positions(0).tolist() == [0, 1, 6, 7]
+@pytest.mark.parametrize(
+    ("name", "rank", "positions"),
+    [
+        ("contiguous", 1, [4, 5, 6, 7]),
+        ("striped", 1, [1, 3, 5, 7]),
+        ("zigzag", 1, [2, 3, 4, 5]),
+        ("zigzag", 0, [0, 1, 6, 7]),
+    ],
+)
+def test_the_three_layouts_on_eight_tokens(name, rank, positions):
+    assert Layout(name, 8, 2).positions(rank).tolist() == positions
 
 
 def test_lengths_are_padded_up_never_cut():

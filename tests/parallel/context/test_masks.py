@@ -137,25 +137,23 @@ def test_plans_of_past_micro_batches_are_forgotten():
 
 
 def test_a_layer_with_a_window_keeps_the_layout_of_those_without():
-    whole = plan.make_plan("exchange", seq_len=4096, size=8, documents=(0, 1000, 4096))
-    assert whole.windowed((64, 0)).layout == whole.layout
-    alone = plan.make_plan("exchange", seq_len=4096, size=8, documents=(0, 1000, 4096), window=(64, 0))
-    assert alone.layout != whole.layout
+    documents = {"documents": (0, 1000, 4096)}
+    whole, alone = (plan.make_plan("exchange", seq_len=4096, size=8, window=w, **documents) for w in (None, (64, 0)))
+    assert whole.windowed((64, 0)).layout == whole.layout != alone.layout
     assert alone.windowed((64, 0)) is alone
 
 
 def test_masks_of_other_ranks_and_sinks_of_other_heads_are_refused():
     q = torch.randn(1, 16, 2, 8)
-    cp = context_parallel("ring", seq_len=16)
+    ring, lasp = (context_parallel(method, seq_len=16) for method in ("ring", "lasp"))
+    ring_mask, lasp_mask = (context_parallel(method, seq_len=24).handle for method in ("ring", "lasp"))
     with pytest.raises(ContextError, match="mask is of ring over 24 tokens on 1 ranks"):
-        cp.attend(q, q, q, context_parallel("ring", seq_len=24).handle)
+        ring.attend(q, q, q, ring_mask)
     with pytest.raises(ContextError, match="mask is of lasp over 24"):
-        context_parallel("lasp", seq_len=16).attend_linear(
-            q, q, q, [0.0, 0.0], context_parallel("lasp", seq_len=24).handle
-        )
+        lasp.attend_linear(q, q, q, [0.0, 0.0], lasp_mask)
     for shape in ((1,), (3,), (2, 1)):
         with pytest.raises(ContextError, match="do not fit 2 query heads"):
-            cp.attend(q, q, q, sinks=torch.zeros(shape))
+            ring.attend(q, q, q, sinks=torch.zeros(shape))
 
 
 def test_a_compiled_attention_serves_every_mask():

@@ -1,4 +1,4 @@
-"""Elements that real ranks send and hold in a forward are those of the formulas in WallFacer's paper."""
+"""Elements that a forward sends and holds are those of the formulas in WallFacer's paper."""
 
 import gc
 from fractions import Fraction
@@ -7,29 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.context import context_parallel, executor
+from parallel.context import context_parallel, executor, make_plan
 from runtime.ranks import run_ranks
+from tests.compositions import EVERY
 
-BATCH, TOKENS, HEADS, WIDTH = 1, 144, 8, 16
-CASES = {
-    4: [
-        ("ring", {}),
-        ("zigzag", {}),
-        ("allgather", {}),
-        ("wallfacer", {}),
-        ("wallfacer", {"team_size": 2}),
-        ("ulysses", {}),
-        ("double_ring", {"ranks_per_node": 2}),
-        ("striped", {"ulysses_degree": 2}),
-    ],
-    8: [
-        ("wallfacer", {}),
-        ("wallfacer", {"team_size": 2}),
-        ("wallfacer", {"team_size": 2, "placement": "p2p_intra"}),
-        ("wallfacer", {"team_size": 2, "ulysses_degree": 2}),
-    ],
-    9: [("wallfacer", {"team_size": 3})],
-}
+BATCH, TOKENS, HEADS, WIDTH = 1, 144, 48, 16
 
 
 def formula(plan, rank, kv_heads):
@@ -54,24 +36,18 @@ def formula(plan, rank, kv_heads):
     return sent, (2 * query + keys + lse) * (team - 1) + heads
 
 
-def count_elements(rank, world_size, cases):
-    """Elements have 8 bytes, lse and partial results too, so that bytes count them; each case has its own group."""
-    for (method, options), kv_heads in ((case, kv_heads) for case in cases for kv_heads in (HEADS, HEADS // 2)):
-        cp = context_parallel(method, seq_len=TOKENS, group=dist.group.WORLD, **options)
-        rows = BATCH, cp.plan.local_len
-        q = torch.randn(*rows, HEADS, WIDTH, dtype=torch.float64)
-        k, v = (torch.randn(*rows, kv_heads, WIDTH, dtype=torch.float64) for _ in range(2))
-        cp.attend(q, k, v)
-        shape = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": WIDTH, "element_size": 8}
-        planned = cp.plan.cost(rank, batch=BATCH, **shape).forward
-        for sent in (cp.transport.traffic, planned):
-            found = Fraction(sent.p2p.total(), 8), Fraction(sent.collective.total(), 8)
-            assert found == formula(cp.plan, rank, kv_heads), f"{method}, {options}, {kv_heads} key heads: {found}"
-
-
-@pytest.mark.parametrize("world_size", CASES)
-def test_the_executor_sends_what_the_plan_and_the_formula_say_in_elements(world_size):
-    run_ranks(count_elements, world_size, CASES[world_size])
+@pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 2])
+def test_plans_send_what_the_formula_says_in_elements(kv_heads):
+    """Real ranks send what their plans say (test_executor.py). Elements have 8 bytes, lse and partial results too."""
+    for method, size, options in EVERY:
+        plan = make_plan(method, seq_len=TOKENS, size=size, **options)
+        if plan.sparse:
+            continue  # rows that a query sees travel alone
+        shape = {"batch": BATCH, "heads": HEADS, "kv_heads": kv_heads, "head_dim": WIDTH, "element_size": 8}
+        for rank in range(size):
+            sent = plan.cost(rank, **shape).forward
+            elements = Fraction(sent.p2p.total(), 8), Fraction(sent.collective.total(), 8)
+            assert elements == formula(plan, rank, kv_heads), (method, size, options, rank)
 
 
 def live_bytes():
@@ -82,12 +58,12 @@ def live_bytes():
 
 def hold(rank, world_size, cases):
     """The most that an attention's tensors take as a round's tiles start, in A: bytes of this rank's q."""
-    found, attend_tiles_ = [], executor.attend_tiles_
+    peaks, attend_tiles_ = [], executor.attend_tiles_
     for method, options in cases:
         cp = context_parallel(method, seq_len=TOKENS, causal=False, group=dist.group.WORLD, **options)
         seen = []
         gc.freeze()
-        q, k, v = (torch.randn(BATCH, cp.plan.local_len, HEADS, WIDTH) for _ in range(3))
+        q, k, v = (torch.randn(BATCH, cp.plan.local_len, 8, WIDTH) for _ in range(3))
 
         def noting(*args, seen=seen):
             seen.append(live_bytes())
@@ -95,8 +71,12 @@ def hold(rank, world_size, cases):
 
         executor.attend_tiles_ = noting
         cp.attend(q, k, v)
-        found.append(max(seen) / (q.numel() * 4))
-    return found
+        peaks.append(max(seen) / (q.numel() * 4))
+    return peaks
+
+
+LSE = 2 / WIDTH
+"""A CPU's lse is in float64."""
 
 
 def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count():
@@ -104,23 +84,18 @@ def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count():
 
     Here KV that arrives while the other is used takes 2 C more, the partial output and lse are the whole team's, and
     this rank's own q, k and v, which autograd holds, stay beside those that were gathered: 6 C + 3. Alone, a rank's q
-    is the one it attends with: 8. Without rounds that pass KV on (C^2 = P) none arrives. A CPU's lse is in float64.
+    is the one it attends with: 8. Without rounds that pass KV on (C^2 = P) none arrives. Most rows travel under the
+    last mask too: a sender that kept all it passed on would hold four times as many.
     """
-    lse = 2 / WIDTH
-    on_four = [("ring", {}), ("wallfacer", {}), ("wallfacer", {"team_size": 2})]
-    for ring, one, two in run_ranks(hold, 4, on_four):
-        assert ring == one == 8 + lse
-        assert two == 3 + 2 * 3 + 2 * (1 + lse)
-    for (two,) in run_ranks(hold, 8, [("wallfacer", {"team_size": 2})]):
-        assert two == 6 * 2 + 3 + 2 * lse
+    documents = {"documents": (0, TOKENS - 8, TOKENS)}
+    on_four = [("ring", {}), ("wallfacer", {}), ("wallfacer", {"team_size": 2}), ("ring", documents)]
+    for ring, single, team, needed in run_ranks(hold, 4, on_four):
+        assert ring == single == 8 + LSE
+        assert team == 3 + 2 * 3 + 2 * (1 + LSE)
+        assert needed < 1.2 * ring
 
 
-def hold_most(rank, world_size):
-    """The same of a ring that passes everything on, whole, and as the rows that a query sees."""
-    return hold(rank, world_size, [("ring", {}), ("ring", {"documents": (0, TOKENS - 8, TOKENS)})])
-
-
-def test_rows_needed_are_let_go_of_as_whole_tensors_are():
-    """Most rows travel under both masks; a sender that kept all it passed on would hold four times as many."""
-    for whole, needed in run_ranks(hold_most, 4):
-        assert needed < 1.2 * whole
+@pytest.mark.slow
+def test_a_team_in_a_ring_holds_what_arrives_too():
+    for (team,) in run_ranks(hold, 8, [("wallfacer", {"team_size": 2})]):
+        assert team == 6 * 2 + 3 + 2 * LSE

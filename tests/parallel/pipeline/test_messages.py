@@ -20,8 +20,9 @@ Purpose = tuple[str, int, int]
 PIPELINES = [config for name, (config, _) in SCHEDULES.items() if name != "uneven"]
 MESSAGES = {"fwd_recv": ("forward", 0), "fwd_send": ("forward", 1), "bwd_recv": ("back", 0), "bwd_send": ("back", -1)}
 """Their direction, and the stage that takes them from the one that posts them."""
-VOTES = 4 if TorchVersion(torch.__version__) >= "2.13" else 2
-"""Messages between two stages before the first step and before the evaluation; older versions of torch send half."""
+VERSION = TorchVersion(torch.__version__)
+VOTES = 0 if VERSION >= "2.14" else 4 if VERSION >= "2.13" else 2
+"""Messages between two stages before the first step and before the evaluation, by torch's version."""
 
 
 class Links(Noted):

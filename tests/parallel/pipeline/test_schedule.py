@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from model.language import initial_weight
 from model.registry import build_model
@@ -19,9 +20,8 @@ from parallel.tensor.split import split_model
 from runtime.ranks import run_ranks
 from tests.parallel.split import GRADIENT, LOSS, config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
-from tests.parallel.tiny import ARCHITECTURE, full, save
+from tests.parallel.tiny import full
 from train.assemble import Run, build_runner
-from train.checkpoint.api import load_checkpoint
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken
 
@@ -131,8 +131,8 @@ def over_four(cases):
 
 def test_every_schedule_gives_the_step_of_one_process():
     """On pp 2 x dp 2, sequences with unequal numbers of labels; tied embeddings lie on both ends."""
-    sizes, models = {"pipeline_model_parallel_size": 2}, (llama(tied=True), gpt(tied=True))
-    cases = [(model, *schedule, sizes) for schedule in SCHEDULES.values() for model in models]
+    sizes = {"pipeline_model_parallel_size": 2}
+    cases = [((llama, gpt)[i % 2](tied=True), *SCHEDULES[name], sizes) for i, name in enumerate(SCHEDULES)]
     for model, results in over_four(cases):
         assert compare(results, model) < GRADIENT
         copies = [result[3]["embedding.weight"] for result in results]
@@ -157,16 +157,17 @@ GEMMA3, OLMO3 = (
 )
 SHARED = [
     (gpt(tied=False), "tensor_model", ONE_F_ONE_B, "zero3"),
-    (gpt(tied=False), "context", INTERLEAVED, "zero3"),
     (config(**WINDOWED, softmax_type="learnable"), "context", *SCHEDULES["interleaved"]),
     (config(**WINDOWED, softmax_type="off-by-one"), "context", *SCHEDULES["zero bubble"]),
     (kind("transnormer"), "context", ONE_F_ONE_B, "zero1"),
-    (HYBRID, "context", ONE_F_ONE_B, "zero2"),
     (DELTA, "context", *SCHEDULES["interleaved"]),
-    *((model, "context", *SCHEDULES["interleaved"]) for model in (GEMMA3, OLMO3)),
+    (GEMMA3, "context", *SCHEDULES["interleaved"]),
 ]
 """Both ends have gemma3's tied embeddings, and the first alone scales them."""
 SLOW = [
+    (gpt(tied=False), "context", INTERLEAVED, "zero3"),
+    (HYBRID, "context", ONE_F_ONE_B, "zero2"),
+    (OLMO3, "context", *SCHEDULES["interleaved"]),
     (kind("linear_transformer"), "context", INTERLEAVED, "legacy_ddp"),
     (HYBRID, "tensor_model", ONE_F_ONE_B, "zero2"),
     *((KDA, inner, *SCHEDULES["zero bubble"]) for inner in ("context", "tensor_model")),
@@ -184,19 +185,21 @@ def test_a_pipeline_over_tensor_or_context_parallel_ranks(cases):
         assert compare(results, model) < (share * largest if share else GRADIENT), model
 
 
-def reductions(rank, world_size, strategy):
-    """Reductions of gradients over dp in a step of four micro-batches."""
-    with built(llama(tied=False), ONE_F_ONE_B, strategy, pipeline_model_parallel_size=2) as (_, _, runner, batches):
-        runner.forward_backward(batches, 60)
-        with recorded() as calls:
+def reductions(rank, world_size):
+    """Reductions of gradients over dp in a step of four micro-batches, by zero1 and by zero2."""
+    counts = []
+    for strategy in ("zero1", "zero2"):
+        with built(llama(tied=False), ONE_F_ONE_B, strategy, pipeline_model_parallel_size=2) as (_, _, runner, batches):
             runner.forward_backward(batches, 60)
-        return sum(name in ("reduce_scatter", "all_reduce") for name, _ in calls)
+            with recorded() as calls:
+                runner.forward_backward(batches, 60)
+            counts.append(sum(name in ("reduce_scatter", "all_reduce") for name, _ in calls))
+    return counts
 
 
-@pytest.mark.parametrize(("strategy", "per_group"), [("zero1", 1), ("zero2", 2)])
-def test_a_stage_reduces_gradients_as_often_as_its_strategy_says(strategy, per_group):
+def test_a_stage_reduces_gradients_as_often_as_its_strategy_says():
     """Two micro-batches on each rank; a stage has its layers and what goes round them, each a group of parameters."""
-    assert run_ranks(reductions, 4, strategy) == [per_group * groups for groups in (4, 4, 3, 3)]
+    assert run_ranks(reductions, 4) == [[groups, 2 * groups] for groups in (4, 4, 3, 3)]
 
 
 def inputs_kept(rank, world_size, graphs):
@@ -246,7 +249,8 @@ def in_bfloat16(rank, world_size, widened):
 def test_a_split_backward_sums_gradients_in_float32_too():
     """Over four micro-batches in bfloat16, whose own gradients are the same."""
     assert max(run_ranks(in_bfloat16, 2, True)) < 1e-6
-    assert max(run_ranks(in_bfloat16, 2, False)) > 1e-4
+    if hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):  # from torch 2.15 on autograd sums so without us
+        assert max(run_ranks(in_bfloat16, 2, False)) > 1e-4
 
 
 def test_what_a_user_can_mend_keeps_its_kind_in_a_stage():
@@ -270,31 +274,3 @@ def test_tied_embeddings_that_do_not_meet_would_be_seen():
     model = llama(tied=True)
     results = run_ranks(without_the_other_copy, 2, model, ONE_F_ONE_B, "zero3", {"pipeline_model_parallel_size": 2})
     assert compare(results, model) > 1000 * GRADIENT
-
-
-def saved(rank, world_size, folder, load, pp):
-    """Train two steps, or load; save; everything of this rank's stages by name."""
-    with built(llama(tied=True), ONE_F_ONE_B, "zero3", pipeline_model_parallel_size=pp) as (_, parts, runner, batches):
-        optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-2, fused=True)
-        if load is not None:
-            load_checkpoint(load, parts, optimizer, ARCHITECTURE)
-        for _ in range(2 if load is None else 0):
-            runner.forward_backward(batches, 60)
-            optimizer.step()
-            optimizer.zero_grad()
-        save(folder, 1, parts, optimizer)
-        named = {name: p for part in parts for name, p in part.named_parameters()}
-        moments = {
-            f"{name}/{key}": full(value) for name, p in named.items() for key, value in optimizer.state[p].items()
-        }
-        return {name: full(p) for name, p in named.items()} | moments
-
-
-def test_a_checkpoint_goes_from_two_stages_to_four_bit_for_bit(tmp_path):
-    first = run_ranks(saved, 4, tmp_path / "a", None, 2)
-    second = run_ranks(saved, 4, tmp_path / "b", tmp_path / "a" / "iter_0000001", 4)
-    before = {name: value for result in first for name, value in result.items()}
-    after = {name: value for result in second for name, value in result.items()}
-    assert before.keys() == after.keys()
-    for result in (*first, *second):
-        assert all(torch.equal(value, before[name]) for name, value in result.items())

@@ -1,7 +1,5 @@
 """A model split over ranks is the whole model: its weights, loss, gradients, their norm and its checkpoints."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,20 +23,15 @@ from tests.parallel.split import (
     config,
     data,
     difference,
-    keep_parts,
     mesh_config,
+    partly_redistributed,
     split_step,
-    train_and_save,
     weight_of,
     whole_step,
 )
-from tests.parallel.tiny import equal
 from tests.parallel.unequal import gradient_norm_of
+from tools.common.cases import case_of
 from train.optim import gradient_norm
-
-# [ranks, tp, cp]; the rest is data parallel. Both key-value heads fit on tp 2; on tp 4 two ranks share each.
-MESHES = {"tp2": (2, 2, 1), "tp2 cp2": (4, 2, 2), "tp2 dp2": (4, 2, 1), "tp4": (4, 4, 1)}
-
 
 LEARNED = {"model_type": "gpt", "max_position_embeddings": LENGTH}
 ROPE = {"model_type": "gpt", "position_embedding_type": "rope"}
@@ -46,6 +39,7 @@ ODD = {"hidden_size": 22, "kv_channels": 6}
 """A width that 4 ranks cannot share evenly."""
 CHUNKS = RecomputeConfig(loss_chunk_size=5, ffn_chunk_size=7, recompute_granularity="full")
 """They divide neither the tokens of a rank nor those of a sequence."""
+OFFLOADED = RecomputeConfig(recompute_granularity="full", recompute_offload=True)
 SUNK = config(window_size="5,0", window_attn_skip_freq="2", softmax_type="learnable")
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_scaling_original_max_position_embeddings": 8}
 QWEN = config(add_qkv_bias=True, qk_layernorm=True, **YARN)
@@ -54,100 +48,118 @@ LLAMAS = [config(), config(tied=True), SUNK, QWEN]
 GPTS = [config(**LEARNED), config(tied=True, **LEARNED, **ODD), config(**ROPE), config(tied=True, **ROPE)]
 
 
-def steps(rank, world_size, tp, cp, models, recompute):
+def steps(rank, world_size, case, models, recompute):
     """A step of each model and its gradient norm."""
-    found = []
-    with distributed_mesh(mesh_config(tp, cp)) as mesh:
+    results = []
+    with distributed_mesh(mesh_config(case.tp, case.cp)) as mesh:
         for model_config in models:
             model, step = split_step(mesh, model_config, recompute)
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-            found.append((step, gradient_norm(model.parameters()).item()))
-    return found
+            results.append((step, gradient_norm(model.parameters()).item()))
+    return results
 
 
 def check(mesh, models, recompute=PLAIN):
-    ranks, tp, cp = MESHES[mesh]
-    results = run_ranks(steps, ranks, tp, cp, models, recompute)
+    case = case_of(mesh)
+    results = run_ranks(steps, case.ranks, case, models, recompute)
     for index, model_config in enumerate(models):
         want = whole_step(model_config)
         assert want.weights.keys() == want.gradients.keys()
-        for step, found in (result[index] for result in results):
+        for step, norm in (result[index] for result in results):
             check_step(step, want, model_config)
-            assert found == pytest.approx(gradient_norm_of(want.gradients), rel=1e-6)
-
-
-@pytest.mark.parametrize("mesh", ["tp2", "tp2 cp2", pytest.param("tp2 dp2", marks=pytest.mark.slow), "tp4"])
-def test_one_step_is_that_of_one_process(mesh):
-    check(mesh, [*LLAMAS, *GPTS])
-
-
-@pytest.mark.parametrize("mesh", ["tp4", pytest.param("tp2 cp2", marks=pytest.mark.slow)])
-def test_chunks_of_the_loss_and_of_the_feed_forward_are_the_same_step(mesh):
-    check(mesh, [*LLAMAS[:2], *GPTS[:2]], CHUNKS)
-
-
-@pytest.mark.slow
-def test_what_is_kept_in_host_memory_comes_back_as_it_was_split():
-    """Layers' inputs are DTensors here; of 4 layers, 2 are read from host memory."""
-    check("tp2", [config(num_layers=4)], RecomputeConfig(recompute_granularity="full", recompute_offload=True))
-
-
-def masks_seen(rank, world_size, granularity):
-    """True for each attention of a step in bfloat16, recomputed ones too, that has the mask itself."""
-    given, seen = object(), list[bool]()
-
-    def attend(q, k, v, mask):
-        seen.append(mask is given)
-        return sdpa(q, k, v)
-
-    with distributed_mesh(mesh_config(tp=2)) as mesh:
-        with torch.device("meta"):
-            model = build_model(config(), attend)
-        split_model(model, mesh.tp, head_dim=config().head_dim, kv_heads=config().query_groups)
-        recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
-        shard_model(model, model.layers, mesh.dp_cp, bf16=True)
-        init_parameters(model, mesh.device, lambda name, shape, part: weight_of(config(), name, shape, part))
-        model(data()[0][:, :16], None, None, given).to_local().float().logsumexp(-1).sum().backward()
-    return seen
-
-
-@pytest.mark.parametrize(("granularity", "forwards"), [("none", 1), ("selective", 2), ("full", 2)])
-def test_the_mask_passes_tensor_parallelism_sharding_and_recomputation(granularity, forwards):
-    layers = config().num_layers
-    assert run_ranks(masks_seen, 2, granularity) == [[True] * forwards * layers] * 2
-
-
-def a_bias_of_every_rank():
-    """A row-parallel layer's bias is added up over tp."""
-    tensor_styles.own_entries = DTensor.full_tensor
-
-
-def parts_for_wholes():
-    """Each rank's part of a gradient is taken for the whole, where every rank holds the value whole."""
-    to_local = DTensor.to_local
-    DTensor.to_local = lambda self, **_: to_local(self)
-
-
-def broken_step(rank, world_size, fault, model, settings):
-    if fault:
-        fault()
-    with distributed_mesh(mesh_config(tp=2)) as mesh:
-        return split_step(mesh, model, **settings)[1]
+            assert norm == pytest.approx(gradient_norm_of(want.gradients), rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("fault", "model", "ranks", "settings"),
+    ("mesh", "models", "recompute"),
     [
-        (keep_parts, LLAMAS[0], 2, {}),
-        (None, LLAMAS[0], 4, {"local_mean": True}),
-        (a_bias_of_every_rank, GPTS[0], 2, {}),
-        (parts_for_wholes, GPTS[0], 2, {}),
-        (parts_for_wholes, GPTS[0], 2, {"recompute": CHUNKS}),
+        ("tp=2", [*LLAMAS, *GPTS], PLAIN),
+        ("tp=2 cp=2", [LLAMAS[0], SUNK, GPTS[1]], PLAIN),
+        ("tp=4", [LLAMAS[1], QWEN, GPTS[1]], PLAIN),  # two ranks share each key-value head
+        ("tp=4", [LLAMAS[0], GPTS[0]], CHUNKS),
+        *(
+            pytest.param(mesh, [*LLAMAS, *GPTS], recompute, marks=pytest.mark.slow)
+            for recompute in (PLAIN, CHUNKS)
+            for mesh in ("tp=2 cp=2", "tp=2 dp=2", "tp=4")
+        ),
+        # layers' inputs are DTensors here; of 4 layers, 2 are read from host memory
+        pytest.param("tp=2", [config(num_layers=4)], OFFLOADED, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_summed_wrongly_over_tp_or_a_local_mean_would_be_seen(fault, model, ranks, settings):
-    found = run_ranks(broken_step, ranks, fault, model, settings)[0]
-    assert difference(found, whole_step(model)) > 1000 * GRADIENT
+def test_one_step_is_that_of_one_process(mesh, models, recompute):
+    check(mesh, models, recompute)
+
+
+def masks_seen(rank, world_size):
+    """By policy: True for each attention of a step in bfloat16, recomputed ones too, that has the mask itself."""
+    given, tokens, seen = object(), data()[0][:, :16], []
+
+    def attend(q, k, v, mask):
+        seen[-1].append(mask is given)
+        return sdpa(q, k, v)
+
+    with distributed_mesh(mesh_config(tp=2)) as mesh:
+        for granularity in ("none", "selective", "full"):
+            seen.append([])
+            with torch.device("meta"):
+                model = build_model(config(), attend)
+            split_model(model, mesh.tp, head_dim=config().head_dim, kv_heads=config().query_groups)
+            recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
+            shard_model(model, model.layers, mesh.dp_cp, bf16=True)
+            init_parameters(model, mesh.device, lambda name, shape, part: weight_of(config(), name, shape, part))
+            model(tokens, None, None, given).to_local().float().logsumexp(-1).sum().backward()
+    return seen
+
+
+def test_the_mask_passes_tensor_parallelism_sharding_and_recomputation():
+    """Layers attend twice in a step if they are computed again."""
+    assert run_ranks(masks_seen, 2) == [[[True] * forwards * config().num_layers for forwards in (1, 2, 2)]] * 2
+
+
+def parts_kept(patch):
+    """Gradients of what is whole on every tp rank are left as each rank's part."""
+    patch.setattr(DTensor, "redistribute", partly_redistributed(DTensor.redistribute))
+
+
+def a_bias_of_every_rank(patch):
+    """A row-parallel layer's bias is added up over tp."""
+    patch.setattr(tensor_styles, "own_entries", DTensor.full_tensor)
+
+
+def parts_for_wholes(patch):
+    """Each rank's part of a gradient is taken for the whole, where every rank holds the value whole."""
+    to_local = DTensor.to_local
+    patch.setattr(DTensor, "to_local", lambda tensor, **_: to_local(tensor))
+
+
+def a_local_mean(patch):
+    """Each rank divides by its number of labels: a setting of the step."""
+
+
+FAULTS = {
+    2: [
+        (parts_kept, LLAMAS[0], {}),
+        (a_bias_of_every_rank, GPTS[0], {}),
+        (parts_for_wholes, GPTS[0], {}),
+        (parts_for_wholes, GPTS[0], {"recompute": CHUNKS}),
+    ],
+    4: [(a_local_mean, LLAMAS[0], {"local_mean": True})],
+}
+
+
+def broken_steps(rank, world_size, faults):
+    steps = []
+    for fault, model, settings in faults:
+        with pytest.MonkeyPatch.context() as patch, distributed_mesh(mesh_config(tp=2)) as mesh:
+            fault(patch)
+            steps.append(split_step(mesh, model, **settings)[1])
+    return steps
+
+
+@pytest.mark.parametrize("ranks", FAULTS)
+def test_what_is_summed_wrongly_over_tp_or_a_local_mean_would_be_seen(ranks):
+    for (fault, model, _), step in zip(FAULTS[ranks], run_ranks(broken_steps, ranks, FAULTS[ranks])[0], strict=True):
+        assert difference(step, whole_step(model)) > 1000 * GRADIENT, fault
 
 
 class Logits(TorchDispatchMode):
@@ -166,16 +178,18 @@ class Logits(TorchDispatchMode):
         return out
 
 
-def largest_logits(rank, world_size, size):
-    with distributed_mesh(mesh_config(tp=2)) as mesh, Logits((500, 250)) as logits:
-        split_step(mesh, config(vocab_size=500), RecomputeConfig(loss_chunk_size=size))
-    return logits.tokens, logits.seen
+def largest_logits(rank, world_size):
+    """Of a step without chunks, and with chunks of 30 tokens."""
+    results = []
+    for size in (0, 30):
+        with distributed_mesh(mesh_config(tp=2)) as mesh, Logits((500, 250)) as logits:
+            split_step(mesh, config(vocab_size=500), RecomputeConfig(loss_chunk_size=size))
+        results.append((logits.tokens, logits.seen))
+    return results
 
 
 def test_chunks_of_the_loss_never_have_the_logits_of_all_tokens_or_of_the_whole_vocabulary():
-    tokens = BATCH * (LENGTH + 1)
-    assert run_ranks(largest_logits, 2, 0) == 2 * [(tokens, 250)]
-    assert run_ranks(largest_logits, 2, 30) == 2 * [(30, 250)]
+    assert run_ranks(largest_logits, 2) == 2 * [[(BATCH * (LENGTH + 1), 250), (30, 250)]]
 
 
 def of_another_kind(rank, world_size):
@@ -188,28 +202,3 @@ def of_another_kind(rank, world_size):
 
 def test_a_module_that_the_plan_does_not_know_is_refused():
     run_ranks(of_another_kind, 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "method", "trained"),
-    [
-        ("llama", "zigzag", "norm.weight"),
-        ("transnormer", "lasp", "layers.0.attention.lrpe.theta"),
-        pytest.param("linear_transformer", "lasp", "norm.weight", marks=pytest.mark.slow),
-    ],
-)
-def test_a_checkpoint_goes_from_one_mesh_to_another_bit_for_bit(kind, method, trained, tmp_path):
-    """From tp 2 x dp 2, where both shard one dimension, over tp 1 x cp 2 to tp 4, moments and all.
-
-    LRPE's angles are one vector of all heads.
-    """
-    folders = [tmp_path / name for name in "abc"]
-    model = config(model_type=kind, num_query_groups=2 if kind == "llama" else None)
-    of_kind = partial(train_and_save, model_config=model, method=method)
-    first = run_ranks(of_kind, 4, folders[0], 2, 1, None)[0]
-    assert first["embedding.weight"].shape[0] == 37, "no padding is in it"
-    second = run_ranks(of_kind, 2, folders[1], 1, 2, folders[0] / "iter_0000001")[0]
-    third = run_ranks(of_kind, 4, folders[2], 4, 1, folders[1] / "iter_0000001")
-    assert equal(first, second)
-    assert all(equal(first, result) for result in third)
-    assert first[f"{trained}/exp_avg"].all()

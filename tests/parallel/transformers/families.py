@@ -90,14 +90,19 @@ def tokens(length, seed=3):
 def one_process(family, heads, ids, labels, documents, dtype=torch.float64, **others):
     """Loss and gradients with each document alone, and transformers' own attention."""
     with Wide() if dtype == torch.float64 else nullcontext():
-        model, total, count = model_of(family, heads, dtype, **others), 0.0, 0
-        for a, b in pairwise(accumulate(documents, initial=0)):
-            logits = model(input_ids=ids[:, a:b], use_cache=False).logits[0, :-1]
-            after = labels[0, a + 1 : b]
-            total = total + F.cross_entropy(logits, after, ignore_index=-100, reduction="sum")
-            count += int((after != -100).sum())
-        loss = total / count
-        return [loss.detach(), *gradients(loss, model)]
+        return each_alone(model_of(family, heads, dtype, **others), ids, labels, documents)
+
+
+def each_alone(model, ids, labels, documents):
+    """Loss and gradients of each document by itself, without position_ids."""
+    total, count = 0.0, 0
+    for a, b in pairwise(accumulate(documents, initial=0)):
+        logits = model(input_ids=ids[:, a:b], use_cache=False).logits[0, :-1]
+        after = labels[0, a + 1 : b]
+        total = total + F.cross_entropy(logits, after, ignore_index=-100, reduction="sum")
+        count += int((after != -100).sum())
+    loss = total / count
+    return [loss.detach(), *gradients(loss, model)]
 
 
 def gradients(loss, model):

@@ -1,5 +1,7 @@
 """Random draws on ranks: dropout differs by rank and is repeated by seed; NEFTune's noise is that of one process."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,6 @@ from parallel.transformers.batch import pack, part
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
-from tests.parallel.transformers.test_trainer import alone, environment, losses
 
 RATES = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.0}
 LENGTH = 24
@@ -29,10 +30,10 @@ def shared(value):
     return values
 
 
-def dropped(rank, world_size, grouped):
-    """Masks of the embeddings by seed, forward and rank; and the ranks' states afterwards."""
+def dropped(group):
+    """Masks of the embeddings by seed, forward and rank; all ranks have the same state afterwards."""
     model = model_with_dropout()
-    cp = shard(model, dist.group.WORLD if grouped else None)
+    cp = shard(model, group)
     masks = []
     model.transformer.drop.register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
     batch = cp.batch(*tokens(LENGTH))
@@ -45,18 +46,8 @@ def dropped(rank, world_size, grouped):
     return [[x.tolist() for x in shared(mask.byte())] for mask in masks]
 
 
-@pytest.mark.parametrize("grouped", [True, False], ids=["one sequence", "replicas"])
-def test_ranks_drop_other_elements_and_the_same_ones_by_the_same_seed(grouped):
-    found = run_ranks(dropped, 2, grouped)[0]
-    first, second, again, once_more, *other_seed = found
-    for mask, other in ((first[0], first[1]), (first[0], second[0]), (first[0], other_seed[0][0])):
-        same = (torch.tensor(mask) == torch.tensor(other)).float().mean()
-        assert 0.4 < same < 0.6  # as of coins, half of which fall alike
-    assert [first, second] == [again, once_more]
-
-
-def adapted(rank, world_size):
-    """Masks of an adapter's dropout that came after shard."""
+def adapted():
+    """The share of elements that an adapter's dropout, which came after shard, treats alike on both ranks."""
     from peft import LoraConfig, get_peft_model
 
     model = model_of("Llama", 2, torch.float32)
@@ -70,13 +61,7 @@ def adapted(rank, world_size):
     return float((first == second).float().mean())
 
 
-def test_adapters_that_come_later_drop_other_elements_on_each_rank():
-    pytest.importorskip("peft")
-    for same in run_ranks(adapted, 2):
-        assert 0.3 < same < 0.7
-
-
-def checkpointed(rank, world_size):
+def checkpointed():
     """The largest difference of gradients with and without layers computed again, and with another seed."""
     gradients = []
     for checkpointing, seed in ((False, 7), (True, 7), (False, 8)):
@@ -92,14 +77,8 @@ def checkpointed(rank, world_size):
     return float((again - first).abs().max()), float((other - first).abs().max())
 
 
-def test_layers_that_are_computed_again_drop_the_same():
-    for same, other in run_ranks(checkpointed, 2):
-        assert same < 1e-6
-        assert other > 1e-3
-
-
-def quiet(rank, world_size):
-    """States before and after a forward without random draws, and one that is refused."""
+def quiet():
+    """True if a forward without random draws, and one that is refused, leave the state."""
     model = model_of("Llama", 2, torch.float32)
     cp = shard(model, dist.group.WORLD)
     batch = cp.batch(*tokens(LENGTH))
@@ -110,8 +89,45 @@ def quiet(rank, world_size):
     return torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_forward_that_draws_nothing_or_fails_leaves_the_state():
-    assert all(run_ranks(quiet, 2))
+def everything(rank, world_size):
+    return {
+        "one sequence": dropped(dist.group.WORLD),
+        "replicas": dropped(None),
+        "adapted": adapted() if find_spec("peft") else None,
+        "checkpointed": checkpointed(),
+        "quiet": quiet(),
+        "noise": with_noise(dist.group.WORLD),
+    }
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each of two ranks finds; transformers is imported once for all."""
+    return run_ranks(everything, 2)
+
+
+@pytest.mark.parametrize("name", ["one sequence", "replicas"])
+def test_ranks_drop_other_elements_and_the_same_ones_by_the_same_seed(name, results):
+    first, second, again, once_more, *other_seed = results[0][name]
+    for mask, other in ((first[0], first[1]), (first[0], second[0]), (first[0], other_seed[0][0])):
+        same = (torch.tensor(mask) == torch.tensor(other)).float().mean()
+        assert 0.4 < same < 0.6  # as of coins, half of which fall alike
+    assert [first, second] == [again, once_more]
+
+
+def test_adapters_that_come_later_drop_other_elements_on_each_rank(results):
+    pytest.importorskip("peft")
+    assert all(0.3 < result["adapted"] < 0.7 for result in results)
+
+
+def test_layers_that_are_computed_again_drop_the_same(results):
+    for same, other in (result["checkpointed"] for result in results):
+        assert same < 1e-6
+        assert other > 1e-3
+
+
+def test_a_forward_that_draws_nothing_or_fails_leaves_the_state(results):
+    assert all(result["quiet"] for result in results)
 
 
 def test_layers_that_are_left_out_at_random_are_refused():
@@ -136,7 +152,7 @@ def padded_rows():
     return ids, mask
 
 
-def with_noise(rank, world_size, grouped):
+def with_noise(group):
     """Embeddings of two forwards, by ours on the ranks and by transformers alone, without padding."""
     ids, mask = padded_rows()
     seen = []
@@ -155,7 +171,7 @@ def with_noise(rank, world_size, grouped):
 
     seen.clear()
     model = model_of("Llama", 2, torch.float32)
-    cp = shard(model, dist.group.WORLD if grouped else None)
+    cp = shard(model, group)
     activate(model)
     batch = cp.batch(ids, attention_mask=mask)
     torch.manual_seed(7)
@@ -169,33 +185,31 @@ def with_noise(rank, world_size, grouped):
     without = plain.model.embed_tokens.weight[ids[mask.bool()]]
     assert model.get_input_embeddings().training
     errors = [float((x - y).abs().max()) for x, y in zip(outputs, expected, strict=True)]
-    return errors, float((outputs[0] - without).abs().max()), torch.equal(torch.get_rng_state(), state)
+    return max(errors), float((outputs[0] - without).abs().max()), torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_noise_on_embeddings_is_that_of_one_process(world_size):
-    for errors, noise, same_state in run_ranks(with_noise, world_size, world_size > 1):
-        assert max(errors) < 1e-6
+def test_noise_on_embeddings_is_that_of_one_process(results):
+    for error, noise, same_state in (with_noise(None), *(result["noise"] for result in results)):
+        assert error < 1e-6
         assert noise > 0.1
         assert same_state
 
 
-def noise_of_replicas(rank, world_size):
-    """Noise of two processes with a sequence each."""
-    context = context_parallel("exchange", seq_len=9)
+def noise_of(rank, length=9):
+    """Noise of a process with a sequence of its own."""
     torch.manual_seed(7)
-    every = torch.ones(1, 9, dtype=torch.bool)
-    noise = draws.local_noise(context, every, 5.0, 8, torch.float32, torch.device("cpu"), first=rank)
-    return [x.tolist() for x in shared(noise)]
+    mask = torch.ones(1, length, dtype=torch.bool)
+    context = context_parallel("exchange", seq_len=length)
+    return draws.local_noise(context, mask, 5.0, 8, torch.float32, torch.device("cpu"), first=rank)
 
 
 def test_replicas_have_noise_of_their_own():
-    first, second = run_ranks(noise_of_replicas, 2)[0]
-    assert torch.tensor(first).abs().max() > 0.1
-    assert (torch.tensor(first) - torch.tensor(second)).abs().min() > 0
+    first, second = noise_of(0), noise_of(1)
+    assert first.abs().max() > 0.1
+    assert (first - second).abs().min() > 0
 
 
-@pytest.mark.parametrize("block", [1, 7, 4096])
+@pytest.mark.parametrize("block", [7, 4096])
 def test_noise_that_is_drawn_in_blocks_is_that_drawn_at_once(monkeypatch, block):
     monkeypatch.setattr(draws, "BLOCK", block)
     ids, mask = padded_rows()
@@ -209,30 +223,3 @@ def test_noise_that_is_drawn_in_blocks_is_that_drawn_at_once(monkeypatch, block)
     assert found.shape[1] == part(whole, context).labels.shape[1] > whole.bounds[-1]
     assert torch.equal(found[0, : whole.bounds[-1]], expected)
     assert not found[0, whole.bounds[-1] :].any()
-
-
-def trained(rank, world_size, folder, resume):
-    """Losses of training with noise and dropout of adapters, and of going on at step 3."""
-    environment(rank, world_size)
-    from transformers import Trainer
-
-    from docs.examples import finetune_text
-
-    kind = finetune_text.LongTrainer if world_size > 1 else alone(Trainer)
-    noisy = {"neftune_noise_alpha": 5.0}
-    runs = [finetune_text.trained(folder, world_size, world_size, kind, **noisy)]
-    if resume:
-        runs.append(
-            finetune_text.trained(
-                f"{folder}/again", world_size, world_size, kind, resume=f"{folder}/checkpoint-3", **noisy
-            )
-        )
-    return [losses(trainer).tolist() for trainer in runs]
-
-
-def test_a_trainer_with_noise_has_the_losses_of_one_process_and_resumes(tmp_path):
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
-    on_ranks, resumed = run_ranks(trained, 2, str(tmp_path / "ranks"), True)[0]
-    (expected,) = run_ranks(trained, 1, str(tmp_path / "one"), False)[0]
-    assert on_ranks == pytest.approx(expected, abs=1e-5)
-    assert resumed == pytest.approx(expected, abs=1e-5)

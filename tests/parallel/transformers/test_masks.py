@@ -38,7 +38,7 @@ def stated(function, size=None):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 6, 11, 4096])
+@pytest.mark.parametrize("size", [1, 6, 4096])
 def test_a_mask_says_its_window_also_where_the_probe_is_shorter(size):
     made = stated(masking.sliding_window_causal_mask_function(size), size)
     assert disagreement(made, size) is None
@@ -49,7 +49,7 @@ def test_a_mask_says_its_window_also_where_the_probe_is_shorter(size):
     assert torch.equal(made[0, 0], (distances >= 0) & (distances < size))
 
 
-@pytest.mark.parametrize("size", [2, 6, 11, 4096])
+@pytest.mark.parametrize("size", [2, 4096])
 def test_masks_that_are_no_window_are_seen(size):
     blocks = masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(torch.zeros(1, 11).long()))
     for made in (
@@ -83,9 +83,11 @@ def phimoe(window):
 @pytest.mark.parametrize("window", [1, 6, 131072])
 def test_a_window_that_a_model_has_in_its_mask_alone_is_refused(window):
     model = phimoe(window)
-    message = rf"^model\.layers\.0\.self_attn cannot .*its mask has a window of {window} and its attention is told no"
+    config = model.config
+    message = rf"^model\.layers\.0\.self_attn cannot .*a window of {window} and its attention is told no"
     with pytest.raises(UserError, match=message):
         shard(model)
+    assert model.config is model.model.layers[0].self_attn.config is config
     shard(phimoe(None))
 
 
@@ -112,27 +114,26 @@ def test_a_layer_that_adds_to_its_mask_is_refused():
 NARROW = {"Mistral": {"sliding_window": 1}, "GptOss": {**ALTERNATE, "sliding_window": 1}}
 
 
-def narrow(rank, world_size, method):
+def narrow(rank, world_size):
     """Errors with windows of one token, also beside full layers and with sinks."""
-    found = {}
+    errors = {}
     for family, others in NARROW.items():
-        with Wide():
-            model = model_of(family, 2, **others)
-            cp = shard(model, dist.group.WORLD, method=method)
-            batch = cp.batch(*tokens(LENGTH), documents=PACKED)
-            loss = cp.loss(model(**batch.inputs), batch)
-            loss.backward(retain_graph=True)  # every parameter has a gradient, which DDP waits for
-            assert all(parameter.grad is not None for parameter in model.parameters())
-            mine = averaged(loss, model)
-            truth = one_process(family, 2, *tokens(LENGTH), PACKED, **others)
-            found[family] = difference(mine, truth)
-    return found
+        truth = one_process(family, 2, *tokens(LENGTH), PACKED, **others)
+        for method in ("exchange", "zigzag"):
+            with Wide():
+                model = model_of(family, 2, **others)
+                cp = shard(model, dist.group.WORLD, method=method)
+                batch = cp.batch(*tokens(LENGTH), documents=PACKED)
+                loss = cp.loss(model(**batch.inputs), batch)
+                loss.backward(retain_graph=True)  # every parameter has a gradient, which DDP waits for
+                assert all(parameter.grad is not None for parameter in model.parameters())
+                errors[family, method] = difference(averaged(loss, model), truth)
+    return errors
 
 
-@pytest.mark.parametrize("method", ["exchange", "zigzag"])
-def test_a_window_of_one_token_is_that_of_one_process(method):
-    for family, error in run_ranks(narrow, 2, method)[0].items():
-        assert error < 1e-10, family
+def test_a_window_of_one_token_is_that_of_one_process():
+    for case, error in run_ranks(narrow, 2)[0].items():
+        assert error < 1e-10, case
 
 
 def test_a_window_without_a_token_is_refused_by_its_layer():
@@ -170,14 +171,6 @@ def test_parts_of_a_model_share_the_configuration_that_it_has_afterwards():
     assert after is not before[0]
     assert after is model.config is model.model.config is model.model.layers[1].self_attn.config
     assert after.to_dict() == before[0].to_dict()
-
-
-def test_a_refused_model_has_the_configuration_that_it_had():
-    model = phimoe(6)
-    config = model.config
-    with pytest.raises(UserError):
-        shard(model)
-    assert model.config is model.model.layers[0].self_attn.config is config
 
 
 def test_a_sharded_model_is_saved_as_before(tmp_path):

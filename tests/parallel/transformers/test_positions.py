@@ -10,7 +10,7 @@ from parallel.transformers.check import Wide
 from parallel.transformers.probe import TOKENS
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.families import LENGTH, PACKED, averaged, difference, gradients, tokens, transformers
+from tests.parallel.transformers.families import LENGTH, PACKED, averaged, difference, each_alone, tokens, transformers
 
 BEGINS = {
     "Roberta": 2,
@@ -58,25 +58,13 @@ def model_of(kind):
     return model.double().eval()
 
 
-def alone(model, ids, labels):
-    """Loss and gradients of each document by itself, without position_ids."""
-    total, count, start = 0.0, 0, 0
-    for length in PACKED:
-        logits = model(input_ids=ids[:, start : start + length], use_cache=False).logits[0, :-1]
-        after = labels[0, start + 1 : start + length]
-        total = total + torch.nn.functional.cross_entropy(logits, after, ignore_index=-100, reduction="sum")
-        count += int((after != -100).sum())
-        start += length
-    return [(total / count).detach(), *gradients(total / count, model)]
-
-
-def compared(rank, world_size):
+def compared(rank, world_size, kinds):
     """Errors of each class on the ranks, whether its check is right, and whether it is with other positions."""
     found = {}
-    for kind in BEGINS:
+    for kind in kinds:
         with Wide():
             model = model_of(kind)
-            truth = alone(model, *tokens(LENGTH))
+            truth = each_alone(model, *tokens(LENGTH), PACKED)
             cp = shard(model, dist.group.WORLD)
             batch = cp.batch(*tokens(LENGTH), documents=PACKED)
             error = difference(averaged(cp.loss(model(**batch.inputs), batch), model), truth)
@@ -86,8 +74,9 @@ def compared(rank, world_size):
     return found
 
 
-def test_models_whose_positions_begin_elsewhere_train_as_without_position_ids():
-    for kind, (first, error, right, wrong) in run_ranks(compared, 2)[0].items():
+@pytest.mark.parametrize("kinds", [("Roberta", "OPT", "GPT2"), pytest.param([*BEGINS], marks=pytest.mark.slow)])
+def test_models_whose_positions_begin_elsewhere_train_as_without_position_ids(kinds):
+    for kind, (first, error, right, wrong) in run_ranks(compared, 2, kinds)[0].items():
         assert first == BEGINS[kind], kind
         assert error < 1e-10, kind
         assert right, kind

@@ -56,10 +56,10 @@ def worst(world_size, cells):
     return {cell: x for cell, x in zip(cells, found, strict=True) if not x < BOUNDS[cell[3]]}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_models_equal_one_process(world_size):
     """Every family on one number of ranks, by one of the methods."""
-    some = [(family, METHODS[i % 4]) for i, family in enumerate(FAMILIES) if i % 3 == world_size - 2]
+    some = [(family, METHODS[i % 4]) for i, family in enumerate(FAMILIES) if i % 3 // 2 == world_size - 2]
     assert worst(world_size, [(*each, PACKED, dtype) for each, dtype in product(some, BOUNDS)]) == {}
 
 

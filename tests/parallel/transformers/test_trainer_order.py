@@ -41,11 +41,6 @@ def evaluates(trainer):
     trainer.evaluate()
 
 
-def evaluates_twice(trainer):
-    trainer.evaluate()
-    trainer.evaluate()
-
-
 def predicts(trainer):
     trainer.predict(trainer.eval_dataset)
 
@@ -62,67 +57,50 @@ def computes_a_loss(trainer):
     trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
 
 
-BEFORE = (nothing, evaluates, evaluates_twice, predicts, predicts_what_is_refused, computes_a_loss)
+BEFORE = (nothing, evaluates, predicts, predicts_what_is_refused, computes_a_loss)
 
 
 def weights(trainer):
     return torch.cat([x.detach().flatten().double() for x in trainer.model.parameters()])
 
 
-def trained(rank, world_size, folder, calls, others):
-    """The weights after each call and training, and if all ranks have the same."""
+def together(trainer):
+    """The weights, which all ranks have alike."""
+    local = weights(trainer)
+    every = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, local)
+    assert all(torch.equal(x, local) for x in every)
+    return local
+
+
+STARTING = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def trained(rank, world_size, folder, others):
+    """The weights after each call and training, and after one that an evaluation started; all trained twice."""
     environment(rank, world_size)
-    found = []
-    for call in calls:
-        trainer = made_trainer(folder, **others)
+    results = {}
+    for call, more in (*((call, {}) for call in BEFORE), (nothing, STARTING)):
+        trainer = made_trainer(folder, **others, **more)
         call(trainer)
         trainer.train()
-        local = weights(trainer)
-        every = [torch.empty_like(local) for _ in range(world_size)]
-        dist.all_gather(every, local)
-        assert all(torch.equal(x, local) for x in every), call.__name__
-        found.append(local)
-    return found
-
-
-@pytest.mark.parametrize("others", [{}, {"bf16": True}], ids=["float32", "bf16"])
-def test_ranks_that_evaluate_before_training_train_as_without(tmp_path, others):
-    first, *rest = run_ranks(trained, 2, str(tmp_path), BEFORE, others)[0]
-    for call, found in zip(BEFORE[1:], rest, strict=True):
-        assert torch.equal(found, first), call.__name__
-
-
-def started_by_an_evaluation(rank, world_size, folder):
-    environment(rank, world_size)
-    found = []
-    for others in ({}, {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}):
-        trainer = made_trainer(folder, **others)
-        trainer.train()
-        found.append(weights(trainer))
+        results[call.__name__, bool(more)] = together(trainer)
     trainer.evaluate()
     trainer.train()  # once more
-    twice = weights(trainer)
-    every = [torch.empty_like(twice) for _ in range(world_size)]
-    dist.all_gather(every, twice)
-    return found, torch.equal(*every)
+    together(trainer)
 
-
-def test_an_evaluation_on_start_and_a_second_training_leave_ranks_together(tmp_path):
-    (without, with_start), together = run_ranks(started_by_an_evaluation, 2, str(tmp_path))[0]
-    assert torch.equal(without, with_start)
-    assert together
-
-
-def prepared_by_others(rank, world_size, folder):
-    environment(rank, world_size)
     trainer = made_trainer(folder)
     model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
     model._is_accelerate_prepared = True
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"^the model to train is a Qwen3ForCausalLM without DDP or FSDP"):
         trainer.train()
-    return str(error.value)
+    return results
 
 
-def test_a_model_whose_gradients_nothing_averages_is_not_trained(tmp_path):
-    for message in run_ranks(prepared_by_others, 2, str(tmp_path)):
-        assert message.startswith("the model to train is a Qwen3ForCausalLM without DDP or FSDP")
+@pytest.mark.parametrize("others", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)], ids=["float32", "bf16"])
+def test_ranks_that_evaluate_before_training_or_on_start_train_as_without(tmp_path, others):
+    """A model whose gradients nothing averages is refused."""
+    results = run_ranks(trained, 2, str(tmp_path), others)[0]
+    want = results.pop(("nothing", False))
+    for call, after in results.items():
+        assert torch.equal(after, want), call

@@ -1,6 +1,7 @@
 """Training a sharded model over two ranks: loss, labels, checkpointing, adapters, FSDP2, and its own check."""
 
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -68,8 +69,9 @@ def shifted_after_cutting(model, cp, batch):
 WAYS = (plain, checkpointed, data_parallel, fully_sharded, in_parts)
 
 
-def trained(rank, world_size, ways, families, method):
-    found = {}
+def trained(ways, families, method):
+    """Errors of each way of training by family; every rank has the same loss."""
+    errors, rank = {}, dist.get_rank()
     for family in families:
         with Wide():
             truth = one_process(family, HEADS, *tokens(LENGTH), PACKED) if rank == 0 else None
@@ -78,25 +80,40 @@ def trained(rank, world_size, ways, families, method):
                 cp = shard(model, dist.group.WORLD, method=method)
                 batch = cp.batch(*tokens(LENGTH), documents=PACKED)
                 mine = way(model, cp, batch)
-                losses = [torch.empty_like(mine[0]) for _ in range(world_size)]
+                losses = [torch.empty_like(mine[0]) for _ in range(dist.get_world_size())]
                 dist.all_gather(losses, mine[0])
                 assert all(torch.equal(x, losses[0]) for x in losses)
-                found[family, way.__name__] = difference(mine, truth) if rank == 0 else 0
-    return found
+                errors[family, way.__name__] = difference(mine, truth) if rank == 0 else 0
+    return errors
 
 
-def test_ways_of_training_give_the_gradients_of_one_process():
-    found = run_ranks(trained, 2, WAYS, ("GptOss", "Qwen3_5"), "zigzag")[0]
-    assert {name: x for name, x in found.items() if not x < 1e-10} == {}
+def everything(rank, world_size):
+    return {
+        "right": trained(WAYS, ("GptOss", "Qwen3_5"), "zigzag"),
+        "wrong": trained((shifted_after_cutting,), ("Llama",), "zigzag"),
+        "checked": checked(),
+        "refused": refused(rank),
+        "gathered": gathered(),
+        "adapted": adapted() if find_spec("peft") else None,
+    }
 
 
-def test_labels_that_are_shifted_after_cutting_are_seen():
-    found = run_ranks(trained, 2, (plain, shifted_after_cutting), ("Llama",), "zigzag")[0]
-    assert found["Llama", "plain"] < 1e-10
-    assert found["Llama", "shifted_after_cutting"] > 1e-2
+@pytest.fixture(scope="module")
+def results():
+    """What each of two ranks finds; transformers is imported once for all."""
+    return run_ranks(everything, 2)
 
 
-def checked(rank, world_size):
+def test_ways_of_training_give_the_gradients_of_one_process(results):
+    assert {name: error for name, error in results[0]["right"].items() if not error < 1e-10} == {}
+
+
+def test_labels_that_are_shifted_after_cutting_are_seen(results):
+    (error,) = results[0]["wrong"].values()
+    assert error > 1e-2
+
+
+def checked():
     """Reports of a right model in float64 and float32, and of one whose ranks take other positions."""
     found = []
     for dtype in (torch.float64, torch.float32):
@@ -112,9 +129,9 @@ def checked(rank, world_size):
     return found
 
 
-def test_a_model_is_compared_with_one_process_module_by_module():
+def test_a_model_is_compared_with_one_process_module_by_module(results):
     """Gates of the delta rule are off in transformers' float32, and are not taken for the ranks' fault."""
-    (exact, right, wrong), other = run_ranks(checked, 2)
+    (exact, right, wrong), other = (result["checked"] for result in results)
     assert [exact, right, wrong] == other
     assert max(row.ranks for row in exact.rows) < 1e-10
     assert exact.right
@@ -134,29 +151,23 @@ def test_a_model_is_compared_with_one_process_module_by_module():
     assert str(wrong).endswith("as one process, and 10 is the limit")
 
 
-def test_a_report_with_a_gradient_that_is_not_a_number_is_not_right():
-    for nan in (Row("a", 1, torch.nan, 1e-7), Row("a", 1, 1e-7, torch.nan)):
-        assert not Report(1.0, 1.0, 1.0, 1e-7, [Row("b", 1, 1e-7, 1e-7), nan]).right
-    assert not Report(torch.nan, 1.0, 1.0, 1e-7, [Row("b", 1, 1e-7, 1e-7)]).right
-
-
 def test_a_process_that_was_exact_by_chance_does_not_condemn_the_ranks():
-    """In float32; in bfloat16 a thousand roundings would hide everything."""
-    rows = [Row("a", 1, 2e-5, 1e-7), Row("b", 1, 1e-7, 1e-7)]
-    report = Report(1.0, 1.0, 1.0, 2.0**-23, rows)
+    """In float32; in bfloat16 a thousand roundings would hide everything. What is not a number is never right."""
+    small = Row("b", 1, 1e-7, 1e-7)
+    report = Report(1.0, 1.0, 1.0, 2.0**-23, [Row("a", 1, 2e-5, 1e-7), small])
     assert report.worst > 10
     assert report.right
-    assert "wrong" not in str(report)
     assert str(report).endswith("10 is the limit for errors above 1.2e-04")
-    assert not Report(1.0, 1.0, 1.0, 2.0**-23, [Row("a", 1, 2e-4, 1e-7), rows[1]]).right
-    assert not Report(1.0, 1.0, 1.0, 7.8e-3, [Row("a", 1, 1e-1, 1e-7), rows[1]]).right
+    for row, rounding in (((2e-4, 1e-7), 2.0**-23), ((1e-1, 1e-7), 7.8e-3), ((torch.nan, 1e-7), 1e-7)):
+        assert not Report(1.0, 1.0, 1.0, rounding, [Row("a", 1, *row), small]).right
+    assert not Report(torch.nan, 1.0, 1.0, 1e-7, [small]).right
 
 
 def no_memory():
     raise MemoryError("64 GiB")
 
 
-def refused(rank, world_size):
+def refused(rank):
     """Messages about wrong uses."""
     model = model_of("Llama", HEADS)
     cp = shard(model, dist.group.WORLD)
@@ -185,20 +196,23 @@ def refused(rank, world_size):
     return said
 
 
-def test_wrong_uses_are_refused_on_every_rank():
-    said, other = run_ranks(refused, 2)
-    assert said == other
-    for message in said[:4]:
-        assert message.startswith("input_ids, labels or documents of the group's ranks [1] are not those of its rank 0")
-    assert said[4].startswith("the batch has no labels, so no loss")
-    assert said[5].startswith("lm_head.weight is quantised")
-    assert said[6].startswith("the model is not the one that shard was called with")
-    assert said[7].startswith("no parameter of the model is trained")
-    assert said[8].startswith("the group's rank 0 could not compute the model alone, MemoryError: 64 GiB")
-    assert said[9].startswith("the model's weights are sharded; compare before fully_shard")
+def test_wrong_uses_are_refused_on_every_rank(results):
+    messages, other = (result["refused"] for result in results)
+    assert messages == other
+    beginnings = (
+        *["input_ids, labels or documents of the group's ranks [1] are not"] * 4,
+        "the batch has no labels",
+        "lm_head.weight is quantised",
+        "the model is not the one that shard was called with",
+        "no parameter of the model is trained",
+        "the group's rank 0 could not compute the model alone, MemoryError: 64 GiB",
+        "the model's weights are sharded",
+    )
+    for message, beginning in zip(messages, beginnings, strict=True):
+        assert message.startswith(beginning)
 
 
-def gathered(rank, world_size):
+def gathered():
     """Logits of padded rows from all ranks."""
     model = model_of("Llama", HEADS).eval()
     ids = torch.stack([tokens(12)[0][0], tokens(12, seed=4)[0][0]])
@@ -212,11 +226,11 @@ def gathered(rank, world_size):
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def test_logits_of_all_ranks_are_those_of_the_batch():
-    assert max(run_ranks(gathered, 2)) < 1e-6
+def test_logits_of_all_ranks_are_those_of_the_batch(results):
+    assert max(result["gathered"] for result in results) < 1e-6
 
 
-def adapted(rank, world_size):
+def adapted():
     """Adapters of a model that is sharded before, and of one that is sharded after."""
     from peft import LoraConfig, get_peft_model
 
@@ -242,9 +256,9 @@ def adapted(rank, world_size):
     return found
 
 
-def test_adapters_are_trained_as_in_one_process():
+def test_adapters_are_trained_as_in_one_process(results):
     pytest.importorskip("peft")
-    assert max(run_ranks(adapted, 2)[0]) < 1e-10
+    assert max(results[0]["adapted"]) < 1e-10
 
 
 def test_check_is_refused_while_paused_and_needs_no_gradient_mode():

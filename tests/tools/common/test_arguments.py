@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, suppress
@@ -11,9 +12,10 @@ import pytest
 
 from runtime import __version__
 from runtime.ranks import run_ranks
-from tests.starts import PATIENCE
-from tools import fit, plan, ruler
+from tests.starts import PATIENCE, ended, interruptible
+from tools import fit, plan
 from tools.common.arguments import UsageError, parser_for
+from tools.ruler import __main__ as ruler
 from tools.sample import main
 from train.config import diffusion, language
 from train.run import exit_status
@@ -22,14 +24,7 @@ COMMAND = "from tools.common.arguments import one_line_errors, run_command; run_
 ENTRY = "from train.run import run_entry; run_entry(lambda argv: print('x' * (1 << 20)))"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        COMMAND.format("lambda: print('x' * (1 << 20))"),
-        COMMAND.format("lambda: print('what fits the buffer')"),
-        ENTRY,
-    ],
-)
+@pytest.mark.parametrize("code", [COMMAND.format("lambda: print('what fits the buffer')"), ENTRY])
 def test_a_reader_that_went_away_ends_a_command_without_a_word(code):
     read, write = os.pipe()
     os.close(read)
@@ -37,6 +32,17 @@ def test_a_reader_that_went_away_ends_a_command_without_a_word(code):
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=PATIENCE, env=env)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_a_signal_ends_a_command_as_an_exception_without_a_traceback(number, status, said):
+    code = "import os, sys\ndef main():\n    try:\n        os.kill(os.getpid(), int(sys.argv[1]))\n    finally:\n"
+    code += "        print('cleaned')\n" + COMMAND.format("main")
+    with interruptible():
+        done = ended([sys.executable, "-c", code, str(int(number))])
+    assert (done.returncode, done.stdout, done.stderr) == (status, "cleaned\n", said)
 
 
 @pytest.mark.parametrize("main", [language.parse_args, diffusion.parse_args, plan.main, fit.main, main])

@@ -41,7 +41,7 @@ def test_a_word_that_is_none_is_refused(line):
         command("lama cp=2", {"llama": ""})
 
 
-@pytest.mark.parametrize("kind", [*KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "llama")) for kind in KINDS])
 def test_every_mesh_of_parity_is_a_configuration(kind):
     for case in chosen_cases(kind):
         mesh = parsed(flags_of(kind, case, Path("none"))).mesh

@@ -10,22 +10,14 @@ from runtime.errors import DataError
 from tools.ruler.tasks import TASKS, Case, Sources
 from tools.ruler.texts import NOISE, Essays, Questions
 
-SQUAD = {
-    "data": [
-        {
-            "paragraphs": [
-                {
-                    "context": f"Article {a}, paragraph {p}.",
-                    "qas": [
-                        {"question": f"Question {a}.{p}?", "answers": [{"text": f"{a}.{p}"}], "is_impossible": p == 2}
-                    ],
-                }
-                for p in range(4)
-            ]
-        }
-        for a in range(5)
-    ]
-}
+
+def squad_of(article, paragraph):
+    name = f"{article}.{paragraph}"
+    question = {"question": f"Question {name}?", "answers": [{"text": name}], "is_impossible": paragraph == 2}
+    return {"context": f"Article {article}, paragraph {paragraph}.", "qas": [question]}
+
+
+SQUAD = {"data": [{"paragraphs": [squad_of(article, n) for n in range(4)]} for article in range(5)]}
 HOTPOTQA = [
     {"question": f"Q{n}?", "answer": f"A{n}", "context": [[f"T{n}", ["One. ", "Two."]], [f"U{n}", ["Three."]]]}
     for n in range(6)
@@ -55,7 +47,7 @@ UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
     ],
 )
 def test_each_needle_is_there_once_and_says_the_answers(task, needles, asks, key, value):
-    for number in range(8):
+    for number in range(4):
         question = asked(task, 50, number)
         found = NEEDLE.findall(question.text)
         assert len(found) == len({drawn for _, _, drawn in found}) == needles
@@ -203,54 +195,40 @@ def test_scores_are_the_papers(task, written, answers, score):
 
 
 GOOD = {"question": "Who?", "answers": ["Ada"], "paragraphs": ["It was Ada."]}
+CONTEXT = {"context": "It was Ada.", "qas": [{"question": "Who?", "answers": [{"text": "Ada"}]}]}
+UNANSWERABLE = {"context": "None.", "qas": [{"question": "Who?", "answers": [], "is_impossible": True}]}
+UNANSWERED = {"context": "None.", "qas": [{"question": "Who?", "answers": []}]}
+HOTPOT = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada."]]]}
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("content", "said"),
     [
-        ("answers", [""]),
-        ("answers", [" \t"]),
-        ("answers", []),
-        ("answers", ["Ada", ""]),
-        ("question", ""),
-        ("paragraphs", []),
-        ("paragraphs", ["It was Ada.", " "]),
+        *(
+            ([GOOD, GOOD | {field: value}, GOOD], f"line 2: {field} ")
+            for field, value in (
+                ("answers", [" "]), ("answers", []), ("answers", ["Ada", ""]), ("question", ""), ("paragraphs", [])
+            )
+        ),
+        ([GOOD, "", '{"question": "Who?"'], "has .*line 3"),
+        ([GOOD, "", '{"question": "Who?"}'], "has .*line 3"),
+        ([GOOD, "", "[]"], "has .*line 3"),
+        ([GOOD, "", '{"question": "Who?", "answers": "a"}'], "has .*line 3"),
+        ([{"data": [{"paragraphs": [CONTEXT, UNANSWERED]}]}], "question 2: answers is empty"),
+        ([[HOTPOT, HOTPOT | {"answer": ""}]], "question 2: answers holds an empty text"),
     ],
-)
-def test_a_question_that_any_text_would_answer_is_refused_by_its_line(tmp_path, field, value):
+)  # fmt: skip
+def test_a_question_that_any_text_would_answer_or_none_is_refused_by_its_place(tmp_path, content, said):
     """An empty answer is in every text, so that it would score 100 for any."""
-    file = tmp_path / "q.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in (GOOD, GOOD | {field: value}, GOOD)))
-    with pytest.raises(DataError, match=rf"q\.jsonl, line 2: {field} "):
-        Questions(file)
+    lines = (line if isinstance(line, str) else json.dumps(line) for line in content)
+    (tmp_path / "q.json").write_text("\ufeff" + "\n".join(lines))
+    with pytest.raises(DataError, match=rf"q\.json,? {said}"):
+        Questions(tmp_path / "q.json")
 
 
-@pytest.mark.parametrize(
-    "broken", ['{"question": "Who?"', '{"question": "Who?"}', "[]", '{"question": "Who?", "answers": "a"}']
-)
-def test_a_line_that_is_no_question_is_named(tmp_path, broken):
-    file = tmp_path / "q.jsonl"
-    file.write_text(json.dumps(GOOD) + "\n\n" + broken + "\n")
-    with pytest.raises(DataError, match=r"q\.jsonl has .*line 3"):
-        Questions(file)
-
-
-def test_empty_answers_of_the_benchmarks_files_are_refused_by_their_number(tmp_path):
-    squad = {"context": "It was Ada.", "qas": [{"question": "Who?", "answers": [{"text": "Ada"}]}]}
-    without = {"context": "Nobody.", "qas": [{"question": "Who?", "answers": []}]}
-    unanswerable = {"context": "Nobody.", "qas": [{"question": "Who?", "answers": [], "is_impossible": True}]}
-    hotpot = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada."]]]}
-    (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": [squad, unanswerable]}]}))
-    assert len(Questions(tmp_path / "a.json").asked) == 1
-    (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": [squad, without]}]}))
-    with pytest.raises(DataError, match=r"a\.json, question 2: answers is empty"):
-        Questions(tmp_path / "a.json")
-    (tmp_path / "b.json").write_text("\ufeff" + json.dumps([hotpot, hotpot | {"answer": ""}]))
-    with pytest.raises(DataError, match=r"b\.json, question 2: answers holds an empty text"):
-        Questions(tmp_path / "b.json")
-
-
-def test_lines_are_those_of_json_and_not_of_unicode(tmp_path):
-    file = tmp_path / "q.jsonl"
+def test_questions_without_an_answer_are_left_out_and_lines_are_those_of_json(tmp_path):
+    file = tmp_path / "q.json"
+    file.write_text(json.dumps({"data": [{"paragraphs": [CONTEXT, UNANSWERABLE]}]}))
+    assert len(Questions(file).asked) == 1
     file.write_text(json.dumps(GOOD | {"question": "Who\u2028is it?"}, ensure_ascii=False))
     assert Questions(file).asked[0].question == "Who\u2028is it?"

@@ -1,20 +1,14 @@
 """The local tier: parts of a checkpoint on several nodes, which are folders of pairs of ranks here."""
 
 import json
-import os
 import re
-import statistics
-import time
-from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from runtime.ranks import run_ranks
 from runtime.together import from_first
 from tests.parallel.tiny import ARCHITECTURE, build, equal, flip_a_byte, rewrite_manifest, save, train, whole_tensors
-from train.checkpoint import saving
 from train.checkpoint.api import CheckpointConfig, load_checkpoint
 from train.checkpoint.manifest import CheckpointError
 from train.checkpoint.saving import Saves, newest_checkpoint
@@ -197,43 +191,6 @@ def test_a_local_one_waits_for_no_save_and_a_shared_one_takes_its_place():
     assert saves.due(4, last=False) == "shared"
     saves.wait()
     assert [saves.due(5, last) for last in (False, True)] == [None, "shared"]
-
-
-def _stalls(rank, size, shared, local):
-    """Median seconds of a save of 192 MB: shared, local, and both beside training."""
-    state = {f"weight {number}": torch.randn(1 << 20) for number in range(48)}
-    medians = []
-    for beside in (False, True):
-        settings = CheckpointConfig(save=str(shared), keep_last=1, async_save=beside)
-        saves = Saves(config=settings, say=lambda line: None)
-        saves.__dict__["_local"] = local / f"run{beside}"
-        times = {"shared": [], "local": []}
-        for iteration in range(1, 6):
-            for tier, found_ in times.items():
-                dist.barrier()
-                start = time.perf_counter()
-                saves.save(tier, 100 * beside + iteration, state, None, architecture={}, extra={})
-                found_.append(time.perf_counter() - start)
-                saves.wait()
-        medians += [statistics.median(found_) for found_ in times.values()]
-    return tuple(medians)
-
-
-@pytest.mark.slow
-def test_a_local_save_stalls_training_for_less_time_than_a_shared_one(tmp_path):
-    memory = Path("/dev/shm") / f"longmesh-test-{os.getpid()}"
-    try:
-        ranks = run_ranks(_stalls, 2, tmp_path, memory)
-    finally:
-        saving.remove_others(memory / "runFalse", None)
-        saving.remove_others(memory / "runTrue", None)
-        for path in (*memory.glob("*/*"), *memory.glob("*"), memory):
-            path.unlink() if path.is_file() else path.rmdir()
-    shared, local, shared_beside, local_beside = (max(times) for times in zip(*ranks, strict=True))
-    print(f"\n192 MB on 2 ranks: shared {shared:.3f} s, local {local:.3f} s ({local / shared:.1%})")
-    print(f"beside training: shared {shared_beside:.3f} s, local {local_beside:.3f} s")
-    assert local < shared
-    assert local_beside < 0.3 * shared
 
 
 def test_one_that_the_run_has_left_behind_is_abandoned(tmp_path):

@@ -73,7 +73,7 @@ def _forge(folder, change):
     assert str(folder) in problem or "do not trust it" in problem
 
 
-def test_a_pickle_in_a_checkpoint_does_not_run(path, tmp_path):
+def test_a_pickle_does_not_run_and_an_enumeration_is_read_as_every_python_writes_it(path, tmp_path):
     target = tmp_path / "exploded"
     _forge(path, lambda table: setattr(table, "planner_data", Bomb(target)))
     with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
@@ -81,14 +81,11 @@ def test_a_pickle_in_a_checkpoint_does_not_run(path, tmp_path):
     assert not target.exists()
     pickle.loads((path / ".metadata").read_bytes())
     assert target.exists(), "negative control: pickle itself runs it"
+    written = ATTRIBUTE % (b"_MEM_FORMAT_ENCODING", b"TORCH_CONTIGUOUS_FORMAT")
+    assert _DataUnpickler(io.BytesIO(written)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 
 
 ATTRIBUTE = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n%b\nS'%b'\ntR."
-
-
-def test_a_member_of_an_enumeration_is_read_as_every_python_writes_it():
-    written = ATTRIBUTE % (b"_MEM_FORMAT_ENCODING", b"TORCH_CONTIGUOUS_FORMAT")
-    assert _DataUnpickler(io.BytesIO(written)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Configurations that are derived from a run's, and flags of packed documents with what they go with."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-import pretrain_gpt
 from model.config import ModelConfig
 from runtime.errors import UserError
 from tests.planner.test_search import config
@@ -89,29 +87,3 @@ def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_atte
     assert parse_args([*sizes, APART]).joined_length == 300
     assert parse_args([*sizes, "--reset-position-ids"]).joined_length == 100
     assert (Config().joined_length, DiTRunConfig().joined_length) == (1024, 256)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("", "64 tokens"),
-        ("--reset-position-ids", "64 tokens of packed documents, each with positions from 0"),
-        (APART, "64 tokens of packed documents, each attending to itself alone"),
-        (f"{APART} --reset-position-ids", "64 tokens of packed documents, each by itself"),
-        (f"{APART} --reset-position-ids --sft", "64 tokens of packed conversations, each by itself"),
-        ("--pack-documents", "64 tokens of packed documents, none cut that fits, 0.25% padding"),
-        (
-            f"--pack-documents {APART} --reset-position-ids",
-            "64 tokens of packed documents, each by itself, none cut that fits, 0.25% padding",
-        ),
-        (
-            "--blend-by-length 40:0.2 320:0.5",
-            "64 tokens, of documents of up to 40 tokens: 30%, up to 320 tokens: 20%, more: 50%",
-        ),
-    ],
-)
-def test_the_first_line_says_how_sequences_are_packed(flags, words):
-    config = parse_args([*DATA, "--seq-length", "64", "--vocab-size", "300", *flags.split()])
-    mesh = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    run = SimpleNamespace(config=config, mesh=mesh, summary=lambda *parts: parts[-1])
-    assert pretrain_gpt.described(run, 0.9975) == f"sequences of {words}"

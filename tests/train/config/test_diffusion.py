@@ -32,27 +32,18 @@ def test_the_length_is_the_number_of_patches_and_the_attention_full():
     assert order == {"seed": config.train.seed, "data_path": ["digits"], "split": "90,10"}
 
 
-def test_more_processes_than_patches_are_refused():
+def test_what_contradicts_itself_is_refused():
     mesh = MeshConfig(context_parallel_size=2, tensor_model_parallel_size=2)
     config = parse_args(["--latent-shape", "1", "8", "8", "--patch-size", "8", "--num-attention-heads", "6"])
     with pytest.raises(ConfigError, match="a sequence has 1 patch, fewer"):
         validate(replace(config, mesh=mesh), 4)
-
-
-def test_guidance_from_an_embedding_that_nothing_trains_is_refused_where_pictures_are_drawn():
     never = ["--class-dropout-prob", "0", "--context-parallel-method", "none"]
     with pytest.raises(ConfigError, match=r"guidance is 4\.0 and class_dropout_prob is 0\.0, .* give --guidance 1, or"):
         validate(parse_args(never), 1)
     for harmless in (["--guidance", "1"], ["--samples-per-class", "0"], ["--class-dropout-prob", "0.1"]):
         validate(parse_args([*never, *harmless]), 1)
-
-
-def test_a_flag_of_the_other_entry_is_sent_there():
     with pytest.raises(ConfigError, match=r"unknown argument --num-query-groups; that is for pretrain_gpt\.py"):
         parse_args(["--num-query-groups", "2"])
-
-
-def test_packed_samples_need_a_method_that_knows_them():
     flags = ["--data-path", "digits", "--latent-shape", "1", "8", "8", "--num-classes", "10", "--pack-samples"]
     validate(parse_args(flags), 1)
     with pytest.raises(

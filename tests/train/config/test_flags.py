@@ -37,7 +37,7 @@ def test_a_file_beside_comes_before_a_model_of_its_name(tmp_path, monkeypatch):
     assert parse_args(["--config", "llama_tiny.toml"]).model.num_layers == 7
     with pytest.raises(config.ConfigError, match="the model is lama3_8b; name one of llama3_8b, "):
         parse_args(["--config", "lama3_8b"])
-    with pytest.raises(config.ConfigError, match="elsewhere/llama3_8b.toml"):
+    with pytest.raises(config.ConfigError, match=r"elsewhere/llama3_8b\.toml"):
         parse_args(["--config", "elsewhere/llama3_8b.toml"])
 
 
@@ -153,23 +153,17 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--swiglu", None),
         ("--model-type gpt --max-position-embeddings 1024 --swiglu", "model_type is gpt; it goes with llama"),
         ("--use-distributed-optimizer --bf16 --sequence-parallel --calculate-per-token-loss", None),
         ("--use-distributed-optimizer --data-parallel-sharding-strategy ddp", "data_parallel_sharding_strategy is ddp"),
-        ("--normalization RMSNorm", None),
-        ("--normalization LayerNorm", "--normalization is LayerNorm, and here it can only be RMSNorm"),
+        ("--normalization LayerNorm", "--normalization is LayerNorm"),
         ("--optimizer", "--optimizer has no value"),
-        ("--optimizer sgd", "can only be adam"),
         ("--transformer-impl transformer_engine --use-flash-attn --use-mcore-models", None),
-        ("--profile --use-pytorch-profiler", None),
         ("--fp16", "here give --bf16"),
         ("--num-experts 8", "there is no mixture of experts"),
         ("--sequence-parallel=false", "--sequence-parallel takes no value, and 'false' is given"),
-        ("--swiglu=no", "--swiglu takes no value"),
         ("--attention-dropout 0.00 --hidden-dropout=0.0 --rotary-percent 1.00", None),
         ("--attention-dropout 0.1", "--attention-dropout is 0.1, and here it can only be 0"),
-        ("--no-mmap-bin-files", None),
         ("--model-type transnormer --disable-bias-linear", None),
         ("--model-type linear_transformer --disable-bias-linear", "a gpt and a linear_transformer have them"),
         ("--swigl", "did you mean --swiglu? it is Megatron-LM's: its feed-forward is SwiGLU"),

@@ -5,27 +5,9 @@ import pytest
 from runtime.errors import UserError
 from train.config import diffusion as dit_config
 from train.config import language as config
-from train.config.entries import Config
-from train.config.flags import LONGEST_TOML, config_fields
 from train.config.language import load_config, parse_args, validate
 
 DATA = ["--data-path", "x", "--tokenizer-model", "x.model"]
-GPT = [
-    f"--{name} {value}"
-    for name in (
-        "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels",
-        "vocab-size", "seq-length", "micro-batch-size", "global-batch-size", "num-workers",
-        "context-parallel-size", "tensor-model-parallel-size", "pipeline-model-parallel-size",
-        "num-virtual-stages-per-pipeline-rank", "num-distributed-optimizer-instances", "context-parallel-team-size",
-        "context-parallel-ranks-per-node", "ulysses-degree", "ulysses-head-chunks", "loss-chunk-size", "ffn-chunk-size",
-        "pipeline-layers",
-    )
-    for value in ("1000000000", "2147483648", "1000000000000000000000")
-]  # fmt: skip
-DIT = [
-    f"--{name} 1000000000"
-    for name in ("num-layers", "hidden-size", "latent-shape 4 8", "num-classes", "micro-batch-size", "num-workers")
-]
 
 
 def refused(module, line):
@@ -35,16 +17,38 @@ def refused(module, line):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("line", GPT)
-def test_a_size_beyond_any_machine_is_refused_by_its_name(line):
-    flag = line.split()[0]
-    names = (flag[2:].replace("-", "_"), "num_attention_heads", "pipeline_schedule", f"argument {flag}: ")
-    assert any(name in refused(config, f"{' '.join(DATA)} {line}") for name in names)
+SIZES = """
+    num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size seq-length
+    micro-batch-size global-batch-size num-workers context-parallel-size tensor-model-parallel-size
+    pipeline-model-parallel-size num-virtual-stages-per-pipeline-rank num-distributed-optimizer-instances
+    context-parallel-team-size context-parallel-ranks-per-node ulysses-degree ulysses-head-chunks loss-chunk-size
+    ffn-chunk-size pipeline-layers
+""".split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize("line", DIT)
-def test_a_diffusion_transformers_too(line):
-    refused(dit_config, line)
+@pytest.mark.parametrize("value", ["1000000000", "1000000000000000000000"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_beyond_any_machine_is_refused_by_its_name(size, value):
+    names = (size.replace("-", "_"), "num_attention_heads", "pipeline_schedule", f"argument --{size}: ")
+    line = refused(config, f"{' '.join(DATA)} --{size} {value}")
+    assert any(name in line for name in names)
+
+
+def test_counts_of_time_have_no_such_bound_and_a_diffusion_transformers_sizes_do():
+    line = "--train-iters 2000000000 --seed 5000000000 --eval-interval 3000000000 --log-interval 1000000000"
+    config.validate(config.parse_args([*DATA, *line.split()]), 1)
+    for size in ("num-layers", "hidden-size", "latent-shape 4 8", "num-classes", "micro-batch-size", "num-workers"):
+        refused(dit_config, f"--{size} 1000000000")
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbf[train]\nseed = 7\n", b"[train]\r\nseed = 7\r\n"])
+def test_what_editors_on_windows_write_is_read_and_what_is_no_file_refused(content, tmp_path):
+    """Other files that are no configuration are in ``tests/test_settings.py``."""
+    (tmp_path / "run.toml").write_bytes(content)
+    assert load_config(tmp_path / "run.toml").train.seed == 7
+    for path, kind in ((tmp_path, "a folder"), ("/dev/zero", "a socket or device")):
+        with pytest.raises(UserError, match=f"^{path}: it is {kind}"):
+            load_config(path)
 
 
 @pytest.mark.parametrize(
@@ -58,60 +62,6 @@ def test_a_diffusion_transformers_too(line):
 )
 def test_sizes_that_are_too_much_together_are_refused(line, words):
     assert words in refused(config, f"{' '.join(DATA)} {line}")
-
-
-def test_counts_of_time_have_no_such_bound():
-    line = "--train-iters 2000000000 --seed 5000000000 --eval-interval 3000000000 --log-interval 1000000000"
-    config.validate(config.parse_args([*DATA, *line.split()]), 1)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"a = " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
-        (b"\xff\xfe\x00binary", "not valid TOML"),
-        (b"# " + b"x" * LONGEST_TOML, "longer than 1,000,000 characters"),
-        (b"[train]\nseed = 1\nseed = 2\n", "not valid TOML"),
-    ],
-)
-def test_a_file_that_is_no_configuration_is_one_line(content, words, tmp_path):
-    (tmp_path / "run.toml").write_bytes(content)
-    with pytest.raises(UserError, match=words) as caught:
-        load_config(tmp_path / "run.toml")
-    assert str(caught.value).startswith(str(tmp_path / "run.toml"))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_folder_and_an_endless_device_are_one_line(tmp_path):
-    for path, kind in ((tmp_path, "a folder"), ("/dev/zero", "a socket or device")):
-        with pytest.raises(UserError, match=f"^{path}: it is {kind}; name an existing TOML file$"):
-            load_config(path)
-    with pytest.raises(UserError, match="No such file"):
-        load_config(tmp_path / "absent.toml")
-
-
-@pytest.mark.parametrize("content", [b"\xef\xbb\xbf[train]\nseed = 7\n", b"[train]\r\nseed = 7\r\n"])
-def test_what_editors_on_windows_write_is_read(content, tmp_path):
-    (tmp_path / "run.toml").write_bytes(content)
-    assert load_config(tmp_path / "run.toml").train.seed == 7
-
-
-def test_the_bounds_name_fields_that_exist():
-    from train.config.sizes import LARGEST
-
-    assert set(LARGEST) <= set(config_fields(Config))
-
-
-HYBRID = (
-    "--data-path x --tokenizer-model x --model-type transnormer --softmax-every 2 --context-parallel-method lasp "
-    "--context-parallel-size 4"
-)
-
-
-@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
-def test_every_method_goes_with_a_hybrid(method):
-    validate(parse_args([*HYBRID.split(), "--hybrid-softmax-method", method]), 4)
-    validate(parse_args([*HYBRID.split(), "--hybrid-softmax-method", method, "--context-parallel-size", "1"]), 4)
 
 
 def test_learned_sinks_are_for_backwards_in_one_part_alone():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.diffusion import Diffusion, DiffusionConfig
 from model.dit import DiT, Modulation, patchify
@@ -82,28 +81,6 @@ def test_joined_samples_have_the_loss_that_they_have_apart(kind):
     assert losses["one document"] != pytest.approx(losses["apart"], rel=1e-3), "negative control: bounds ignored"
 
 
-class Copies(TorchDispatchMode):
-    """Counts tensors that go from one device to another."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._to_copy.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_joined_samples_are_told_apart_on_the_device_without_a_copy():
-    given, patches = batch(3, -1, 5, 8), MODEL.num_patches
-    cp = context_parallel("ring", seq_len=4 * patches, causal=False)
-    meta = torch.device("meta")
-    trained = Denoising(cp.under(documents=(0, 4 * patches)), meta, MODEL, objective()._diffusion, 1, joined=True)
-    local = trained.local(given)
-    with Copies() as copies:
-        trained._weights(local["valid"], trained._real_there)
-    assert local["valid"].is_meta
-    assert copies.count == 0
-
-
 def test_joined_samples_have_their_gradients_in_bfloat16_too():
     """A row of the modulation sums the gradients of all its patches: in bfloat16 a sum of thousands would stop."""
     apart, joined = (torch.nn.Sequential(Modulation(16, 2)) for _ in range(2))
@@ -135,8 +112,3 @@ def test_ranks_have_their_patches_of_the_same_noise_and_no_loss_of_padding(tmp_p
     for name in ("times", "labels"):
         assert torch.equal(first[name], want[name])
         assert torch.equal(second[name], want[name])
-
-
-def test_a_validation_has_no_perplexity():
-    line = objective().validation_line({"iteration": 3, "validation_loss": 0.5, "diffusion_loss": 2.0})
-    assert line == "validation loss at iteration 3: 0.5000"

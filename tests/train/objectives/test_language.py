@@ -53,8 +53,11 @@ def share(rank, world_size, method, shape):
     return local, cp.positions, int(local["count"]), objective.loss_sum(model, local).item()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("size", "shape"), [(1, LLAMA), (3, LLAMA), (3, GPT)], ids=["1", "3", "3-gpt"])
+@pytest.mark.parametrize(
+    ("method", "size", "shape"),
+    [*((method, 3, LLAMA) for method in METHODS), ("ring", 1, LLAMA), ("striped", 3, GPT)],
+    ids=[*METHODS, "alone", "gpt"],
+)
 def test_shares_make_up_the_batch_and_its_loss(method, size, shape):
     size = min(size, 2) if method == "ulysses" else size  # as many as the heads
     shares = run_ranks(share, size, method, shape)
@@ -123,32 +126,17 @@ def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size, untied):
     assert largest[1] == max(min(size, 2 * LENGTH) * vocabulary, vocabulary * LLAMA.hidden_size)
 
 
-@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
-def test_linear_attention_of_the_backend_that_is_named(backend):
-    shape = replace(LLAMA, model_type="transnormer", num_layers=2)
-    train = TrainConfig(seq_length=LENGTH)
-    config = Config(model=shape, context=ContextConfig(attention_backend=backend), train=train)
-    cp, attend = context_of(config, None)
-    assert torch.equal(cp.positions, torch.arange(LENGTH))
-    found = []
-    for model in (build_model(shape, attend), build_model(shape)):
-        model.init_weights(3)
-        found.append(model(whole_batch()["tokens"]))
-    assert (found[0] - found[1]).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("backend", ["aten", "triton"])
-def test_a_backend_without_linear_attention_here_is_a_user_error(backend):
-    context = ContextConfig(attention_backend=backend)
-    config = Config(model=replace(LLAMA, model_type="transnormer"), context=context, mesh=MeshConfig(device="cpu"))
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("transnormer", "aten"), ("transnormer", "triton"), ("llama", "flash_attn_3")]
+)
+def test_a_backend_that_is_not_for_the_model_or_the_device_is_a_user_error(kind, backend):
+    config = Config(
+        model=replace(LLAMA, model_type=kind),
+        context=ContextConfig(attention_backend=backend),
+        mesh=MeshConfig(device="cpu"),
+        train=TrainConfig(bf16=kind == "llama"),
+    )
     with pytest.raises(UserError, match=backend):
-        context_of(config, None)
-
-
-def test_a_backend_that_the_device_lacks_is_a_user_error():
-    context = ContextConfig(attention_backend="flash_attn_3")
-    config = Config(context=context, mesh=MeshConfig(device="cpu"), train=TrainConfig(bf16=True))
-    with pytest.raises(UserError, match="flash_attn_3"):
         context_of(config, None)
 
 
@@ -162,9 +150,7 @@ def test_entropy_of_one_corpus_and_of_no_blend(tmp_path):
 def test_validation_line_tells_what_frequencies_alone_would_give():
     objective = NextToken(context_parallel("ring", seq_len=LENGTH), torch.device("cpu"))
     line = objective.validation_line({"iteration": 50, "validation_loss": 2.0, "unigram_entropy": 5.5})
-    assert line == (
-        "validation loss at iteration 50: 2.0000 | perplexity: 7.39 | unigram entropy of the corpus: 5.5000"
-    )
+    assert line.endswith(": 2.0000 | perplexity: 7.39 | unigram entropy of the corpus: 5.5000")
     assert "unigram" not in objective.validation_line({"iteration": 50, "validation_loss": 2.0})
     assert "perplexity" in objective.validation_line({"iteration": 1, "validation_loss": 1e6}), "no overflow"
 

@@ -8,12 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.pretraining import TINY, on_rank
-from tests.train.test_loop import Samples, checkpoints, infinite_in, run_with, settings
+from tests.train.test_loop import checkpoints, infinite_in, run_with, settings
 from train.checkpoint.api import CheckpointConfig
-from train.checkpoint.saving import Saves
 from train.checkpoint.search import find_checkpoint
 from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
 from train.watching.metrics import METRICS, read_metrics
@@ -139,53 +136,3 @@ def test_a_save_waits_for_a_good_step(tmp_path):
     )
     assert error == ""
     assert checkpoints(tmp_path / "run") == [4, 6]
-
-
-def infinite_while_saving(trainer):
-    Saves.agree = lambda self, ready: None
-    infinite_in(trainer, range(3, 4))
-
-
-def unread_while_saving(trainer):
-    Saves.agree = lambda self, ready: None
-    trainer.train_data = Samples(bad=9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prepare", "said"), [(infinite_while_saving, "a step was bad, iteration 3"), (unread_while_saving, "sample 9 is")]
-)
-def test_a_run_that_ends_with_an_error_finishes_its_save(prepare, said, tmp_path):
-    config = health("stop", save_interval=2)
-    config = replace(config, checkpoint=replace(config.checkpoint, async_save=True))
-    for _, error in run_ranks(run_with, 2, config, tmp_path / "run", prepare):
-        assert said in error
-    assert checkpoints(tmp_path / "run") == [2]
-    assert find_checkpoint(tmp_path / "run") is not None
-
-
-def diverging(rank, world_size, arguments, starts):
-    """Start a run again and again, as torchrun --max-restarts does; the error that ends each start."""
-    errors = []
-    for _ in range(starts):
-        try:
-            on_rank(rank, world_size, arguments)
-        except UserError as error:
-            errors.append(str(error))
-    return errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
-def test_a_diverging_run_ends_under_ten_restarts_with_a_good_checkpoint(policy, default_data, tmp_path):
-    save = tmp_path / "run"
-    data = ["--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model"]
-    flags = [*TINY, *data, "--save", str(save), "--load", str(save), "--save-interval", "2", "--eval-iters", "0"]
-    run_ranks(on_rank, 2, [*flags, "--train-iters", "4"])
-    more = ["--train-iters", "60", "--lr", "1e30", "--lr-decay-style", "constant", "--bad-step-policy", policy]
-    errors, _ = run_ranks(diverging, 2, [*flags, *more], 11)
-    assert len(errors) == 11
-    assert errors[-1].startswith("the run failed 3 times after iteration 4, the last time as ")
-    assert checkpoints(save) == [2, 4]
-    assert find_checkpoint(save) == save / "iter_0000004"
-    assert [record["iteration"] for record in read_metrics(save / METRICS)] == [1, 2, 3, 4]

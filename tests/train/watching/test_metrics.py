@@ -6,12 +6,10 @@ import struct
 import sys
 
 import pytest
-import torch
 
 from tests import starts
 from train.checkpoint.manifest import STARTS
 from train.config.flags import ConfigError
-from train.loop import memory_gb
 from train.watching.metrics import METRICS, LoggingConfig, RunLog, check_services, plot_loss, read_metrics
 
 
@@ -37,28 +35,23 @@ def write(path, iterations, end=""):
     path.write_text("".join(json.dumps(record(i)) + "\n" for i in iterations) + end)
 
 
-@pytest.mark.parametrize("end", ["", '{"iteration": 7, "lm_lo', '{"iteration": 7}', "\0\0\0\0", "\ufffd"])
+@pytest.mark.parametrize("end", ["", '{"iteration": 7, "lm_lo', '{"iteration": 7}', "\0\0\0\0"])
 def test_half_a_last_line_is_no_record(end, tmp_path):
     write(tmp_path / METRICS, range(1, 7), end)
     assert read_metrics(tmp_path / METRICS) == [record(i) for i in range(1, 7)]
 
 
-@pytest.mark.parametrize("line", ['{"iteration": 2, "lm_lo', "", "5", "[1]", "null", "{}", '{"iteration": null}', "\0"])
+@pytest.mark.parametrize(
+    "line", [b'{"iteration": 2, "lm_lo', b"", b"5", b"{}", b'{"iteration": null}', b"\xff\xfe\x00"]
+)
 def test_a_corrupt_line_before_the_last_is_named(line, tmp_path):
     path = tmp_path / METRICS
-    path.write_text(f"{json.dumps(record(1))}\n{line}\n{json.dumps(record(3))}\n")
+    path.write_bytes(b"%b\n%b\n%b\n" % (json.dumps(record(1)).encode(), line, json.dumps(record(3)).encode()))
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 is no record .*; remove the line or the file"):
         going_on(tmp_path, 10)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_bytes_that_are_no_text_are_named_too(tmp_path):
-    path = tmp_path / METRICS
-    path.write_bytes(b"\xff\xfe\x00\n")
-    with pytest.raises(ConfigError, match="line 1"):
-        read_metrics(path)
 
 
 def going_on(folder, iteration):
@@ -72,6 +65,9 @@ def test_a_run_keeps_the_records_that_its_checkpoint_knows(tmp_path):
     assert going_on(tmp_path, 6) == [record(i) for i in range(1, 7)]
     assert read_metrics(path) == [record(i) for i in range(1, 7)]
     assert path.read_text().endswith("\n")
+    resumed = RunLog(tmp_path, LoggingConfig(), {}, 3)
+    resumed.write(record(4, lm_loss=1.25))
+    assert read_metrics(path) == [*(record(i) for i in range(1, 4)), record(4, lm_loss=1.25)]
     assert going_on(tmp_path, 0) == []
     assert path.read_text() == ""
     assert going_on(tmp_path / "new", 3) == []
@@ -83,16 +79,6 @@ def test_numbers_come_back_exactly(tmp_path):
     log = RunLog(tmp_path, LoggingConfig(), {}, 0)
     log.write(odd)
     assert read_metrics(tmp_path / METRICS) == [{**odd, "grad_norm": None}]  # JSON knows no infinity
-
-
-def test_a_log_goes_on_after_the_checkpoint(tmp_path):
-    folder = tmp_path / "deep" / "run"
-    first = RunLog(folder, LoggingConfig(), {}, 0)
-    for i in range(1, 6):
-        first.write(record(i))
-    second = RunLog(folder, LoggingConfig(), {}, 3)
-    second.write(record(4, lm_loss=1.25))
-    assert read_metrics(folder / METRICS) == [*(record(i) for i in range(1, 4)), record(4, lm_loss=1.25)]
 
 
 def test_a_log_without_a_folder_writes_nothing(tmp_path, monkeypatch):
@@ -108,8 +94,6 @@ def test_a_log_without_a_folder_writes_nothing(tmp_path, monkeypatch):
     "records",
     [
         [record(1)],
-        [record(i) for i in range(1, 9)],
-        [record(1), record(2, validation_loss=3.0)],
         [record(1), record(2, validation_loss=3.0, unigram_entropy=5.0), record(3, lm_loss=float("nan"))],
         [{"iteration": i, "diffusion_loss": 0.5 * i} for i in (1, 2)],
     ],
@@ -125,26 +109,6 @@ def test_the_loss_curve_is_a_picture(records, tmp_path):
     assert pixels.std() > 0.01  # it is not blank
 
 
-def test_memory_is_this_process_and_in_gigabytes():
-    block = torch.ones(1 << 27, dtype=torch.uint8)
-    assert block.nbytes / 1e9 < memory_gb(torch.device("cpu")) < 100
-
-
-def test_tensorboard_holds_the_same_numbers(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = RunLog(None, LoggingConfig(tensorboard_dir=str(tmp_path)), {}, 0)
-    for i in range(1, 4):
-        log.write(record(i, **({"validation_loss": 2.5} if i == 3 else {})))
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["scalars"]) == set(record(1)) - {"iteration"} | {"validation_loss"}
-    losses = events.Scalars("lm_loss")
-    assert [event.step for event in losses] == [1, 2, 3]
-    assert [event.value for event in losses] == pytest.approx([8.0, 4.0, 8 / 3], rel=1e-6)
-    assert [event.step for event in events.Scalars("validation_loss")] == [3]
-
-
 def scalars(folder):
     """Return (step, value) of the losses that TensorBoard shows."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -157,6 +121,8 @@ def scalars(folder):
 
 def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figures_that_come_later(tmp_path):
     pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     config = LoggingConfig(tensorboard_dir=str(tmp_path / "events"))
     log = RunLog(tmp_path / "run", config, {}, 0)
     for again in range(3):  # two rollbacks, of less than a second
@@ -169,6 +135,8 @@ def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figur
     wanted = [(r["iteration"], r["lm_loss"]) for r in truth]
     assert wanted == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 3.0), (5, 3.0), (6, 3.0)]
     assert scalars(tmp_path / "events") == {"lm_loss": wanted, "validation_loss": [(6, 4.0)]}
+    shown = EventAccumulator(str(tmp_path / "events")).Reload().Tags()["scalars"]
+    assert set(shown) == set(record(1)) - {"iteration"} | {"validation_loss"}
     resumed = RunLog(tmp_path / "run", config, {}, 2)  # from an earlier checkpoint
     for i in range(3, 5):
         resumed.write(record(i, lm_loss=7.0, validation_loss=6.0))
@@ -176,19 +144,6 @@ def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figur
         "lm_loss": [(1, 1.0), (2, 1.0), (3, 7.0), (4, 7.0)],
         "validation_loss": [(3, 6.0), (4, 6.0)],
     }
-
-
-OFFLINE = """
-import sys
-from pathlib import Path
-from tests.train.watching.test_metrics import record
-from train.watching.metrics import LoggingConfig, RunLog
-config = LoggingConfig(wandb_project="longmesh-test", wandb_exp_name="offline")
-log = RunLog(Path(sys.argv[1]), config, {"train": {"seed": 7}}, 0)
-for i in range(1, 4):
-    log.write(record(i))
-log.sync()
-"""
 
 
 def in_a_process_of_its_own(code, folder, **environment):
@@ -199,24 +154,13 @@ def in_a_process_of_its_own(code, folder, **environment):
     return starts.ended(command, inherited=clean | homes, **environment)
 
 
-def test_wandb_offline_holds_the_same_numbers(tmp_path):
-    pytest.importorskip("wandb")
-    ended = in_a_process_of_its_own(OFFLINE, tmp_path, WANDB_MODE="offline")
-    assert ended.returncode == 0, ended.stderr
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    content = file.read_bytes()
-    for word in (b"longmesh-test", b"lm_loss", b"tokens_per_second", b"seed"):
-        assert word in content
-    assert read_metrics(tmp_path / "run" / METRICS) == [record(i) for i in range(1, 4)]
-
-
 ROLLED_BACK = """
 import sys
 from pathlib import Path
 from tests.train.watching.test_metrics import record
 from train.watching.metrics import LoggingConfig, RunLog
 config = LoggingConfig(wandb_project="longmesh-test", wandb_exp_name="offline")
-log = RunLog(Path(sys.argv[1]), config, {}, 0)
+log = RunLog(Path(sys.argv[1]), config, {"train": {"seed": 7}}, 0)
 for i in range(1, 7):
     log.write(record(i, lm_loss=1.0))
 log.rewind(3)
@@ -247,12 +191,14 @@ def wandb_records(file):
             message = b""
 
 
-def test_wandb_has_the_iterations_after_a_rollback_over_an_axis_of_iterations(tmp_path):
+@pytest.mark.slow
+def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_an_axis_of_iterations(tmp_path):
     """It cannot take rows back: the later row of an iteration is the run's."""
     pytest.importorskip("wandb")
     ended = in_a_process_of_its_own(ROLLED_BACK, tmp_path, WANDB_MODE="offline")
     assert ended.returncode == 0, ended.stderr
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert all(word in file.read_bytes() for word in (b"longmesh-test", b"seed"))
     rows = list(wandb_records(file))
     logged = []
     for row in rows:
@@ -269,6 +215,7 @@ def test_wandb_has_the_iterations_after_a_rollback_over_an_axis_of_iterations(tm
     assert axes["*"] == "iteration"
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_is_one_message(tmp_path):
     pytest.importorskip("wandb")
     write_first = "from train.watching.metrics import *; from pathlib import Path; import sys\n"

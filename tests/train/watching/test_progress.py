@@ -31,14 +31,11 @@ def test_a_line_has_the_means_since_the_last_one():
     assert machine_line([record(2, tflops_per_gpu=431.2)], "GPU").startswith("per GPU: 431 TFLOP/s, MFU 12.5%")
 
 
-def test_skipped_iterations_are_counted_and_left_out_of_the_loss():
+def test_skipped_iterations_are_left_out_of_the_loss_and_a_diffusion_run_has_samples():
     nan = float("nan")
     line = progress_line(NextToken, [record(1), record(2, lm_loss=nan, grad_norm=nan), record(4)], 50, 0.0)
     assert "| loss 5.0000 | grad norm 2 |" in line
     assert "| 1 skipped |" in line
-
-
-def test_a_diffusion_run_has_samples_per_second():
     records = [record(i, diffusion_loss=0.5 * i, samples_per_second=8.0 * i) for i in (1, 2)]
     for each in records:
         del each["lm_loss"]
@@ -57,7 +54,7 @@ def test_a_diffusion_run_has_samples_per_second():
         {"iteration": 10**9, "lm_loss": 1e6, "grad_norm": float("nan"), "learning_rate": 1e-30},
     ],
 )
-@pytest.mark.parametrize("left", [0.0, 59.9, 3600.0, 1.2e7, 1e300, float("inf")])
+@pytest.mark.parametrize("left", [0.0, 1.2e7, float("inf")])
 def test_no_line_is_wider_than_a_window(more, left):
     last = record(12345) | more
     line = progress_line(NextToken, [last], 10 * last["iteration"], left)
@@ -66,19 +63,9 @@ def test_no_line_is_wider_than_a_window(more, left):
     assert line.endswith(" left")
 
 
-def test_a_usual_line_leaves_nothing_out():
-    usual = record(12000) | {"lm_loss": 2.3456, "grad_norm": 0.3123, "learning_rate": 3e-4}
-    line = progress_line(
-        NextToken, [usual | {"iteration_time_ms": 4512.0, "tokens_per_second": 929_600.0}], 100_000, 12_000.0
-    )
-    assert line == (
-        "iteration 12000/100000 | loss 2.3456 | grad norm 0.312 | lr 3.00e-04 | 4512 ms | 930k tokens/s | 3:20:00 left"
-    )
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0:00"), (65.0, "1:05"), (3599.9, "1:00:00"), (3 * 86400 + 7260.0, "3d 2:01"), (1e10, "over 30 years")],
+    [(0.4, "0:00"), (3599.9, "1:00:00"), (3 * 86400 + 7260.0, "3d 2:01"), (1e10, "over 30 years")],
 )
 def test_time_left_says_what_matters_of_it(seconds, text):
     assert progress_line(NextToken, [record(1)], 2, seconds).endswith(f"| {text} left")

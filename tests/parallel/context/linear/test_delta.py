@@ -2,20 +2,24 @@
 
 from functools import cache, partial
 from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from kernels.delta.convolution import causal_convolution
 from kernels.delta.rule import delta_rule
 from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
+from parallel.context.linear import attention as by_heads
 from parallel.context.linear import delta
 from parallel.context.linear import segments as scanned
 from parallel.context.linear.segments import SCHEDULES, segments
 from runtime.ranks import run_ranks
-from tests.parallel.context.linear.cases import DOCUMENTS, LAYOUTS, delta_traffic, with_gradients
+from tests.compositions import CONSECUTIVE
+from tests.parallel.context.linear.cases import DOCUMENTS, delta_traffic, with_gradients
 
 BATCH, KEYS, WIDTH, VALUES = 2, 2, 6, 5
 TEAMS = [
@@ -23,51 +27,74 @@ TEAMS = [
     ("double_ring", {"layout": "contiguous", "ranks_per_node": 2}),
 ]
 """Methods for 4 ranks, in their layouts of consecutive tokens."""
-CASES = [
-    (layout, length, documents, shared)
-    for layout in LAYOUTS
-    for length, documents, shared in (
-        (251, None, 1),
-        (5, None, 2),
-        (251, DOCUMENTS, 2),
-        (251, DOCUMENTS, None),
-        (256, (0, 64, 96, 128, 256), 1),
-        (40, tuple(range(41)), 1),
-    )
+Documents = tuple[int, ...] | None
+
+
+class Case(NamedTuple):
+    """A layout, the sequence, value heads of a key head (None is a gate per channel), a schedule, and key heads."""
+
+    layout: tuple[str, dict[str, Any]]
+    length: int
+    documents: Documents
+    shared: int | None
+    schedule: str = "auto"
+    keys: int = KEYS
+
+    def made(self, make, **others):
+        """A plan or a context of it."""
+        method, options = self.layout
+        given = {"seq_len": self.length, "documents": self.documents, "delta_rule_schedule": self.schedule}
+        return make(method, **given, **options, **others)
+
+
+SEQUENCES = [
+    (251, None, 1),
+    (5, None, 2),
+    (251, DOCUMENTS, 2),
+    (251, DOCUMENTS, None),
+    (256, (0, 64, 96, 128, 256), 1),
+    (40, tuple(range(41)), 1),
 ]
-"""Layout, length, documents, and value heads of a key head; None is a gate per channel."""
+LAYOUT_CASES = [Case(layout, *sequence) for layout in CONSECUTIVE for sequence in SEQUENCES]
+TEAM_CASES = [Case(layout, 251, documents, 1) for layout in TEAMS for documents in (None, DOCUMENTS)]
+HEAD_CASES = [
+    Case(("ulysses", {}), *sequence, "ulysses", keys=12)  # heads for 2, 3 and 4 ranks
+    for sequence in (*SEQUENCES[:1], *SEQUENCES[2:5], (5, (0, 1, 5), 2))
+]
 
 
-def cases_of(world_size):
-    """All cases of this many ranks, with every schedule; one rank has nothing to send."""
-    teams = [(layout, 251, documents, 1) for layout in TEAMS for documents in (None, DOCUMENTS)]
-    return [(*case, schedule) for schedule in SCHEDULES for case in CASES + teams * (world_size == 4)]
+def cases_of(size, schedules=0):
+    """All cases of this many ranks, each with a schedule by turns, or with every one; heads are exchanged besides."""
+    cases = LAYOUT_CASES + TEAM_CASES * (size == 4)
+    if size == 1:
+        return cases
+    names = [*SCHEDULES]
+    chosen = [names if schedules else [names[(i + i // 6 + size) % len(names)]] for i in range(len(cases))]
+    scheduled = [
+        case._replace(schedule=name) for case, schedules_of in zip(cases, chosen, strict=True) for name in schedules_of
+    ]
+    return scheduled + HEAD_CASES * (size in (2, 3, 4))
 
 
-def documents_and_options(case):
-    (_, options), length, documents, _, schedule = case
-    return {"seq_len": length, "documents": documents, "delta_rule_schedule": schedule, **options}
-
-
-def inputs(length, shared):
+def inputs(length, shared, keys=KEYS):
     """q, k, v, g, beta and the gradient of out, the same on every rank."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape):
         return torch.randn(BATCH, length, *shape, generator=generator, dtype=torch.float64)
 
-    heads = KEYS * (shared or 1)
-    q, k = (F.normalize(draw(KEYS, WIDTH), dim=-1) for _ in range(2))
+    heads = keys * (shared or 1)
+    q, k = (F.normalize(draw(keys, WIDTH), dim=-1) for _ in range(2))
     g = -0.02 * draw(heads, *([] if shared else [WIDTH])).abs()
     return [q, k, draw(heads, VALUES), g, 2 * torch.sigmoid(draw(heads)), draw(heads, VALUES)]
 
 
 @cache
-def truth(length, documents, shared):
+def truth(length, documents, shared, keys=KEYS):
     def attend(*tensors):
         return delta_rule(*tensors, documents=documents, backend="reference")[0]
 
-    return with_gradients(attend, inputs(length, shared))
+    return with_gradients(attend, inputs(length, shared, keys))
 
 
 def errors(got, want):
@@ -76,35 +103,57 @@ def errors(got, want):
     return {name: ((a - b).norm() / b.norm().clamp(min=1)).item() for name, a, b in zip(names, got, want, strict=True)}
 
 
+def worst(got, case):
+    return max(errors(got, truth(case.length, case.documents, case.shared, case.keys)).values())
+
+
 def attend_on_ranks(rank, world_size, cases, fault=None):
     """out, dq, dk, dv, dg and dbeta of the whole sequence for each case, and bytes that were sent."""
-    if fault:
-        fault()
     results = []
-    for case in cases:
-        (method, _), length, _, shared, _ = case
-        cp = context_parallel(method, group=dist.group.WORLD, **documents_and_options(case))
-        padding = (cp.positions >= length).nonzero().flatten()
-        local = [cp.shard(x, dim=1) for x in inputs(length, shared)]
-        local = [x.index_fill(1, padding, torch.nan) for x in local]  # what padding holds must reach nothing
-        found = with_gradients(cp.attend_delta, local)
-        results.append(([cp.unshard(x, 1) for x in found], cp.transport.traffic))
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            fault(patch)
+        for case in cases:
+            cp = case.made(context_parallel, group=dist.group.WORLD)
+            padding = (cp.positions >= case.length).nonzero().flatten()
+            local = [cp.shard(x, dim=1) for x in inputs(case.length, case.shared, case.keys)]
+            local = [x.index_fill(1, padding, torch.nan) for x in local]  # what padding holds must reach nothing
+            tensors = [cp.unshard(x, 1) for x in with_gradients(cp.attend_delta, local)]
+            results.append((tensors if rank == 0 else [], cp.transport.traffic))
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 6))])
-def test_ranks_layouts_documents_and_schedules_are_exact_and_send_what_the_plan_says(world_size):
-    cases = cases_of(world_size) if world_size > 1 else [(*case, "auto") for case in CASES]
-    results = run_ranks(attend_on_ranks, world_size, cases)
+def planned_traffic(case, rank, size):
+    """Bytes of a forward and backward: of states along their plan, or of a share of the heads of everything."""
+    if case.layout[0] != "ulysses":
+        plan = case.made(make_plan, size=size)
+        state, square = (BATCH * KEYS * (case.shared or 1) * WIDTH * width * 8 for width in (VALUES, WIDTH))
+        ways = [delta_traffic(plan, rank, state, square, gradient=way) for way in (False, True)]
+        return Traffic(ways[0].p2p + ways[1].p2p)
+    tokens, heads = -(-case.length // size), case.keys * (case.shared or 1)
+    gates = 1 if case.shared else WIDTH
+    row = 2 * case.keys * WIDTH + heads * (2 * VALUES + gates + 1)  # q, k; v, out, gates, beta
+    sent = 2 * BATCH * tokens * row // size * 8
+    return Traffic(collective=dict.fromkeys(set(range(size)) - {rank}, sent))
+
+
+def check(size, cases):
+    results = run_ranks(attend_on_ranks, size, cases)
     for index, case in enumerate(cases):
-        (method, _), *asked, _ = case
-        found = errors(results[0][index][0], truth(*asked))
-        assert max(found.values()) <= 1e-12, (case, found)
-        plan = make_plan(method, size=world_size, **documents_and_options(case))
-        state, square = (BATCH * KEYS * (asked[2] or 1) * WIDTH * width * 8 for width in (VALUES, WIDTH))
+        assert worst(results[0][index][0], case) <= 1e-12, case
         for rank, result in enumerate(results):
-            ways = [delta_traffic(plan, rank, state, square, gradient=way) for way in (False, True)]
-            assert result[index][1] == Traffic(ways[0].p2p + ways[1].p2p), case
+            assert result[index][1] == planned_traffic(case, rank, size), case
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_layouts_documents_and_schedules_are_exact_and_send_what_the_plan_says(size):
+    check(size, cases_of(size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_every_schedule_of_every_case_is_exact(size):
+    check(size, cases_of(size, schedules=True))
 
 
 def hard_inputs():
@@ -116,12 +165,12 @@ def hard_inputs():
 
 
 def hard_on_ranks(rank, world_size):
-    found = []
-    for (method, options), schedule in product(LAYOUTS, SCHEDULES):
+    results = []
+    for (method, options), schedule in product(CONSECUTIVE, SCHEDULES):
         cp = context_parallel(method, seq_len=251, group=dist.group.WORLD, delta_rule_schedule=schedule, **options)
         local = with_gradients(cp.attend_delta, [cp.shard(x, 1).float() for x in hard_inputs()])
-        found.append([cp.unshard(x, 1).double() for x in local])
-    return found
+        results.append([cp.unshard(x, 1).double() for x in local])
+    return results
 
 
 def test_float32_keeps_its_digits_under_strong_gates_and_equal_keys():
@@ -130,7 +179,7 @@ def test_float32_keeps_its_digits_under_strong_gates_and_equal_keys():
         assert max(errors(got, want).values()) <= 5e-6
 
 
-def decay_alone():
+def decay_alone(patch):
     """M replaced by the decay of linear attention."""
     wide = delta.rule.wide_scan
 
@@ -139,35 +188,38 @@ def decay_alone():
         states[-1, ..., v.shape[-1] :] = torch.diag_embed(g.sum(1).exp()[..., None].expand(*states.shape[1:4]))
         return out, reads, states
 
-    delta.rule.wide_scan = without
+    patch.setattr(delta.rule, "wide_scan", without)
 
 
-def documents_joined():
+def documents_joined(patch):
     """Documents that are not told apart."""
-    scanned.gates_with_resets = lambda g, documents: g
+    for module in (scanned, by_heads):
+        patch.setattr(module, "gates_with_resets", lambda g, documents: g)
 
 
-def maps_out_of_order():
+def maps_out_of_order(patch):
     """Maps composed as if the later came first."""
-
-    def swapped(earlier, later, own=delta._composed):
-        return own(earlier, later) if len(earlier) == 1 else own(later, earlier)
-
-    delta._composed = swapped
+    composed = delta._composed
+    patch.setattr(
+        delta,
+        "_composed",
+        lambda earlier, later: composed(earlier, later) if len(earlier) == 1 else composed(later, earlier),
+    )
 
 
 @pytest.mark.parametrize(
     ("fault", "case", "schedules"),
     [
-        (decay_alone, CASES[0], ("chain", "tree", "gather")),
-        (documents_joined, CASES[2], ("chain", "tree", "gather")),
-        (maps_out_of_order, CASES[6], ("tree",)),
+        (decay_alone, LAYOUT_CASES[0], [*SCHEDULES]),
+        (documents_joined, LAYOUT_CASES[2], [*SCHEDULES]),
+        (documents_joined, HEAD_CASES[1], ["ulysses"]),
+        (maps_out_of_order, LAYOUT_CASES[6], ["tree"]),
     ],
 )
 def test_faults_show(fault, case, schedules):
-    cases = [(*case, schedule) for schedule in schedules]
+    cases = [case._replace(schedule=schedule) for schedule in schedules]
     for got, _ in run_ranks(attend_on_ranks, 3, cases, fault)[0]:
-        assert max(errors(got, truth(*case[1:])).values()) > 1e-3
+        assert worst(got, case) > 1e-3
 
 
 def test_who_has_which_segments():
@@ -183,16 +235,16 @@ def test_who_has_which_segments():
 
 def heads_ahead(rank, world_size):
     """Heads of each scan that did not wait for its state."""
-    found, wide_scan = [], delta.rule.wide_scan
+    heads, wide_scan = [], delta.rule.wide_scan
 
     def counted(q, k, v, *others, **options):
-        found.append(v.shape[2])
+        heads.append(v.shape[2])
         return wide_scan(q, k, v, *others, **options)
 
     delta.rule.wide_scan = counted
     cp = context_parallel("ring", seq_len=251, group=dist.group.WORLD, layout="contiguous")
     cp.attend_delta(*(cp.shard(x, 1) for x in inputs(251, 2)[:5]))
-    return found
+    return heads
 
 
 def test_heads_take_their_turns_where_a_document_lies_on_two_ranks():
@@ -200,49 +252,82 @@ def test_heads_take_their_turns_where_a_document_lies_on_two_ranks():
     assert run_ranks(heads_ahead, 3) == [[], [4], [4]]
 
 
-def test_calls_that_do_not_fit_are_named():
+def refused_by_heads(rank, world_size):
     tensors = inputs(16, 1)[:5]
-    with pytest.raises(ContextError, match=r"each token is a segment.*use contiguous, zigzag or balanced"):
+    cp = context_parallel("ulysses", seq_len=16, group=dist.group.WORLD, delta_rule_schedule="ulysses")
+    with pytest.raises(ContextError, match="3 ranks cannot split the 2 of 2 value heads"):
+        cp.attend_delta(*(cp.shard(x, 1) for x in tensors))
+    with pytest.raises(ContextError, match=r"context_parallel_method zigzag.*needs method ulysses"):
+        context_parallel("zigzag", seq_len=16, group=dist.group.WORLD, delta_rule_schedule="ulysses")
+
+
+def test_calls_and_masks_that_do_not_fit_are_named():
+    tensors = inputs(16, 1)[:5]
+    with pytest.raises(ContextError, match="each token is a segment"):
         segments(make_plan("striped", seq_len=16, size=2))
     cp = context_parallel("zigzag", seq_len=16)
-    with pytest.raises(ContextError, match="does not fit a plan of 16 local positions"):
+    with pytest.raises(ContextError, match="16 local positions"):
         cp.attend_delta(*(x[:, :8] for x in tensors))
     with pytest.raises(ContextError, match=r"attend_delta: .*beta"):
         cp.attend_delta(*tensors[:4], tensors[4][..., :1])
-
-
-def test_masks_of_softmax_attention_are_refused():
-    tensors = inputs(16, 1)[:5]
     for options, words in (({"window": (3, 0)}, r"window \(3, 0\)"), ({"causal": False}, "a full mask")):
-        cp = context_parallel("ring", seq_len=16, **options)
-        with pytest.raises(ContextError, match=f"a plan of {words}, and a state holds all tokens before"):
-            cp.attend_delta(*tensors)
+        with pytest.raises(ContextError, match=f"a plan of {words}"):
+            context_parallel("ring", seq_len=16, **options).attend_delta(*tensors)
+    run_ranks(refused_by_heads, 3)
+
+
+def convolved_layer(cp, others, weight):
+    """A convolution of q before the rule."""
+    return lambda q: cp.attend_delta(cp.convolve(q.flatten(2), weight).view_as(q), *others)
+
+
+def layer_by_heads(rank, world_size):
+    """Out of a convolution and a rule over exchanged heads, whether it compiles whole to the bit, bytes of the halo."""
+    cp = context_parallel(
+        "ulysses", seq_len=64, group=dist.group.WORLD, documents=(0, 40, 64), delta_rule_schedule="ulysses"
+    )
+    q, *others, _ = (cp.shard(x, 1) for x in inputs(64, 1))
+    layer = convolved_layer(cp, others, torch.linspace(-1, 1, KEYS * WIDTH * 4, dtype=torch.float64).view(-1, 4))
+    plain = layer(q)
+    sent = cp.transport.traffic.p2p.total()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    return cp.unshard(plain, 1), torch.equal(compiled(q), plain), sent
+
+
+def test_over_exchanged_heads_the_convolution_keeps_its_halo_and_a_layer_compiles_whole():
+    results = run_ranks(layer_by_heads, 2)
+    q, *others, _ = inputs(64, 1)
+    weight = torch.linspace(-1, 1, KEYS * WIDTH * 4, dtype=torch.float64).view(-1, 4)
+    q = causal_convolution(q.flatten(2), weight, documents=(0, 40, 64)).view_as(q)
+    want = delta_rule(q, *others, documents=(0, 40, 64), backend="reference")[0]
+    torch.testing.assert_close(results[0][0], want, rtol=0, atol=1e-12 * want.abs().max().item())
+    assert all(same for _, same, _ in results)
+    assert [sent for *_, sent in results] == [BATCH * 3 * KEYS * WIDTH * 8, 0]
 
 
 def test_it_compiles_whole():
     cp = context_parallel("zigzag", seq_len=16, documents=(0, 5, 16))
     attend = torch.compile(cp.attend_delta, fullgraph=True, backend="aot_eager")
-    found, want = (with_gradients(function, inputs(16, 1)) for function in (attend, cp.attend_delta))
-    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    compiled, want = (with_gradients(function, inputs(16, 1)) for function in (attend, cp.attend_delta))
+    torch.testing.assert_close(compiled, want, rtol=0, atol=0)
 
 
-def under_a_policy(rank, world_size, attention_kept):
+def under_policies(rank, world_size):
     """dq, and bytes of a convolution and an attention in a layer whose activations are computed again."""
-    cp = context_parallel("zigzag", seq_len=64, group=dist.group.WORLD)
-    q, k, v, g, beta, dout = (cp.shard(x, 1) for x in inputs(64, 1))
-    weight = torch.ones(KEYS * WIDTH, 4, dtype=torch.float64, requires_grad=True)
-
-    def layer(x):
-        return cp.attend_delta(cp.convolve(x.flatten(2), weight).view_as(x), k, v, g, beta)
-
-    q.requires_grad_()
-    out = layer(q) if attention_kept is None else recompute._recomputed(layer, attention_kept, None, q)
-    out.backward(dout)
-    return q.grad, cp.transport.traffic.total
+    results = []
+    for attention_kept in (None, True, False):
+        cp = context_parallel("zigzag", seq_len=64, group=dist.group.WORLD)
+        q, *others, dout = (cp.shard(x, 1) for x in inputs(64, 1))
+        layer = convolved_layer(cp, others, torch.ones(KEYS * WIDTH, 4, dtype=torch.float64, requires_grad=True))
+        q.requires_grad_()
+        out = layer(q) if attention_kept is None else recompute._recomputed(layer, attention_kept, None, q)
+        out.backward(dout)
+        results.append((q.grad, cp.transport.traffic.total))
+    return results
 
 
 def test_attention_boundary_sends_the_convolutions_rows_again_alone():
-    results = [run_ranks(under_a_policy, 2, kept)[0] for kept in (None, True, False)]
+    results = run_ranks(under_policies, 2)[0]
     assert all(torch.equal(results[0][0], gradient) for gradient, _ in results)
     once, boundary, full = (count for _, count in results)
     rows = 3 * KEYS * WIDTH * BATCH * 8

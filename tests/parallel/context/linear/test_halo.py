@@ -10,7 +10,8 @@ from parallel.context.linear import halo
 from parallel.context.linear.halo import halo_traffic, halos
 from parallel.context.sparse.rows import as_columns, rows_seen
 from runtime.ranks import run_ranks
-from tests.parallel.context.linear.cases import DOCUMENTS, LAYOUTS, with_gradients
+from tests.compositions import CONSECUTIVE
+from tests.parallel.context.linear.cases import DOCUMENTS, with_gradients
 
 BATCH, CHANNELS, TAPS = 2, 3, 4
 LENGTHS = [
@@ -19,7 +20,7 @@ LENGTHS = [
     (251, DOCUMENTS),
     (40, tuple(range(41))),
 ]
-CASES = [(layout, *rest) for layout in LAYOUTS for rest in LENGTHS]
+CASES = [(layout, *rest) for layout in CONSECUTIVE for rest in LENGTHS]
 
 
 def inputs(length):
@@ -52,7 +53,7 @@ def worst(got, length, documents):
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_ranks_are_exact_and_send_what_the_plan_says(world_size):
     results = run_ranks(convolve_on_ranks, world_size, CASES)
     for index, (layout, length, documents) in enumerate(CASES):

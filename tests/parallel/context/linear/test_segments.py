@@ -4,11 +4,12 @@ import pytest
 
 from parallel.context import make_plan
 from parallel.context.linear.segments import cut, rounds, schedule_of
-from tests.parallel.context.linear.cases import DOCUMENTS, LAYOUTS, delta_traffic
+from tests.compositions import CONSECUTIVE
+from tests.parallel.context.linear.cases import DOCUMENTS, delta_traffic
 
 
 def plans(size, schedule):
-    for method, options in LAYOUTS:
+    for method, options in CONSECUTIVE:
         for documents in (None, DOCUMENTS, tuple(range(252))):
             yield make_plan(
                 method, seq_len=251, size=size, documents=documents, delta_rule_schedule=schedule, **options

@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from kernels import reference
 from kernels.linear_attention import linear_attention
-from parallel.context import LINEAR_METHODS, STATE_METHODS, ContextError, Traffic, context_parallel
+from parallel.context import STATE_METHODS, ContextError, Traffic, context_parallel
+from parallel.context.linear import state
+from parallel.context.transport import Transport
 from runtime.ranks import run_ranks
+from tests.compositions import STATES
 from tests.parallel.context.attended import error
 from tests.parallel.context.linear.cases import DOCUMENTS, with_gradients
 
@@ -19,10 +22,6 @@ BATCH, HEADS, WIDTH = 2, 8, 8
 LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.99, 0.9, 0.7, 0.5, 0.3, 0.2))
 Case = tuple[str, str, int, tuple[int, ...] | None, torch.dtype]
 """Method, layout, length, documents, dtype."""
-WAYS = [
-    (method, layout) for method in LINEAR_METHODS for layout in ("contiguous", "zigzag")[: 2 - (method == "ulysses")]
-]
-"""Every method in every layout that it takes."""
 LENGTHS = [
     (256, None),
     (251, None),  # padded on any number of ranks
@@ -72,9 +71,11 @@ def attend_on_ranks(rank, world_size, cases, rates=LOG_DECAY):
 
 
 def all_cases():
-    cases = [(*way, *length) for way in WAYS for length in LENGTHS]
-    exact = [(*case, dtype) for case in cases for dtype in (torch.float64, torch.float32)]
-    return [*exact, *((*case, torch.bfloat16) for case in cases if case[2] == 251)]
+    """All in float64; padded sequences of one and of several documents in the other dtypes too."""
+    cases = [(*method, *length) for method in STATES for length in LENGTHS]
+    rounded = [case for case in cases if case[2] == 251]
+    dtypes = {torch.float64: cases, torch.float32: rounded, torch.bfloat16: rounded}
+    return [(*case, dtype) for dtype, chosen in dtypes.items() for case in chosen]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -91,30 +92,41 @@ def test_ranks_and_documents_are_exact(world_size):
             assert measured <= limit, f"{case}: {name} has {measured:.3g}, the limit is {limit:.3g}"
 
 
-def attend_broken(rank, world_size, method, layout, broken):
-    """States that are not decayed on their way, or gradients of states that are not passed."""
-    from parallel.context.linear import state
-
-    if broken == "decay":
-        state.decayed_state = lambda carried, *_: carried
-    elif broken == "gradient":
-        found = state.StateExecutor._pass_states
-
-        def without(self, *arguments, reverse=False):
-            *others, enter = arguments
-            return found(self, *others, (lambda *_: None) if reverse else enter, reverse=reverse)
-
-        state.StateExecutor._pass_states = without
-    return attend_on_ranks(rank, world_size, [(method, layout, 251, None, torch.float64)])[0]
+def states_not_decayed(patch):
+    """States that do not decay on their way."""
+    patch.setattr(state, "decayed_state", lambda carried, *_: carried)
 
 
-@pytest.mark.parametrize("method", STATE_METHODS)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("broken", ["decay", "gradient"])
-def test_a_state_not_decayed_and_a_gradient_not_passed_are_noticed(method, layout, broken):
-    found = error(run_ranks(attend_broken, 4, method, layout, broken)[0], truth(251, None, torch.float64))
-    assert max(found[2:]) > 1e-3
-    assert (found[0] > 1e-3) == (broken == "decay")
+def gradients_not_passed(patch):
+    """Gradients of states that stay where they are."""
+    passed = state.StateExecutor._pass_states
+
+    def without(self, *arguments, reverse=False):
+        *others, enter = arguments
+        return passed(self, *others, (lambda *_: None) if reverse else enter, reverse=reverse)
+
+    patch.setattr(state.StateExecutor, "_pass_states", without)
+
+
+PASSED = [(method, layout, 251, None, torch.float64) for method, layout in STATES if method in STATE_METHODS]
+
+
+def attend_broken(rank, world_size):
+    results = []
+    for fault in (states_not_decayed, gradients_not_passed):
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            results.append(attend_on_ranks(rank, world_size, PASSED))
+    return results
+
+
+def test_a_state_not_decayed_and_a_gradient_not_passed_are_noticed():
+    not_decayed, not_passed = run_ranks(attend_broken, 4)[0]
+    for tensors, decayed in ((not_decayed, False), (not_passed, True)):
+        for got in tensors:
+            errors = error(got, truth(251, None, torch.float64))
+            assert max(errors[2:]) > 1e-3
+            assert (errors[0] > 1e-3) != decayed
 
 
 def test_the_decays_of_other_heads_would_be_seen():
@@ -127,7 +139,7 @@ def test_the_decays_of_other_heads_would_be_seen():
 def count_bytes(rank, world_size, lengths):
     """Bytes sent forward and backward, which are the plan's."""
     found = []
-    for method, layout in WAYS:
+    for method, layout in STATES:
         for length, documents in product(lengths, (None, (0, 21, 64))):
             if documents and length != documents[-1]:
                 continue
@@ -164,9 +176,6 @@ def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where
 
 def record(rank, world_size, method):
     """The transfers and the products of a rank, in order."""
-    from parallel.context.linear import state
-    from parallel.context.transport import Transport
-
     events = []
 
     def logged(owner, name, waits=False):

@@ -109,17 +109,6 @@ def test_work_and_rows_of_packed_sequences(length, seq_len, size, most):
     assert np.mean([share_of_a_ring(layout) for layout in layouts]) <= most
 
 
-def test_no_tolerance_is_exact_and_moves_more_rows(monkeypatch):
-    documents = filled(short, 2**17, 0)
-    snapped = share_of_a_ring(balanced(documents, 16))
-    monkeypatch.setattr(circles, "TOLERANCE", 0.0)
-    balancing._arcs.cache_clear()
-    exact = balanced(documents, 16)
-    assert imbalance(exact) <= 1.0002
-    assert share_of_a_ring(exact) > snapped
-    balancing._arcs.cache_clear()
-
-
 def test_a_window_over_one_document_moves_little_more_than_the_halo():
     window = balanced((0, 2**17), 16, window=(1024, 0))
     halo = 15 * 1024 / (15 * 2**17)
@@ -136,41 +125,6 @@ def test_each_mask_has_its_own_balance():
     causal, windowed = (balanced(documents, 8, **mask) for mask in masks[:2])
     assert imbalance(causal, under=windowed) > 1.05
     assert imbalance(windowed, under=causal) > 1.3
-
-
-def test_the_best_order_is_chosen(monkeypatch):
-    """No order alone makes the busiest place of all drawn sequences less busy than the best of four."""
-    packings = [balanced(filled(lognormal, 2**14, seed), 8) for seed in range(6)]
-    every = balancing.orders
-
-    def busiest(chosen):
-        monkeypatch.setattr(balancing, "orders", chosen)
-        found = [balancing.best(packing) for packing in packings]
-        return np.array([balancing._busiest(pieces, p, 1)[0] for pieces, p in zip(found, packings, strict=True)])
-
-    best = busiest(every)
-    alone = [busiest(lambda lengths, n=n: every(lengths)[n : n + 1]) for n in range(4)]
-    np.testing.assert_array_equal(best, np.min(alone, axis=0))
-    assert best.sum() < min(map(np.sum, alone))
-
-
-def test_orders_are_permutations_and_fewer_of_many_documents():
-    rng = np.random.default_rng(0)
-    for count, expected in [(1, 1), (3, 1), (4, 4), (2000, 4), (2500, 3), (5000, 1), (20000, 1)]:
-        found = balancing.orders(rng.integers(1, 100, count))
-        assert len(found) == expected
-        assert all((np.sort(order) == np.arange(count)).all() for order in found)
-
-
-def test_equal_layouts_share_what_is_computed():
-    documents = filled(lognormal, 4096, 0)
-    one, other = balanced(documents, 4), balanced((*documents,), 4)
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one.pieces() is other.pieces()
-    assert one != balanced(documents, 8)
-    with pytest.raises(ValueError, match="read-only"):
-        one.pieces().start[0] = 1
 
 
 def test_every_machine_finds_the_same():
@@ -195,51 +149,3 @@ def test_a_million_tokens_are_planned_in_milliseconds():
         transfers(balanced((0, *inner, 2**20), 64))
         spent.append(time.thread_time() - begin)
     assert min(spent) <= 0.045
-
-
-def check_transfers(packed):
-    """Compare with every pair of a query and a key. Returns how many rows travel."""
-    place = np.empty(packed.seq_len, dtype=np.int64)
-    for rank in range(packed.size):
-        place[packed.positions(rank)] = rank // packed.team_size
-    tokens = np.arange(packed.real)
-    document = np.searchsorted(packed.documents, tokens, "right")
-    ahead = tokens[None, :] - tokens[:, None]
-    left, right = packed.reach
-    sees = (document[:, None] == document[None, :]) & (-left <= ahead) & (ahead <= right)
-    expected = np.zeros((packed.places, packed.seq_len), dtype=np.int64)
-    for reader in range(packed.places):
-        own = place[: packed.real] == reader
-        expected[reader, : packed.real] = sees[own].any(axis=0) & ~own
-    received, until = np.zeros_like(expected), {}
-    rows = transfers(packed)
-    for reader, owner, first, end in zip(*rows, strict=True):
-        assert first < end
-        assert (place[first:end] == owner).all()
-        assert until.get((owner, reader), -1) < first  # else they touch
-        received[reader, first:end] += 1
-        until[owner, reader] = end
-    np.testing.assert_array_equal(received, expected)
-    assert (np.diff((rows.who * packed.places + rows.whose) * packed.seq_len + rows.first) > 0).all()
-    return expected.sum()
-
-
-def test_rows_that_travel_are_seen_and_rows_that_are_seen_travel():
-    rng = np.random.default_rng(0)
-    assert sum(check_transfers(drawn(rng)) for _ in range(100)) > 10_000
-
-
-@pytest.mark.parametrize("side", [0, 1])
-def test_a_halo_one_row_short_is_seen(monkeypatch, side):
-    def short(*of):
-        *sets, first, end = whole(*of)
-        return *sets, first + 1 - side, end - side
-
-    rng, whole, found = np.random.default_rng(0), balancing.rows_seen, 0
-    monkeypatch.setattr(balancing, "rows_seen", short)
-    for _ in range(60):
-        try:
-            check_transfers(drawn(rng))
-        except AssertionError:
-            found += 1
-    assert found > 10

@@ -9,26 +9,6 @@ from model.registry import architecture_of
 GPT = ModelConfig(model_type="gpt", max_position_embeddings=64, vocab_size=40)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "fix"),
-    [
-        ("num_layers", 0, "1 or more"),
-        ("vocab_size", 0, "1 or more"),
-        ("num_query_groups", 0, "1 or more"),
-        ("rotary_base", 0.0, "above 0"),
-        ("norm_epsilon", -1e-5, "above 0"),
-        ("init_method_std", float("nan"), "above 0"),
-        ("hidden_size", 100, "num_attention_heads 8"),
-        ("hidden_size", 24, "3 wide"),
-        ("kv_channels", 15, "15 wide"),
-        ("num_query_groups", 3, "must divide num_attention_heads 8"),
-    ],
-)
-def test_config_names_field_value_and_fix(field, value, fix):
-    with pytest.raises(ValueError, match=f"^{field} is {value}; .*{fix}"):
-        ModelConfig(**{field: value})
-
-
 def test_config_defaults():
     config = ModelConfig(hidden_size=256, num_attention_heads=8)
     assert (config.head_dim, config.query_groups, config.ffn_size) == (32, 8, 704)
@@ -64,6 +44,16 @@ LEARNED = {"position_embedding_type": "learned_absolute", "max_position_embeddin
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"num_layers": 0}, "num_layers is 0; .*1 or more"),
+        ({"vocab_size": 0}, "vocab_size is 0; .*1 or more"),
+        ({"num_query_groups": 0}, "num_query_groups is 0; .*1 or more"),
+        ({"rotary_base": 0.0}, "rotary_base is 0.0; .*above 0"),
+        ({"norm_epsilon": -1e-5}, "norm_epsilon is -1e-05; .*above 0"),
+        ({"init_method_std": float("nan")}, "init_method_std is nan; .*above 0"),
+        ({"hidden_size": 100}, "hidden_size is 100; .*num_attention_heads 8"),
+        ({"hidden_size": 24}, "hidden_size is 24; .*3 wide"),
+        ({"kv_channels": 15}, "kv_channels is 15; .*15 wide"),
+        ({"num_query_groups": 3}, "num_query_groups is 3; .*must divide num_attention_heads 8"),
         ({"model_type": "gpt"}, "max_position_embeddings is not set"),
         (TABLE | {"max_position_embeddings": 0}, "max_position_embeddings is 0; it must be 1 or more"),
         (TABLE | {"rotary_base": 500.0}, "rotary_base is 500.0; .* set position_embedding_type to rope"),
@@ -94,7 +84,7 @@ LEARNED = {"position_embedding_type": "learned_absolute", "max_position_embeddin
         (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be 1 or more"),
     ],
 )
-def test_what_does_not_fit_the_model_type_is_refused(values, message):
+def test_a_field_that_does_not_fit_is_refused_with_its_value(values, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         ModelConfig(**values)
 

@@ -128,16 +128,9 @@ def test_peft_names_are_ours():
         (LLAMA, {"lora_target": ("wu",)}, "lora_target has wu, and a layer of this model has wq wk wv wo gate up down"),
         (LLAMA, {"lora_target": ("q_proj", "lm_head")}, "lora_target has lm_head, and a layer"),
         (KINDS["gpt, tied"], {"lora_target": ("gate_proj",)}, "lora_target has gate_proj, and a layer"),
+        (KDA, {"lora_target": ("wa",)}, "lora_target has wa, and a layer"),  # a bottleneck
     ],
 )
 def test_settings_without_sense_are_refused(config, settings, said):
     with pytest.raises(UserError, match=said):
         adapted(config, **settings)
-
-
-def test_a_bottleneck_of_a_delta_rule_has_no_adapter():
-    kda = adapted(KDA)
-    assert {"wq", "wb", "wo"} < set(kda.adapted_linears())
-    assert "wa" not in kda.adapted_linears()
-    with pytest.raises(UserError, match="wa"):
-        adapted(KDA, lora_target=("wa",))

@@ -34,51 +34,37 @@ def test_layers_are_those_of_megatron(skip):
 
 
 @pytest.mark.parametrize(
-    ("size", "message"),
+    ("size", "skip", "message"),
     [
-        ("0,0", "window_size is 0,0, 0 keys before .* from 1 to 999,999,999, or -1"),
-        ("-2,0", "window_size is -2,0, -2 keys before"),
-        ("1000000000,0", "window_size is 1000000000,0, .* from 1 to"),
-        ("8,1", "window_size is 8,1, 1 keys after .* causal mask hides; give --window-size 8,0"),
-        ("8", "window_size is 8; it must be two numbers"),
-        ("a,b", "window_size is a,b; it must be two numbers"),
-        ("1.5,0", "window_size is 1.5,0; it must be two numbers"),
-        ("9" * 5000 + ",0", "it must be two numbers"),
+        ("0,0", None, "window_size is 0,0, 0 keys before .* from 1 to 999,999,999, or -1"),
+        ("-2,0", None, "window_size is -2,0, -2 keys before"),
+        ("1000000000,0", None, "window_size is 1000000000,0, .* from 1 to"),
+        ("8,1", None, "window_size is 8,1, 1 keys after .* causal mask hides; give --window-size 8,0"),
+        ("8", None, "window_size is 8; it must be two numbers"),
+        ("a,b", None, "window_size is a,b; it must be two numbers"),
+        ("1.5,0", None, "window_size is 1.5,0; it must be two numbers"),
+        ("9" * 5000 + ",0", None, "it must be two numbers"),
+        ("8,0", "1", "window_attn_skip_freq is 1, which leaves no layer with the window; it must be 2"),
+        ("8,0", "-4", "window_attn_skip_freq is -4; it must be a number, .* more than numbers, lists"),
+        ("8,0", "[1]*3", "window_attn_skip_freq is .*, a pattern of 3 layers, and num_layers is 4; give each"),
+        ("8,0", "[1]*1000000000000", "it has more than 4 layers"),
+        ("8,0", "[2]*4", "a list has a 1 for each layer with the window and a 0"),
+        ("8,0", "[True]*4", "more than numbers, lists"),
+        ("8,0", "[1]*[1]", "lists are added to lists, and multiplied by numbers"),
+        ("8,0", "[1]+4", "lists are added to lists"),
+        ("8,0", "[1]*4;1", "it is neither"),
+        ("8,0", "__import__('os').abort()", "more than numbers, lists"),
+        ("8,0", "[1 for _ in range(4)]", "more than numbers, lists"),
+        ("8,0", "(" * 3000, "it is neither"),
+        ("8,0", "+".join(["[]"] * 3000), "window_attn_skip_freq is"),
+        ("8,0", "x" * 10001, "window_attn_skip_freq is a text of 10,001 characters"),
+        ("8,0", "\udcff", "it is neither"),
+        (None, "2", "window_attn_skip_freq is 2 and window_size is not set, .* --window-size"),
     ],
 )
-def test_what_is_no_window_is_refused(size, message):
+def test_what_is_no_window_or_no_layers_is_refused_and_never_run(size, skip, message):
     with pytest.raises(UserError, match=message):
-        windows_of(size, None, 4)
-
-
-@pytest.mark.parametrize(
-    ("skip", "message"),
-    [
-        ("1", "window_attn_skip_freq is 1, which leaves no layer with the window; it must be 2"),
-        ("-4", "window_attn_skip_freq is -4; it must be a number, .* more than numbers, lists"),
-        ("[1]*3", "window_attn_skip_freq is .*, a pattern of 3 layers, and num_layers is 4; give each"),
-        ("[1]*1000000000000", "it has more than 4 layers"),
-        ("[2]*4", "a list has a 1 for each layer with the window and a 0"),
-        ("[True]*4", "more than numbers, lists"),
-        ("[1]*[1]", "lists are added to lists, and multiplied by numbers"),
-        ("[1]+4", "lists are added to lists"),
-        ("[1]*4;1", "it is neither"),
-        ("__import__('os').abort()", "more than numbers, lists"),
-        ("[1 for _ in range(4)]", "more than numbers, lists"),
-        ("(" * 3000, "it is neither"),
-        ("+".join(["[]"] * 3000), "window_attn_skip_freq is"),
-        ("x" * 10001, "window_attn_skip_freq is a text of 10,001 characters"),
-        ("\udcff", "it is neither"),
-    ],
-)
-def test_what_are_no_layers_is_refused_and_never_run(skip, message):
-    with pytest.raises(UserError, match=message):
-        windows_of("8,0", skip, 4)
-
-
-def test_layers_without_a_window_to_leave_out_are_refused():
-    with pytest.raises(UserError, match=r"window_attn_skip_freq is 2 and window_size is not set, .* --window-size"):
-        windows_of(None, "2", 4)
+        windows_of(size, skip, 4)
 
 
 def test_layers_of_a_hybrid_keep_their_numbers():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from data.text import prepare as module
 from data.text.config import DataConfig
 from data.text.indexed import check_indexed, entropy, token_counts
 from data.text.megatron import build_datasets, megatron_core

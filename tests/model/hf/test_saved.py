@@ -7,7 +7,6 @@ import torch
 
 from model.hf import load_hf
 from model.registry import build_model
-from runtime.errors import UserError
 from tests.model.hf.hugging_face import TOKENS, transformers
 
 SHAPES = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
@@ -71,27 +70,3 @@ def test_a_folder_that_transformers_saves_has_its_logits(name, tmp_path):
     model.load_state_dict(state)
     bound = 1e-4 if config.recurrent else 1e-5  # float32 in both
     assert (model(TOKENS) - expected).abs().max() < bound * expected.abs().max()
-
-
-@pytest.mark.parametrize(
-    "changed", [{"full_attention": None}, {"sliding_attention": None}, {"linear_attention": PLAIN}]
-)
-def test_entries_beside_tables_that_do_not_say_all_are_refused(changed, tmp_path):
-    saved(*CASES["olmo3, flat"], tmp_path)
-    path = tmp_path / "config.json"
-    contents = json.loads(path.read_text())
-    contents["rope_parameters"] |= changed
-    path.write_text(json.dumps(contents))
-    with pytest.raises(UserError, match=r"rope_parameters = .* is not supported; only a table each"):
-        load_hf(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["Olmo3", "Gemma3"])
-def test_entries_without_tables_are_refused(kind, tmp_path):
-    """transformers 5 passes them over, and 4 took them."""
-    saved(kind, {**WINDOWS, "head_dim": 16}, tmp_path)
-    path = tmp_path / "config.json"
-    contents = json.loads(path.read_text())
-    path.write_text(json.dumps({**contents, "rope_parameters": YARN}))
-    with pytest.raises(UserError, match=r"rope_parameters = .* is not supported; only a table each"):
-        load_hf(tmp_path)

@@ -84,12 +84,14 @@ KINDS = ast.Import | ast.ImportFrom | ast.Expr | ast.Attribute
 
 def nodes(path):
     """The nodes of a file's syntax that a promise is about."""
-    return parsed(path.read_text(encoding="utf-8"))
+    return parsed(path.read_text(encoding="utf-8"))[0]
 
 
 @cache
 def parsed(text):
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, KINDS)]
+    """Return the nodes of these kinds, and how many there are of all."""
+    every = [*ast.walk(ast.parse(text))]
+    return [node for node in every if isinstance(node, KINDS)], len(every)
 
 
 def imports(path, root):
@@ -179,8 +181,7 @@ def size(root):
     for path in sources(root):
         top, *below = path.relative_to(root).parts
         folder = top if below else "entry"
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        nodes_of[folder] += sum(1 for _ in ast.walk(tree))
+        nodes_of[folder] += parsed(path.read_text(encoding="utf-8"))[1]
         lines[folder] += lines_of(path)
     return nodes_of, lines
 

@@ -137,6 +137,10 @@ def at_size(path):
     return () if "tiny" in path.stem else ("--bf16", *H100)
 
 
+QUICK = (None, "llama", "transnormer", "olmo3")
+"""Kinds of models of ``make test``; None is a diffusion transformer's, and a llama's that a file leaves out."""
+
+
 def one_of_a_kind():
     """Return the settings of the first configuration of each kind of model, by its path."""
     kinds = {}
@@ -146,7 +150,13 @@ def one_of_a_kind():
     return kinds.values()
 
 
-@pytest.mark.parametrize(("path", "given"), one_of_a_kind(), ids=lambda value: getattr(value, "stem", ""))
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        pytest.param(*kind, id=kind[0].stem, marks=() if kind[1].get("model_type") in QUICK else pytest.mark.slow)
+        for kind in one_of_a_kind()
+    ],
+)
 def test_every_kind_of_model_on_its_mesh(path, given, capsys):
     """With a layer a stage, and sequences of 4,096 tokens at most."""
     layers = max(given.get("pipeline_model_parallel_size", 1), given.get("softmax_every", 1))

@@ -113,6 +113,9 @@ def test_every_sharding_ends_with_torchs_bits_and_goes_on_from_its_checkpoints(s
     assert run_ranks(ends_of, 2, tmp_path, strategy, tp) == [(True, 16)] * 2  # 8 steps of 2 groups
 
 
+SHORT = ("--train-iters", "3", "--num-layers", "1", "--seq-length", "64")
+
+
 def in_the_entry(rank, world_size, arguments):
     apex_stub.install()
     return on_rank(rank, world_size, arguments)
@@ -127,7 +130,7 @@ def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path)
     ):
         save = str(tmp_path / name)
         for backend, more in starts.items():
-            flags = flags_of(default_data, "--train-iters", "3", "--save", save, "--optimizer-backend", backend, *more)
+            flags = flags_of(default_data, *SHORT, "--save", save, "--optimizer-backend", backend, *more)
             said = run_ranks(in_the_entry, 2, flags)
             assert [one.count("attention kernel: aten\n") for one in said] == [1, 0]
         lines = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]

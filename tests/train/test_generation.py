@@ -202,7 +202,6 @@ CELLS = {
         ("qwen3_5", MESHES["cp 2, ulysses"]),
         ("folded hybrid", {CP: 2}),
     ],
-    4: [("windows and sinks", MESHES["cp 2, tp 2"])],
 }
 """Models and meshes by the number of ranks."""
 FEW_METHODS = [("qwen3_5", "ring"), ("qwen3_5", "exchange"), ("transnormer", "ulysses"), ("hybrid", "ulysses")]

@@ -46,7 +46,7 @@ def _load(rank, size, path, tied):
     return whole_tensors(model, optimizer), extra
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_saved_on_4_ranks_and_loaded_on_1_and_3_and_by_a_plain_process(tmp_path, tied):
     saved = run_ranks(_train_and_save, 4, tmp_path, tied)[0]
     assert saved["embedding.weight/step"].item() == 3

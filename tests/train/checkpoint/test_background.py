@@ -4,7 +4,7 @@ import os
 import signal
 import statistics
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -182,7 +182,8 @@ def test_a_kill_leaves_a_whole_checkpoint_and_the_run_goes_on_to_the_bit(tmp_pat
 
 
 def filling(folder, left, job):
-    fill(folder, but=left)
+    with suppress(OSError):  # the other rank's shard takes room meanwhile
+        fill(folder, but=left)
     return job()
 
 

@@ -28,7 +28,7 @@ from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
 from tests.gpu.emulate import emulate
-from tests.kernels.attention_cases import block_backward, block_forward
+from tests.kernels.blocks import block_backward, block_forward
 from tools.common.ceilings import ceilings
 from tools.common.loopback import LoopbackTransport, step_of
 from tools.common.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS

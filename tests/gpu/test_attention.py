@@ -22,7 +22,7 @@ from runtime.errors import UserError
 from runtime.tensors import FORGET, cached_on_device
 from tests import threads
 from tests.gpu.rates import BACKENDS, relative_error
-from tests.kernels.attention_cases import block_backward, block_forward
+from tests.kernels.blocks import block_backward, block_forward
 from tools.common.loopback import LoopbackTransport, step_of
 from tools.common.shapes import DTYPES, AttentionShape
 

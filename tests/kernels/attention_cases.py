@@ -5,11 +5,11 @@ from unittest.mock import patch
 
 import torch
 
-from kernels import attention
-from kernels.attention import add_gradients_, attend_tiles_, empty_results, select_backend
+from kernels.attention import add_gradients_, attend_tiles_, select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile, merge_
 from parallel.context.layout import Stride
 from parallel.context.tiles import pieces, tiles
+from tests.kernels.blocks import block_backward, block_forward
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SCALE = 0.2
@@ -23,28 +23,6 @@ def of_mask(tokens, reach, documents=()):
     """The tiles of a window (before, behind), within documents that end at these tokens."""
     held = pieces([Stride(0, tokens)], 1, documents)
     return tiles(held, held, 1, reach)
-
-
-def block_forward(q, k, v, kind, scale, backend=None):
-    """A block's attention, by a backend of single tiles or of lists of them."""
-    backend = backend or select_backend("auto", q.device.type, q.dtype)
-    if backend.forward is not None:
-        return attention.block_forward(q, k, v, kind, scale, backend)
-    attention._is_causal(q, k, kind)
-    out, lse = empty_results(q.shape[:3], q, torch.promote_types(q.dtype, torch.float32))
-    attend_tiles_(out, lse, q, Keys(k, v), [tile(0, q.shape[1], 0, k.shape[1], kind)], scale, backend)
-    return out, lse
-
-
-def block_backward(rows, keys, kind, scale, backend=None):
-    backend = backend or select_backend("auto", rows.q.device.type, rows.q.dtype)
-    if backend.backward is not None:
-        return attention.block_backward(rows, keys, kind, scale, backend)
-    wide = torch.promote_types(rows.q.dtype, torch.float32)
-    sums = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (rows.q, *keys))
-    whole = tile(0, rows.q.shape[1], 0, keys.k.shape[1], kind)
-    add_gradients_(sums, rows, keys, [whole], scale, backend)
-    return sums
 
 
 class Case(NamedTuple):

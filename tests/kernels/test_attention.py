@@ -8,7 +8,7 @@ from kernels.attention import ANTI, CAUSAL, FULL, pad_heads, select_backend
 from kernels.blocks import Keys, Rows, merge_
 from kernels.installed import Gpu
 from runtime.errors import UserError
-from tests.kernels.attention_cases import block_backward, block_forward
+from tests.kernels.blocks import block_backward, block_forward
 
 SCALE = 0.2
 

@@ -10,7 +10,7 @@ from kernels import reference
 from kernels.attention import select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile, halved, merged, sinks_gradient, with_sinks
 from kernels.cpu import Strips
-from tests.kernels.attention_cases import block_backward
+from tests.kernels.blocks import block_backward
 
 BOUND = 1e-12
 MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}

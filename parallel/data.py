@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -208,8 +208,9 @@ def finalize_by_hand(model: nn.Module) -> None:
     """
     from torch.distributed.fsdp import FSDPModule
 
+    module: Any = model
     if isinstance(model, FSDPModule) and hasattr(model, "set_manual_backward_finalization"):
-        model.set_manual_backward_finalization(True)
+        module.set_manual_backward_finalization(True)
 
 
 def widen_gradients(model: nn.Module) -> None:

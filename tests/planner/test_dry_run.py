@@ -23,7 +23,7 @@ from train.run import exit_status
 H100 = ("--cluster", str(CLUSTERS / "h100_pod.toml"))
 MOVED = ("--recompute-granularity", "full", "--recompute-offload", "--loss-chunk-size", "64")
 TINY = ROOT / "configs" / "models" / "llama_tiny.toml"
-SHAPES_ALONE = ("llama3_8b", "transnormer_7b")
+SHAPES_ALONE = ("llama3_8b", "transnormer_7b", "gemma3_27b", "olmo3_32b", "qwen3_5_27b")
 FILES = [path for path in sorted((ROOT / "configs").rglob("*.toml")) if path.parent != CLUSTERS]
 
 

@@ -184,8 +184,8 @@ def with_noise(group):
 
     without = plain.model.embed_tokens.weight[ids[mask.bool()]]
     assert model.get_input_embeddings().training
-    errors = [float((x - y).abs().max()) for x, y in zip(outputs, expected, strict=True)]
-    return max(errors), float((outputs[0] - without).abs().max()), torch.equal(torch.get_rng_state(), state)
+    errors = [float((x - y).detach().abs().max()) for x, y in zip(outputs, expected, strict=True)]
+    return max(errors), float((outputs[0] - without).detach().abs().max()), torch.equal(torch.get_rng_state(), state)
 
 
 def test_noise_on_embeddings_is_that_of_one_process(results):

@@ -179,7 +179,7 @@ class Logits(TorchDispatchMode):
 
 
 def largest_logits(rank, world_size):
-    """Of a step without chunks, and with chunks of 30 tokens."""
+    """The largest of a step without chunks, and with chunks of 30 tokens."""
     results = []
     for size in (0, 30):
         with distributed_mesh(mesh_config(tp=2)) as mesh, Logits((500, 250)) as logits:

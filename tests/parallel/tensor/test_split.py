@@ -76,7 +76,7 @@ def check(mesh, models, recompute=PLAIN):
         ("tp=2", [*LLAMAS, *GPTS], PLAIN),
         ("tp=2 cp=2", [LLAMAS[0], SUNK, GPTS[1]], PLAIN),
         ("tp=4", [LLAMAS[1], QWEN, GPTS[1]], PLAIN),  # two ranks share each key-value head
-        ("tp=4", [LLAMAS[0], GPTS[0]], CHUNKS),
+        ("tp=2", [LLAMAS[0], GPTS[0]], CHUNKS),
         *(
             pytest.param(mesh, [*LLAMAS, *GPTS], recompute, marks=pytest.mark.slow)
             for recompute in (PLAIN, CHUNKS)

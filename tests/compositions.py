@@ -104,7 +104,7 @@ def _read(lines: str) -> list[Composition]:
 ON_RANKS = _read(_ON_RANKS)
 """The compositions that processes run."""
 EVERY = ON_RANKS + _read(_IN_PLANS)
-"""Those of plans alone too, which need no process."""
+"""The same and those of plans alone, which need no process."""
 CONSECUTIVE = [composition.named for composition in _read(_CONSECUTIVE)]
 """Methods in layouts of consecutive tokens, which a delta rule and a convolution need."""
 STATES = [(composition.method, composition.options["layout"]) for composition in _read(_STATES)]
@@ -217,6 +217,6 @@ def _trained(lines: str) -> list[Trained]:
 TRAINED = _trained(_TRAINED)
 """Meshes of training: nightly ones have each part in another too: a method, a strategy, a split of the model."""
 MASKED = _trained(_MASKED)
-"""Those with labels masked, whose gradients are compared element by element."""
+"""Meshes with labels masked, whose gradients are compared element by element."""
 PACKED = _trained(_PACKED)
-"""Those with packed documents, whose first step is that of each document alone."""
+"""Meshes with packed documents, whose first step is that of each document alone."""

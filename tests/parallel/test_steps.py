@@ -159,7 +159,7 @@ def test_a_step_over_ranks_is_that_of_one_process(name):
 LOCAL_ROPE = ("gemma3", "olmo3")
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_with_two_ropes_and_norms_of_branches_is_that_of_one_process(ranks):
     """Relative to the largest gradient: those before a norm of a branch are large where its weights are small."""
     tp, cp, other = (1, 3, "striped") if ranks == 3 else (2, 2, "zigzag")

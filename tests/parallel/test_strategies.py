@@ -193,7 +193,7 @@ def each_gradients(rank, world_size, cases):
 
 
 def test_angles_stay_in_float32_and_gradients_are_summed():
-    """Of either rank's tokens by one process each, and of both by two."""
+    """Either rank's tokens by one process each, and both by two."""
     alone = [(("zero3", "none", rank),) for rank in range(2)]
     one, two = (run_ranks(each_gradients, 1, cases)[0][0] for cases in alone)
     assert one[ANGLES].norm() > 0

@@ -155,7 +155,7 @@ def test_what_a_kernel_would_refuse_is_seen(words, monkeypatch):
 
 
 def lost(posted, what, rank):
-    """What all ranks post without the first part of a kind that one of them posts."""
+    """All that ranks post without the first part of a kind that one of them posts."""
     timeline = list(posted[rank])
     number = next(i for i, (operation, _) in enumerate(timeline) if any(part.what == what for part in operation.parts))
     operation, index = timeline[number]

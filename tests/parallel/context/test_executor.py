@@ -147,7 +147,7 @@ CONTROLS = [
         )
     ),
 ]
-"""What breaks the attention in silence, and where; masks other than EVERYTHING are taken for it."""
+"""Faults that break the attention in silence, and where; masks other than EVERYTHING are taken for it."""
 
 
 def broken(rank, world_size, controls):

@@ -17,7 +17,7 @@ from tests.compositions import EVERY
 
 SIZES = (*range(1, 17), 24, 31, 33, 48)
 PLANNED = [row for row in EVERY if row.options.get("layout") != "balanced"]
-"""Of the balanced layout each row that is needed travels alone: sparse/test_flow.py."""
+"""Without the balanced layout, of which each row that is needed travels alone: sparse/test_flow.py."""
 BASIC = ("ring", "striped", "zigzag", "allgather")  # the others are these, with no team, one node or all heads
 
 

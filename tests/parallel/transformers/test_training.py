@@ -100,7 +100,7 @@ def everything(rank, world_size):
 
 @pytest.fixture(scope="module")
 def results():
-    """What each of two ranks finds; transformers is imported once for all."""
+    """Each of two ranks does everything once, and imports transformers once."""
     return run_ranks(everything, 2)
 
 

@@ -52,17 +52,17 @@ NODES = {
     "entry": 1688,
     "model": 38616,
     "kernels": 44478,
-    "parallel": 68838,
+    "parallel": 68846,
     "data": 46325,
-    "train": 56233,
+    "train": 56249,
     "planner": 29051,
     "runtime": 17162,
     "slurm": 4247,
-    "tools": 59119,
-    "papers": 23078,
-    "bench": 25986,
+    "tools": 57254,
+    "papers": 17792,
+    "bench": 17175,
     "docs": 757,
-    "tests": 424107,
+    "tests": 375870,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

@@ -25,6 +25,7 @@ def test_allocations_are_counted_to_the_byte():
     assert 6 << 20 <= found["peak"] < (6 << 20) + 256  # the sum's result too
 
 
+@pytest.mark.slow
 def test_policies_keep_and_need_less_and_less():
     """And what is predicted is what a process takes."""
     found = {}

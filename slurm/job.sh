@@ -105,9 +105,12 @@ sort_flags() {
 
 # The file that --config $1 names: a path, or a model of configs/models, as in train/config/flags.py.
 model_file() {
-    local model=${1#configs/}
+    local model=${1##*/}
     model=configs/models/$(tr '[:upper:]-' '[:lower:]_' <<<"${model%.toml}").toml
-    if [ ! -e "$1" ] && [ -f "$model" ]; then echo "$model"; else echo "$1"; fi
+    case $1 in
+        */*) [ "$(realpath -m "${1%/*}")" = "$(realpath -m configs)" ] || model= ;;
+    esac
+    if { [ ! -e "$1" ] || [ -d "$1" ]; } && [ -f "$model" ]; then echo "$model"; else echo "$1"; fi
 }
 
 # Ask for the GPUs by name if the job has some. By default a rank without a usable GPU takes the CPU, and so would all

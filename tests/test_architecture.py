@@ -53,16 +53,16 @@ NODES = {
     "model": 38616,
     "kernels": 44478,
     "parallel": 68846,
-    "data": 46325,
-    "train": 56249,
+    "data": 46356,
+    "train": 56273,
     "planner": 29051,
     "runtime": 17162,
     "slurm": 4247,
-    "tools": 57254,
+    "tools": 57453,
     "papers": 17792,
     "bench": 17175,
     "docs": 757,
-    "tests": 375870,
+    "tests": 377167,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

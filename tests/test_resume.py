@@ -100,6 +100,7 @@ BOUND = 1e-6
 PAIRS = """
     gpt: none > pp=2 Interleaved1F1B virtual=2
     llama: tp=2 > dp=2 zero1
+    transnormer: dp=2 > tp=2
 """
 SLOW_PAIRS = """
     gpt: pp=2 dp=2 cp=2 zero1 > tp=2
@@ -136,7 +137,6 @@ def test_the_same_bits_are_loaded_on_another_mesh(kind, first, second, default_d
     assert losses_apart(resumed, went_on) <= BOUND
 
 
-@pytest.mark.slow
 def test_other_samples_would_be_seen(default_data, tmp_path):
     """The bound on losses is one on the order of samples: eight samples too late, and they are far apart."""
     late = partial(samples_skipped, 8)

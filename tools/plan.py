@@ -11,10 +11,9 @@ python -m tools.plan --config llama3_8b --cluster configs/clusters/h100_pod.toml
 torchrun --nproc-per-node 4 -m tools.plan --config llama_tiny --context-parallel-size 4 --profile
 
 A name first is that of a model of configs/models: what it takes, as --all ranks it, with the command that starts it.
-Takes
-every flag of pretrain_gpt.py, or of pretrain_dit.py, besides these. Without --cluster, a file or a name such as h100,
-the device at hand decides, and for a named model without a GPU h100; without --world-size the processes started, or as
-many as the sizes of the mesh multiply to, for a named model one node.
+Takes every flag of pretrain_gpt.py, or of pretrain_dit.py, besides these. Without --cluster, a file or a name such as
+h100, the device at hand decides, and for a named model without a GPU h100; without --world-size the processes started,
+or as many as the sizes of the mesh multiply to, for a named model one node.
 """
 
 import argparse

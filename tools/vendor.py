@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from keyword import iskeyword
 from pathlib import Path
 
@@ -22,7 +23,7 @@ if not __package__:  # started as a file: the packages lie one folder up
 
 from runtime import __version__
 from runtime.errors import UserError
-from runtime.files import owned, replacing, sha256, unwritable
+from runtime.files import fsync, owned, sha256, unwritable
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
 
@@ -142,7 +143,7 @@ def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKA
 
 
 def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Path:
-    """Write the package into a folder, whole; return its path.
+    """Write the package into a folder, whole or not at all; return its path.
 
     Raises UserError: the folder takes no files, or the target was not written by this command or was changed since;
     InUseError: another process writes there; OSError: a file cannot be written.
@@ -152,12 +153,23 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
         raise UserError(f"DEST is {destination}, {why}")
     with owned(destination, name):
         _check_target(target)
-        with replacing(target) as (draft,):
+        draft, old = (destination / f".{name}.{uuid.uuid4().hex}" for _ in range(2))
+        try:
             for inside, content in files.items():
                 (draft / inside).parent.mkdir(parents=True, exist_ok=True)
                 (draft / inside).write_bytes(content)
-            if target.exists():  # as this command wrote it: if it is stopped here, the next call writes all again
-                shutil.rmtree(target)
+            for path in (*draft.rglob("*"), draft):
+                fsync(path)
+            # Nothing is between the two renames, so that a kill hardly leaves none of the two packages.
+            if target.exists():
+                target.rename(old)
+            draft.rename(target)
+            fsync(destination)
+        finally:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            for left in (draft, old):
+                shutil.rmtree(left, ignore_errors=True)
     return target
 
 
@@ -170,18 +182,23 @@ def _check_target(target: Path) -> None:
         return
     try:
         files = json.loads((target / ORIGIN).read_text(encoding="utf-8"))["files"]
-        written = {str(name): str(digest) for name, digest in files.items()}
+        kept = {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}") from None
-    present = {
-        path.relative_to(target).as_posix(): sha256(path)
-        for path in target.rglob("*")
-        if path.is_file() and path.parent.name != "__pycache__"
-    }
-    del present[ORIGIN]
-    for name in sorted(present.keys() | written.keys()):
-        if present.get(name) != written.get(name):
-            how = "added" if name not in written else "removed" if name not in present else "changed"
+    kept |= {parent.as_posix(): "folder" for name in kept for parent in Path(name).parents if parent.name}
+    kept[ORIGIN] = sha256(target / ORIGIN)
+    found = {}
+    for path in target.rglob("*"):
+        if path.is_symlink():
+            kind = "link"
+        elif "__pycache__" in path.relative_to(target).parts:
+            continue
+        else:
+            kind = sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"
+        found[path.relative_to(target).as_posix()] = kind
+    for name in sorted(found.keys() | kept.keys()):
+        if found.get(name) != kept.get(name):
+            how = "added" if name not in kept else "removed" if name not in found else "changed"
             raise UserError(f"{target / name} was {how} since; {fix}")
 
 
@@ -236,6 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--package", metavar="NAME", help=wheels)
     args = parser.parse_args(argv)
     name = PACKAGE if args.package is None else _name(args.package)
+    before = commit_of()
     files = package(name)
     origin = json.loads(files[ORIGIN])
     if args.package is not None:
@@ -245,6 +263,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.package is not None:
         built = wheel(args.destination, files)
         print(f"built {built}: {built.stat().st_size / 1000:.0f} KB; pip install {built}")
+    if before != commit_of():
+        print(
+            f"note: {args.destination} lies in this checkout, where git sees it: figures made from now on are called "
+            '"with changes"; move it, or write it to runs/ or outside'
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Prepare text and conversations as Megatron's indexed token files: train a tokenizer, tokenize, write, or keep."""
 
+import glob
 import json
 import shutil
 import sys
@@ -103,6 +104,8 @@ def prepare(
                 raise cannot_write(prefix, error) from error
             if not overwrite and (kept := existing(request, prefix)):  # another process finished it meanwhile
                 return kept, True
+            for left in prefix.parent.glob(f".{glob.escape(prefix.name)}.resume.*"):
+                left.unlink()  # of a killed preparation that versions before 2026-11-28 would have resumed
             try:
                 return _prepare(request, prefix, overwrite, progress, workers), False
             except (KeyboardInterrupt, SystemExit, StoppedError):

@@ -19,7 +19,9 @@ from parallel.data import (
     to_local,
     untracked_replicas,
 )
+from parallel.mesh import distributed_mesh
 from runtime.ranks import run_ranks
+from tests.parallel import split
 from tests.parallel.tiny import gradients_of
 from tests.parallel.unequal import difference, gradient_norm_of, loss_sum, sharded, whole_model
 from train.optim import gradient_norm
@@ -202,3 +204,25 @@ def test_angles_stay_in_float32_and_gradients_are_summed():
     for results in run_ranks(each_gradients, 2, cases):
         for case, got in zip(cases, results, strict=True):
             assert difference(got, want) <= 1e-5, case
+
+
+def of(strategy, copies=1):
+    return DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
+
+
+def step(rank, world_size, tp, cp, config):
+    with distributed_mesh(split.mesh_config(tp, cp)) as mesh:
+        model, found = split.split_step(mesh, split.config(), data_parallel=config)
+        return found, gradient_norm(model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy)).item()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cp", "strategy", "copies"),
+    [pytest.param(8, 2, "zero3", 2, marks=pytest.mark.slow), (4, 2, "zero1", 2), (4, 1, "legacy_ddp", 1)],
+)
+def test_with_tensor_parallelism_a_step_is_that_of_one_process(ranks, cp, strategy, copies):
+    """The first on all dimensions: tp 2, in it 2 ranks that divide the weights, 2 copies."""
+    want = split.whole_step(split.config())
+    for got, norm in run_ranks(step, ranks, 2, cp, of(strategy, copies)):
+        split.check_step(got, want)
+        assert norm == pytest.approx(gradient_norm_of(want.gradients), rel=1e-6)

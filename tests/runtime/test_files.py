@@ -191,3 +191,41 @@ def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path):
         assert f"in use by process {first} on" in os.read(waiting, 999).decode()
     os.waitpid(second, 0)
     assert os.read(waiting, 999).decode().lstrip().startswith(f"['.d.lock'] process {second} on ")
+
+
+def _as_nobody(folder, report):
+    """In a child: what comes of owning the folder as another user, who may not look into those above it."""
+    os.chdir(folder)
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        with owned(Path()):
+            os.write(report, b"owned")
+    except BaseException as error:
+        os.write(report, f"{type(error).__name__}: {error}".encode())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path):
+    tmp_path.chmod(0o777)
+    umask = os.umask(0o022)
+    try:
+        with another_process(tmp_path):
+            pass
+    finally:
+        os.umask(umask)
+    for mode, said in {
+        None: "owned",
+        0o600: "InUseError: .lock was left by uid 0 and is closed to you; remove it",
+    }.items():
+        (tmp_path / ".lock").touch()
+        if mode is not None:
+            (tmp_path / ".lock").chmod(mode)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _as_nobody(tmp_path, writing)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(reading, 999).decode().startswith(said)

@@ -1,5 +1,6 @@
 """A lock file has one holder, whether or not the file system has locks that other nodes see."""
 
+import errno
 import fcntl
 import os
 import re
@@ -159,3 +160,35 @@ def test_a_holder_that_hung_while_another_took_its_file_or_wrote_into_it_ends(re
         (tmp_path / ".lock").write_text(ELSEWHERE)
         assert status_of(child) == 1
     assert f"error: {tmp_path} was taken over by process 7 on node9" in capfd.readouterr().err
+
+
+def test_a_dead_host_whose_lock_the_server_keeps_is_dead(quick, tmp_path, monkeypatch):
+    (tmp_path / ".lock").write_text(ELSEWHERE)
+    dead, lock = (tmp_path / ".lock").stat().st_ino, locks._lock
+    monkeypatch.setattr(locks, "_lock", lambda handle: os.fstat(handle).st_ino != dead and lock(handle))
+    os.link(tmp_path / ".lock", tmp_path / "kept")  # so that its number is not used again
+    Lock(tmp_path / ".lock", wait=False).release()
+
+
+def test_a_file_system_that_fails_is_not_one_without_locks(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "lockf", broken)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Input/output error"):
+        Lock(tmp_path / ".lock", wait=False)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_another_users_process_on_this_host_is_no_dead_one(quick, no_locks, tmp_path, monkeypatch):
+    """It may not be signalled, and holds the file as long as it touches it."""
+
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    with beating(tmp_path / ".lock", HERE), pytest.raises(InUseError, match=rf"process {2**22 + 1} on"):
+        Lock(tmp_path / ".lock", wait=False)
+    monkeypatch.undo()
+    assert not locks._runs(2**22 + 1), "negative control: of no process"

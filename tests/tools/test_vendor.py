@@ -133,10 +133,10 @@ def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path):
     assert vendor.commit_of(plain).startswith("unknown")
 
 
-def linked(path):
-    """Put a link in the place of a part of the package, or of all of it."""
-    path.rename(path.parents[1] / "kept")
-    path.symlink_to(path.parents[1] / "kept")
+def link(target, name=""):
+    """Put a link in the place of what is moved out of the package, or of all of it."""
+    (target / name).rename(target.parent / "kept")
+    (target / name).symlink_to(target.parent / "kept")
 
 
 def contents(folder):
@@ -147,12 +147,20 @@ def contents(folder):
     ("spoil", "said"),
     [
         (lambda target: (target / "own.py").write_text("mine = 1"), r"own\.py was added since; move it away"),
+        (lambda target: (target / "part/own").mkdir(), "part/own was added since"),
+        (lambda target: (target / "part/own").symlink_to("nowhere"), "part/own was added since"),
+        (lambda target: (target / "part/own").symlink_to(target / "part"), "part/own was added since"),
         (lambda target: (target / "__init__.py").write_text("mine = 1"), r"__init__\.py was changed since"),
         (lambda target: (target / "part/a.py").unlink(), r"part/a\.py was removed since"),
-        (lambda target: linked(target / "part"), r"part/a\.py was removed since"),
-        (linked, "longmesh_attention is a symlink, .*; move it away"),
+        (lambda target: link(target, "part"), "part was changed since"),
+        (lambda target: link(target, "__init__.py"), r"__init__\.py was changed since"),
+        (lambda target: link(target, vendor.ORIGIN), r"ORIGIN\.json was changed since"),
+        (link, "longmesh_attention is a symlink, .*; move it away"),
         (lambda target: (target / vendor.ORIGIN).unlink(), "was not written by this command"),
-        (lambda target: (target / vendor.ORIGIN).write_text('{"files": 5}'), "was not written by this command"),
+        *(
+            (lambda target, text=text: (target / vendor.ORIGIN).write_text(text), "was not written by this command")
+            for text in ("", "[]", '{"files": 5}', '{"files": ["__init__.py"]}')
+        ),
     ],
 )
 def test_only_what_it_wrote_is_written_over(spoil, said, tmp_path):
@@ -171,9 +179,34 @@ def test_only_what_it_wrote_is_written_over(spoil, said, tmp_path):
 
 def test_a_destination_that_takes_no_files_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(vendor.UserError, match=rf"^DEST is {tmp_path}/file/a, and .*file is a file; give a folder$"):
-        vendor.write(tmp_path / "file" / "a", NESTED)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "lost").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    told = {
+        tmp_path / "file": "is a file; give a folder",
+        tmp_path / "file" / "a": "file is a file; give a folder",
+        tmp_path / "lost": "is a symlink that leads nowhere; give a folder",
+        tmp_path / "loop": "is a symlink that leads nowhere; give a folder",
+        Path("/proc"): r"which cannot be written to \(.*\); name another folder",
+    }
+    for destination, message in told.items():
+        with pytest.raises(vendor.UserError, match=rf"^DEST is {destination}, .*{message}$"):
+            vendor.write(destination, NESTED)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "lost"]
+
+
+def test_a_package_is_on_disk_before_the_old_one_leaves_its_place(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, Path.rename
+    vendor.write(tmp_path, NESTED)
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    monkeypatch.setattr(Path, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    vendor.write(tmp_path, NESTED)
+    assert events[-3:] == ["rename", "rename", str(tmp_path)]
+    names = {Path(event).name for event in events[:-3]}
+    assert names >= {"__init__.py", "a.py", "part", vendor.ORIGIN}
+    assert [path.name for path in tmp_path.iterdir()] == [vendor.PACKAGE]
 
 
 def test_nothing_stays_of_a_package_that_cannot_be_written(tmp_path):
@@ -224,6 +257,23 @@ from {NAME}.transformers import shard
 tops = {{name.split(".")[0] for name in sys.modules}}
 print("TAKEN", sorted(tops & set(sys.argv[1:])))
 """
+
+
+def test_a_wheel_that_git_sees_in_the_checkout_is_told(tmp_path, monkeypatch, capsys):
+    commit = lambda *_: "abc with changes" if (tmp_path / "seen").exists() else "abc"  # noqa: E731
+    monkeypatch.setattr(vendor, "commit_of", commit)
+    assert vendor.main([str(tmp_path / "seen")]) == 0
+    assert "seen lies in this checkout, where git sees it: figures made from now on" in capsys.readouterr().out
+    assert vendor.main([str(tmp_path / "seen")]) == 0
+    assert "git sees it" not in capsys.readouterr().out, "it was so before"
+
+
+@pytest.mark.needs("git")
+@pytest.mark.skipif(not (vendor.ROOT / ".git").exists(), reason="no checkout of git")
+@pytest.mark.parametrize("folder", ["wheels", vendor.PACKAGE])
+def test_what_the_pages_commands_write_is_none_of_gits(folder):
+    done = ended(["git", "-C", str(vendor.ROOT), "check-ignore", f"{folder}/file"])
+    assert done.returncode == 0, done.stderr
 
 
 def check_operators(contents):

@@ -195,7 +195,9 @@ def model_file(name: str | Path) -> Path:
     Raises ConfigError listing the models, the most similar first, if a name without a folder is none of them.
     """
     path = Path(name)
-    if path.exists() or str(path.parent) not in (".", "configs"):
+    moved = path.parent.resolve() == MODELS.parent  # the models' folder before they had one of their own
+    is_file = path.exists() and not path.is_dir()  # a folder of a model's name is a download or a run
+    if is_file or not (moved or path.parent == Path()):
         return path
 
     models = {file.stem: file for file in sorted(MODELS.glob("*.toml"))}
@@ -208,7 +210,7 @@ def model_file(name: str | Path) -> Path:
         raise ConfigError(f"the model is {name}; name one of {names}, or give --config FILE")
 
     file = Path(os.path.relpath(models[model]))
-    if str(path.parent) == "configs":
+    if moved:
         _tell_moved(path, file)
     return file
 

@@ -24,11 +24,16 @@ def test_megatrons_spelling_of_a_flag_and_underscores_are_taken():
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "LLaMA3-8B", "configs/llama3_8b.toml", "configs/models/llama3_8b.toml"])
-def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(name, monkeypatch, capsys):
-    monkeypatch.chdir(flags.MODELS.parents[1])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(name, elsewhere, tmp_path, monkeypatch, capsys):
+    """A folder of the model's name, such as a download of it, is not its file."""
+    (tmp_path / "llama3_8b").mkdir()
+    root = flags.MODELS.parents[1]
+    monkeypatch.chdir(tmp_path if elsewhere else root)
+    given = str(root / name) if elsewhere and "/" in name else name
     flags._tell_moved.cache_clear()
-    assert parse_args(["--config", name]) == load_config(flags.MODELS / "llama3_8b.toml")
-    assert ("has moved to configs/models/llama3_8b.toml" in capsys.readouterr().err) == ("configs/l" in name)
+    assert parse_args(["--config", given]) == load_config(flags.MODELS / "llama3_8b.toml")
+    assert ("configs/models/llama3_8b.toml, which is read" in capsys.readouterr().err) == ("configs/l" in name)
 
 
 def test_a_file_beside_comes_before_a_model_of_its_name(tmp_path, monkeypatch):

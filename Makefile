@@ -11,7 +11,7 @@
 
 VENV   ?= .venv
 CONFIG ?= configs/models/llama_tiny.toml
-RUN    ?= runs/$(basename $(notdir $(CONFIG)))
+RUN    ?= runs/$(patsubst %.toml,%,$(notdir $(CONFIG)))
 BENCH  ?= attention
 PAPERS ?= striped ring wallfacer lasp records
 
@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt $(if $(REPLACE),FORCE)
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable .
 	@echo "$(TORCH)" > $(STAMP)
 $(VENV)/.longmesh-%: $(STAMP)
-	@echo "installing the extra $* into $(VENV)"
+	@$(if $(filter $*,data digits images logging dev peers),,$(error EXTRAS has '$*'; give some of data, digits, images, logging, dev, peers))echo "installing the extra $* into $(VENV)"
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable ".[$*]" && touch $@
 
 pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on where RUN holds a checkpoint

@@ -146,7 +146,8 @@ def _running(cluster: Cluster, kernel: Kernel, rate: float) -> Cluster:
 def cluster_file(name: str | Path) -> Path:
     """Return the file of a cluster: the path itself, or of a name such as h100 or a100_pod that of configs/clusters."""
     names = (CLUSTERS / f"{name}{ending}.toml" for ending in ("", "_pod", "_nvl72"))
-    return Path(name) if Path(name).exists() else next(filter(Path.is_file, names), Path(name))
+    path = Path(name)
+    return path if path.exists() and not path.is_dir() else next(filter(Path.is_file, names), path)
 
 
 def load_cluster(path: str | Path) -> Cluster:

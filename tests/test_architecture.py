@@ -55,14 +55,14 @@ NODES = {
     "parallel": 68846,
     "data": 46356,
     "train": 56273,
-    "planner": 29051,
+    "planner": 29059,
     "runtime": 17162,
     "slurm": 4247,
-    "tools": 57453,
+    "tools": 57569,
     "papers": 17792,
     "bench": 17175,
     "docs": 757,
-    "tests": 377167,
+    "tests": 377195,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

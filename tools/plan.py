@@ -49,7 +49,7 @@ from tools.fit import parsed
 from tools.prepare_data import DEFAULT_VOCAB_SIZE
 from train.config.derive import with_joined_ranks, with_vocabulary
 from train.config.entries import Config
-from train.config.flags import ConfigError, model_file, write_toml
+from train.config.flags import MODELS, ConfigError, model_file, write_toml
 from train.config.language import validate
 from train.config.sizes import validate_sizes
 from train.run import exit_status
@@ -244,7 +244,9 @@ def plan(argv: list[str]) -> None:
         told |= {"refused": dict(found.refused), "too_large": len(found.over_memory)}
         print(json.dumps({**told, "host_short": len(found.over_host_memory)}))
     elif args.model:
-        print(answer(rows, parsed(["--config", args.model]), world_size, cluster, args.model))
+        file = Path(args.model)
+        name = file.stem if file.resolve().parent == MODELS else args.model
+        print(answer(rows, parsed(["--config", args.model]), world_size, cluster, name))
     else:
         print(asked(world_size, cluster, config))
         print(f"{discarded(found, cluster, args.top)}\n{note}".rstrip())

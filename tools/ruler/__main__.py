@@ -33,6 +33,9 @@ from tools.common.runs import add_begin, add_scoring
 if TYPE_CHECKING:
     from tools.ruler.examples import Example
 
+LINE_DEFAULTS = {"depths": 5, "form": "lines", "vocabulary": "full"}
+"""Settings of line_retrieval alone."""
+
 
 @one_line_errors
 def main(argv: list[str]) -> None:
@@ -132,6 +135,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
 
     args = parser.parse_args(argv)
+    if args.command in ("score", "make") and "line_retrieval" not in (args.tasks or ()):
+        for name, default in LINE_DEFAULTS.items():
+            if getattr(args, name) != default:
+                parser.error(f"--{name} goes with --tasks line_retrieval")
     if args.command == "score":
         args.questions = 1
     if args.command == "make":
@@ -162,10 +169,15 @@ def _add_tasks(parser: argparse.ArgumentParser, forms: list[str]) -> None:
     add("--qa-1", type=Path, metavar="FILE", help="SQuAD's JSON, or lines of question, answers, paragraphs")
     add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or lines likewise")
     add = parser.add_argument_group("line_retrieval").add_argument
-    add("--depths", type=positive, default=5, help="places of the asked line (default: %(default)s)")
+    add(
+        "--depths",
+        type=positive,
+        default=LINE_DEFAULTS["depths"],
+        help="places of the asked line (default: %(default)s)",
+    )
     see = "see above (default: %(default)s)"
-    add("--form", choices=forms, default="lines", help=see)
-    add("--vocabulary", choices=["small", "full"], default="full", help=see)
+    add("--form", choices=forms, default=LINE_DEFAULTS["form"], help=see)
+    add("--vocabulary", choices=["small", "full"], default=LINE_DEFAULTS["vocabulary"], help=see)
 
 
 if __name__ == "__main__":

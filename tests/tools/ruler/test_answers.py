@@ -134,7 +134,9 @@ def run_with_positions(tmp_path_factory):
 def scored(folder, *flags, save="evaluation"):
     """Score the task with the shortest answers, and lines: each token of these is a step of all processes."""
     asked = ["--tasks", "qa_1", "line_retrieval", "--qa-1", str(folder / "asked.jsonl"), "--lengths", "1000"]
-    asked += ["--samples", "2", "--depths", "2", "--vocabulary", "small", "--save", str(folder / save)]
+    asked += ["--samples", "2", "--save", str(folder / save)]
+    if "--tasks" not in flags or "line_retrieval" in flags:
+        asked += ["--depths", "2", "--vocabulary", "small"]
     answers.score_run(command._parse(["score", str(folder), *asked, *flags]))
     file = folder / save / "ruler.json"
     return json.loads(file.read_text())["cells"] if file.exists() else None  # ranks but the first are ahead of it
@@ -219,6 +221,7 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
         (["--tasks", "qa_2", "--qa-2", "nowhere.json"], "nowhere.json has no questions that can be read"),
         (["--lengths", "99999999"], "lengths names 99999999, and texts of up to 16777216 tokens are made"),
         (["--tasks", "line_retrieval", "--lengths", "40"], "a length is 40; give longer --lengths"),
+        (["--tasks", "qa_1", "--vocabulary", "small"], "--vocabulary goes with --tasks line_retrieval"),
         (["--depths", "0"], "--depths: '0' is not an integer of 1 or more"),
         (["--form", "repeat"], "--form: invalid choice: 'repeat'"),
     ],

@@ -62,7 +62,7 @@ NODES = {
     "papers": 17792,
     "bench": 17175,
     "docs": 757,
-    "tests": 377195,
+    "tests": 377290,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

@@ -125,6 +125,13 @@ def read(sample):
     return [(sample["tokens"][a:b].tolist(), learned[a:b].tolist()) for a, b in pairwise(bounds)]
 
 
+def test_an_end_inside_a_document_of_text_begins_another_text(tmp_path):
+    """It predicts nothing of the next text, whose tokens do not see those before it."""
+    first, second = [5, 6, EOD], [7, 8, 9, EOD]
+    train = build(write_documents(tmp_path / "d", [first + second]), seq=12)[0]
+    assert read(train[0])[:2] == [(text, [*text[1:], IGNORE_INDEX]) for text in (first, second)]
+
+
 def test_padding_is_short_documents_without_loss(tmp_path):
     train = build(write_documents(tmp_path / "d", texts([10])), seq=3000)[0]
     assert train[0]["starts"].nonzero().flatten().tolist() == [0, *range(10, 3000, PADDING_DOCUMENT)]

@@ -53,7 +53,7 @@ NODES = {
     "model": 38616,
     "kernels": 44478,
     "parallel": 68846,
-    "data": 46356,
+    "data": 46364,
     "train": 56273,
     "planner": 29059,
     "runtime": 17162,
@@ -62,7 +62,7 @@ NODES = {
     "papers": 17792,
     "bench": 17175,
     "docs": 757,
-    "tests": 377290,
+    "tests": 377380,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

@@ -1,6 +1,5 @@
 """Prepare text and conversations as Megatron's indexed token files: train a tokenizer, tokenize, write, or keep."""
 
-import glob
 import json
 import shutil
 import sys
@@ -71,6 +70,10 @@ class Written:
             self.learned.flush()
 
 
+RESUMED = ("bin", "lengths", "learned", "refused", "journal")
+"""Endings of the drafts of a killed preparation, which versions before 2026-11-28 would have resumed."""
+
+
 def prepare(
     request: Request, prefix: Path, overwrite: bool = False, progress: bool = True, workers: int | None = 1
 ) -> tuple[Prepared, bool]:
@@ -104,8 +107,8 @@ def prepare(
                 raise cannot_write(prefix, error) from error
             if not overwrite and (kept := existing(request, prefix)):  # another process finished it meanwhile
                 return kept, True
-            for left in prefix.parent.glob(f".{glob.escape(prefix.name)}.resume.*"):
-                left.unlink()  # of a killed preparation that versions before 2026-11-28 would have resumed
+            for name in RESUMED:
+                prefix.with_name(f".{prefix.name}.resume.{name}").unlink(missing_ok=True)
             try:
                 return _prepare(request, prefix, overwrite, progress, workers), False
             except (KeyboardInterrupt, SystemExit, StoppedError):

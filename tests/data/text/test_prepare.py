@@ -49,6 +49,15 @@ def test_ids_are_checked_before_writing(text):
         tokenized(NumberTokenizer(), ["1 2", text])
 
 
+def test_drafts_that_an_earlier_version_would_resume_are_removed_and_no_others(tmp_path, folder):
+    (tmp_path / ".d.resume.bin").write_bytes(b"draft")
+    others = [".d.resume.lock", f".d.resume.{'0' * 32}.bin"]  # of a preparation of d.resume
+    for name in others:
+        (tmp_path / name).touch()
+    prepare(request_for(folder), tmp_path / "d", progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir() if ".resume." in path.name) == sorted(others)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_interrupted_writing_leaves_nothing(tmp_path, folder, error, monkeypatch):
     def interrupted(*_):

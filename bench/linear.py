@@ -32,8 +32,8 @@ from torch import Tensor
 from bench.harness import add_rounds, add_sizes, check_same, clocked, fingerprint, forward_backward, measured, sizes_of
 from kernels import reference
 from kernels.linear_attention import SCAN_CHUNK, linear_attention
-from model.attention import sdpa
-from model.linear import alibi_slopes
+from model.parts.attention import sdpa
+from model.parts.linear_attention import alibi_slopes
 from runtime.errors import UserError
 from runtime.machine import describe, results_file
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.attention import sdpa
+from model.parts.attention import sdpa
 from parallel.context import Plan, make_plan
 from runtime.errors import UserError
 from tools.common.shapes import AttentionShape

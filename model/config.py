@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from model.lora import LoraConfig
-from model.rope import RopeConfig
+from model.parts.lora import LoraConfig
+from model.parts.rope import RopeConfig
+from model.parts.windows import Window, WindowConfig, window_of, windows_of
 from model.traits import EVERY, HYBRIDS, SIZES, TRAITS, DeltaConfig, Traits
-from model.windows import Window, WindowConfig, window_of, windows_of
 from runtime.errors import UserError, at_least, require, wrong
 
 OWN = {

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attention import Attend, Attention, sdpa
 from model.dit_config import DiTConfig
-from model.layers import MLP, LayerNorm, Linear, drop_layers
+from model.parts.attention import Attend, Attention, sdpa
+from model.parts.blocks import drop_layers
+from model.parts.feed_forward import MLP
+from model.parts.norms import LayerNorm
+from model.parts.projections import Linear
 from runtime.tensors import Part, initial_weight_slice
 
 FREQUENCIES = 256
@@ -156,7 +159,7 @@ class DiT(nn.Module):
 
         times [B] are numbers, labels [B] integers; label num_classes means none. A part that `keep` made takes hidden
         states [B, T, C] of earlier layers instead of patches, and returns hidden states if layers follow. The mask of
-        the micro-batch is handed to every attention unseen (``model.attention.Attend``).
+        the micro-batch is handed to every attention unseen (``model.parts.attention.Attend``).
 
         Samples may be joined, one after the other: x is [1, T, ...] of B samples, and positions go on from each to the
         next. Then the model's ``attend`` must keep them apart, as documents.

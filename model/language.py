@@ -3,7 +3,7 @@
 ``model.traits`` says what the kinds have: LLaMA (Touvron et al. 2023), with RMSNorm, rotary positions, SwiGLU and no
 biases; Gemma 3 (arXiv:2503.19786), OLMo 3 (arXiv:2512.13961), Qwen3.5 and OLMo Hybrid, which differ in norms, ropes and
 gates; GPT (Radford et al. 2019), with LayerNorm, GELU, biases and learned positions; TransNormerLLM and the Linear
-Transformer (``model.linear``).
+Transformer (``model.parts.linear_attention``).
 
 Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entries.
 """
@@ -18,11 +18,16 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from kernels.operators import linear
-from model.attention import Attend, HybridAttention, LinearAttend, attention_of
 from model.config import ModelConfig
-from model.layers import FEED_FORWARDS, LAYERS, NORMS, Linear, PreNormLayer, Rotary, drop_layers
-from model.linear import DeltaAttention, LinearAttention, OneDevice, Sinusoids, TokenMixer, initial_bias, initial_rate
-from model.lora import initial_adapter, is_adapter
+from model.parts.attention import Attend, HybridAttention, LinearAttend, attention_of
+from model.parts.blocks import LAYERS, PreNormLayer, drop_layers
+from model.parts.delta import DeltaAttention, OneDevice, initial_bias, initial_rate
+from model.parts.feed_forward import FEED_FORWARDS
+from model.parts.linear_attention import LinearAttention, Sinusoids, TokenMixer
+from model.parts.lora import initial_adapter, is_adapter
+from model.parts.norms import NORMS
+from model.parts.projections import Linear
+from model.parts.rotary import Rotary
 from runtime.tensors import Part, initial_weight_slice
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -95,8 +100,8 @@ class LanguageModel(nn.Module):
         A head replaces the logits, for example by a loss that never materialises all of them. It runs here because a
         sharded model has whole weights only during its forward.
 
-        The mask of the micro-batch is handed to every attention unseen (``model.attention.Attend``). With states, the
-        tokens follow those that the states hold, which are extended by them.
+        The mask of the micro-batch is handed to every attention unseen (``model.parts.attention.Attend``). With states,
+        the tokens follow those that the states hold, which are extended by them.
 
         A part that `keep` made takes hidden states [B, T, C] of earlier layers instead of tokens, and returns hidden
         states if layers follow.

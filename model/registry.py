@@ -6,14 +6,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from model.attention import Attend, HybridAttention, LinearAttend
 from model.config import RESOLVED, ModelConfig
 from model.dit_config import DiTConfig
 from model.language import LanguageModel
-from model.linear import Taps
-from model.lora import add_adapters
+from model.parts.attention import Attend, HybridAttention, LinearAttend
+from model.parts.delta import Taps
+from model.parts.lora import add_adapters
+from model.parts.windows import Window
 from model.traits import SIZES
-from model.windows import Window
 
 Architecture = dict[str, int | float | bool | str | None]
 SHAPE = (

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.delta import rule
 from kernels.loss import LOSS_CHUNK
-from model import layers
+from model.parts import rotary
 from parallel.context.geometry import gather_order
 from parallel.data import finish_gradients, set_gradient_sync, widen_gradients
 from parallel.mesh import Mesh, distributed_mesh
@@ -101,12 +101,12 @@ def rehearse(
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell)
         # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         device = device or config.mesh.device_type
-        norm, turn = (_FusedNorm.apply, _FusedRotation.apply) if device == "cuda" else (F.rms_norm, layers.rotate)
+        norm, turn = (_FusedNorm.apply, _FusedRotation.apply) if device == "cuda" else (F.rms_norm, rotary.rotate)
         with (
             patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]),
             patch.object(rule, "CPU_CHUNKS", rule.GPU_CHUNKS if device == "cuda" else rule.CPU_CHUNKS),
             patch.object(F, "rms_norm", norm),
-            patch.object(layers, "rotate", turn),
+            patch.object(rotary, "rotate", turn),
             recorder.recording(),
         ):
             parts = run.parts

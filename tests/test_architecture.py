@@ -50,7 +50,7 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 NODES = {
     "entry": 1688,
-    "model": 38616,
+    "model": 38694,
     "kernels": 44478,
     "parallel": 68846,
     "data": 46364,
@@ -62,7 +62,7 @@ NODES = {
     "papers": 17792,
     "bench": 17175,
     "docs": 757,
-    "tests": 377380,
+    "tests": 377382,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from model.config import ModelConfig
 from model.hf import save_hf
 from model.hf.adapter import peft_name, write_adapter
-from model.lora import is_adapter, merge
+from model.parts.lora import is_adapter, merge
 from model.registry import architecture_of, build_model
 from runtime.errors import UserError
 from tests.parity.cases import REFERENCE

@@ -13,7 +13,7 @@ import pretrain_gpt
 from data.loader import IGNORE_INDEX
 from kernels.delta.convolution import causal_convolution
 from kernels.delta.rule import delta_rule
-from model.linear import OneDevice
+from model.parts.delta import OneDevice
 from parallel.context import plan
 from runtime.ranks import run_ranks
 from tests.compositions import PACKED

@@ -25,7 +25,7 @@ from model.hf.api import Read, open_hf, read_config, their_weights
 from model.hf.chat import EOS, GENERATION, carry_tokenizer, write_chat
 from model.hf.dit import load_dit, save_dit
 from model.hf.folder import CONFIG, TOKENIZERS, carry, new_folder, read_json, write_model
-from model.lora import merge
+from model.parts.lora import merge
 from model.registry import architecture_of, num_parameters
 from parallel.context.config import ContextConfig
 from runtime.errors import UserError, with_article

@@ -13,10 +13,10 @@ from kernels import cuda, installed
 from kernels.attention import select_backend, takes_whole
 from kernels.delta.rule import select_delta_backend
 from kernels.linear_attention import linear_attention, select_linear_backend
-from model.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.config import ModelConfig
 from model.dit import full_sdpa
-from model.linear import DeltaAttend, OneDevice
+from model.parts.attention import Attend, HybridAttention, LinearAttend, sdpa
+from model.parts.delta import DeltaAttend, OneDevice
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.linear.relayout import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from kernels.blocks import merged
 from kernels.cache import States
-from model.attention import Attention, LinearCore
 from model.generate import Choose, DivergedError, Draw, Read, at_ends, check_lengths, write
-from model.linear import DeltaAttention
+from model.parts.attention import Attention, LinearCore
+from model.parts.delta import DeltaAttention
 from model.registry import architecture_of, build_model
 from parallel.context.config import HybridLayout
 from parallel.mesh import SIZES, Mesh, distributed_mesh

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from model.hf.api import open_hf
-from model.lora import is_adapter
+from model.parts.lora import is_adapter
 from model.registry import architecture_of
 from parallel.data import copy_whole
 from runtime.errors import printable

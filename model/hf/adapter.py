@@ -1,4 +1,4 @@
-"""Adapters of a model (``model.lora``) from and to PEFT's adapter_config.json and adapter_model.safetensors."""
+"""Adapters of a model (``model.parts.lora``) from and to PEFT's adapter_config.json and adapter_model.safetensors."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from model.hf.folder import (
     write_weights,
 )
 from model.hf.llama import LLAMA
-from model.lora import THEIRS, is_adapter
+from model.parts.lora import THEIRS, is_adapter
 from model.registry import meta_state
 from model.traits import LLAMAS
 from runtime.bounds import bounded

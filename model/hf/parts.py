@@ -6,8 +6,8 @@ from typing import Any
 from model.config import ModelConfig
 from model.hf.family import Contents
 from model.hf.folder import CONFIG, entry, unsupported
-from model.rope import PREFIX as SCALING
-from model.rope import SETTINGS, dynamic_base
+from model.parts.rope import PREFIX as SCALING
+from model.parts.rope import SETTINGS, dynamic_base
 from runtime.errors import UserError
 
 WHOLE, SLIDING = "full_attention", "sliding_attention"

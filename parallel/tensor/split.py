@@ -152,7 +152,7 @@ def _by_module(model: nn.Module) -> Styles:
 
 
 def _adapters(styles: Styles) -> Styles:
-    """Return the styles of the adapters inside of linear layers (``model.lora``), which send nothing of their own.
+    """Return the styles of the adapters inside of linear layers (``model.parts.lora``), which send nothing.
 
     Beside output channels B is split as they are, and A is whole; beside input channels A is split, and B, whole, takes
     partial sums to partial sums. Gradients of what is whole are partial.

@@ -22,8 +22,8 @@ from kernels.attention import CAUSAL, select_backend
 from kernels.blocks import Keys, Rows
 from kernels.delta.rule import delta_rule
 from kernels.linear_attention import linear_attention
-from model.attention import sdpa
-from model.linear import alibi_slopes
+from model.parts.attention import sdpa
+from model.parts.linear_attention import alibi_slopes
 from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps

@@ -12,9 +12,9 @@ import torch
 from kernels.attention import select_backend
 from kernels.blocks import CAUSAL, FULL, Keys, Rows
 from kernels.linear_attention import linear_attention
-from model.attention import sdpa
 from model.config import ModelConfig
 from model.language import LanguageModel
+from model.parts.attention import sdpa
 from parallel.context import METHODS, make_plan
 from parallel.context.executor import Executor
 from parallel.context.transport import HeadExchange

@@ -6,7 +6,7 @@ import torch
 from kernels import cache
 from kernels.blocks import merged
 from kernels.cache import KVCache, States
-from model.attention import sdpa
+from model.parts.attention import sdpa
 
 TOKENS, HEADS, GROUPS, WIDTH = 40, 4, 2, 8
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.linear import Sinusoids, features
+from model.parts.linear_attention import Sinusoids, features
 from runtime.ranks import run_ranks
 from tests.model.models import GPT, LINEAR, LLAMA, built, tied, tokens, used
 
@@ -92,7 +92,7 @@ def test_the_bound_sees_a_missing_normaliser_and_missing_positions(monkeypatch):
     model = used(tied(UNTIED), dtype=torch.float64)
     want = naive_linear(model, TOKENS)
     assert (model(TOKENS, torch.zeros(90, dtype=torch.long)) - want).norm() > 1e-3 * want.norm()
-    monkeypatch.setattr("model.linear.features", lambda x: x.relu() + 1)
+    monkeypatch.setattr("model.parts.linear_attention.features", lambda x: x.relu() + 1)
     assert (model(TOKENS) - want).norm() > 1e-3 * want.norm()
 
 

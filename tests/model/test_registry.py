@@ -4,8 +4,8 @@ from typing import get_type_hints
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.attention import HybridAttention
 from model.config import ModelConfig
+from model.parts.attention import HybridAttention
 from model.registry import attention_title, build_model, flops_per_token, num_parameters, state_elements
 from model.traits import TRAITS
 from tests.model.models import LLAMA, built, tied, tokens

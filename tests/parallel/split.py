@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from kernels.loss import cross_entropy_sum
-from model.attention import sdpa
 from model.config import ModelConfig
 from model.language import initial_weight
+from model.parts.attention import sdpa
 from model.registry import build_model
 from parallel.context import ContextConfig, context_parallel
 from parallel.context.config import HybridConfig

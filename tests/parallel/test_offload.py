@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from model.attention import sdpa
 from model.config import ModelConfig
 from model.language import LanguageModel
+from model.parts.attention import sdpa
 from parallel import offload
 from parallel.offload import ON_DEVICE, Offload
 from parallel.recompute import RecomputeConfig, recompute_layers

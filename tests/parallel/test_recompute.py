@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.loss
-from model.attention import sdpa
 from model.config import ModelConfig
 from model.language import LanguageModel, initial_weight
-from model.layers import Rotary
+from model.parts.attention import sdpa
+from model.parts.rotary import Rotary
 from parallel import offload
 from parallel.context import context_parallel
 from parallel.data import init_parameters, shard_model

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.loss import cross_entropy_sum
-from model.attention import HybridAttention, linear, sdpa
+from model.parts.attention import HybridAttention, linear, sdpa
 from parallel.context import Traffic, context_parallel
 from parallel.context.config import HybridConfig
 from parallel.context.linear import relayout, state

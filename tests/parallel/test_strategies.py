@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from model.config import ModelConfig
-from model.linear import LRPE
+from model.parts.linear_attention import LRPE
 from parallel.data import (
     DataParallelConfig,
     Strategy,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from model.layers import MLP, SwiGLU
+from model.parts.feed_forward import MLP, SwiGLU
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.processes import NODE

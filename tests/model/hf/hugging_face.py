@@ -9,8 +9,8 @@ from torch import nn
 
 from model.config import ModelConfig
 from model.hf import config_to_hf, from_hf
+from model.parts.rope import frequencies
 from model.registry import build_model
-from model.rope import frequencies
 from tests.model.models import without_float32
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's models")
@@ -103,7 +103,7 @@ class ExactRotary(nn.Module):
     def forward(self, x, position_ids, layer_type="full_attention"):
         rope = self.config.local_rope if layer_type == "sliding_attention" else self.config
         position_ids = position_ids.view(-1, *position_ids.shape[-2:])[0]  # of text, whose rows are alike
-        turns, scale = frequencies(rope, self.config.rotary_dim, position_ids)  # tests/model/test_rope.py
+        turns, scale = frequencies(rope, self.config.rotary_dim, position_ids)  # tests/model/parts/test_rope.py
         angles = position_ids[..., None].double() * turns.repeat(2)
         return scale * angles.cos(), scale * angles.sin()
 

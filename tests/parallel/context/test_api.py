@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.attention import PrefetchingAttend
 from model.config import ModelConfig
 from model.language import LanguageModel
+from model.parts.attention import PrefetchingAttend
 from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel
 from parallel.recompute import RecomputeConfig, recompute_layers

@@ -5,8 +5,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import sdpa
 from model.language import LanguageModel
+from model.parts.attention import sdpa
 from model.registry import build_model
 from parallel.data import init_parameters, shard_model
 from parallel.mesh import distributed_mesh

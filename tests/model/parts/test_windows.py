@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from model.config import ModelConfig
-from model.windows import windows_of
+from model.parts.windows import windows_of
 from runtime.errors import UserError
 
 

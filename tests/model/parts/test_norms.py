@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from model.layers import LayerNorm, RMSNorm, Rotary
-from model.rope import RopeConfig
+from model.parts.norms import LayerNorm, RMSNorm
+from model.parts.rope import RopeConfig
+from model.parts.rotary import Rotary
 
 
 @pytest.mark.parametrize("norm_of", [RMSNorm, LayerNorm])

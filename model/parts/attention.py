@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.linear_attention import linear_attention, state_after
 from model.config import ModelConfig
-from model.layers import NORMS, JointRMSNorm, Linear, Rotary, ZeroCentredRMSNorm
-from model.windows import SoftmaxType, Window
+from model.parts.norms import NORMS, JointRMSNorm, ZeroCentredRMSNorm
+from model.parts.projections import Linear
+from model.parts.rotary import Rotary
+from model.parts.windows import SoftmaxType, Window
 from runtime.errors import UserError
 from runtime.tensors import accum_dtype
 
@@ -141,7 +143,7 @@ def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: An
 class HybridAttention(NamedTuple):
     """The two attention cores of a hybrid model.
 
-    ``linear`` is a LinearAttend, or in a model with a delta rule a ``model.linear.DeltaAttend``.
+    ``linear`` is a LinearAttend, or in a model with a delta rule a ``model.parts.delta.DeltaAttend``.
     """
 
     linear: Any = linear

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from model.attention import attention_of, sdpa
 from model.config import ModelConfig
-from model.layers import Rotary
-from model.rope import RopeConfig
+from model.parts.attention import attention_of, sdpa
+from model.parts.rope import RopeConfig
+from model.parts.rotary import Rotary
 
 
 def leaves(length, groups=2, heads=4):

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.language import initial_weight
-from model.lora import is_adapter, merge
+from model.parts.lora import is_adapter, merge
 from model.registry import architecture_of, build_model, flops_per_token, num_parameters, num_trained
 from runtime.errors import UserError
 from tests.model.models import GEMMA3, GPT, KDA, LINEAR, LLAMA, OLMO3, QWEN3_5, TRANSNORMER, tied

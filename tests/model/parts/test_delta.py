@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from model.config import ModelConfig
-from model.linear import DeltaAttention, Gates, OneDevice
+from model.parts.delta import DeltaAttention, Gates, OneDevice
 from model.registry import build_model, flops_per_token, num_parameters, state_elements
 from runtime.errors import UserError
 from tests.model.models import DELTAS, KDA, OLMO_HYBRID, QWEN3_5, built, tied, tokens, without_float32

@@ -11,7 +11,7 @@ from torch import nn
 
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
 from model.language import LanguageModel
-from model.linear import LRPE, alibi_slopes, log_decay_of
+from model.parts.linear_attention import LRPE, alibi_slopes, log_decay_of
 from tests.model.models import TRANSNORMER, built, tied, tokens
 
 UNTIED = dataclasses.replace(

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.layers import Rotary
+from model.parts.rope import RopeConfig, frequencies
+from model.parts.rotary import Rotary
 from model.registry import architecture_of
-from model.rope import RopeConfig, frequencies
 
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="compares with transformers' tables")
 

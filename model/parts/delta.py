@@ -1,18 +1,9 @@
-"""Layers whose attention keeps a state of constant size: linear attention of two models, and the gated delta rule.
-
-TransNormerLLM (Qin et al. 2023, arXiv:2307.14995) has linear attention with decay, its output normalised and gated, and
-a gated feed-forward without an activation, as its released models compute. The norms have no weights. With
-softmax_every the model is a hybrid: every so many-th layer has softmax attention with rotary positions, as every eighth
-in MiniMax-01 (2025, arXiv:2501.08313).
-
-The Linear Transformer (Katharopoulos et al. 2020) is a GPT with linear attention, features elu + 1, no decay.
-Sinusoidal positions (Vaswani et al. 2017, section 3.5) are added to the embeddings and set no maximum length.
+"""The gated delta rule as a layer, whose attention keeps a state of constant size.
 
 Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464) has the gated delta rule, and Kimi Delta Attention
 (Kimi Linear 2025, arXiv:2510.26692) gates per channel.
 
-Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream; of a delta rule K key heads
-of width D, H value heads of width E.
+Shapes: B sequences, T tokens, C width of the residual stream, K key heads of width D, H value heads of width E.
 """
 
 import math
@@ -28,123 +19,14 @@ from kernels.cache import States
 from kernels.delta.convolution import causal_convolution
 from kernels.delta.rule import delta_rule
 from kernels.operators import gated
-from model.attention import LinearAttend, LinearCore, refuse_mask
 from model.config import ModelConfig
-from model.layers import Linear, RMSNorm, Rotary
+from model.parts.attention import refuse_mask
+from model.parts.norms import RMSNorm
+from model.parts.projections import Bottleneck, Linear
 from runtime.tensors import accum_dtype
 
 L2_EPSILON = 1e-6
 """Added to the squares of queries and keys before they are normalised."""
-
-
-def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
-    """Return the log decays of the heads in a layer, counted from 0; deeper layers forget less.
-
-    released: -slope of the head * (1 - layer / (layers - 1) + 1e-5), with ALiBi's slopes. paper: -8 h / H * (1 - l / L)
-    with h and l counted from 1: the last layer forgets nothing.
-    """
-    heads, layers = config.num_attention_heads, config.num_layers
-    if config.linear_decay == "paper":
-        return tuple(-8 * (head + 1) / heads * (1 - (layer + 1) / layers) for head in range(heads))
-    depth = 1 - layer / max(layers - 1, 1) + 1e-5
-    return tuple(-slope * depth for slope in alibi_slopes(heads))
-
-
-def alibi_slopes(heads: int) -> list[float]:
-    """Return slopes 2^(-8 h / H), h from 1; if H is no power of two, fill up from the next one (Press et al. 2022)."""
-    whole = 1 << (heads.bit_length() - 1)
-    slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
-    return slopes if whole == heads else slopes + alibi_slopes(2 * whole)[::2][: heads - whole]
-
-
-class LRPE(nn.Module):
-    """Linearized relative positions (Qin et al. 2023b): x -> [x cos(theta t), x sin(theta t)], twice as wide.
-
-    The product of two such vectors turns by theta (s - t). theta [H * D] is learned, an angle per head and channel. It
-    stays in float32 when the rest is bfloat16, whose angles are off by up to 2 radians at position 1000.
-    """
-
-    full_precision = True
-    """Read by parallel/data.py and LanguageModel.cast."""
-
-    def __init__(self, heads: int, head_dim: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.theta = nn.Parameter(torch.empty(heads * head_dim))
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor, theta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map q and k [B, T, H, D] at positions [T] or [B, T] to [B, T, H, 2 D] each, in their dtype.
-
-        ``theta`` [H * D] is of these heads: under tensor parallelism a device holds some of them.
-        """
-        angles = (self.theta if theta is None else theta).unflatten(0, (-1, self.head_dim)).double()  # [H, D]
-        turns = torch.remainder(angles * positions[..., None, None], 2 * math.pi)  # exact far beyond float32's reach
-        turns = turns.to(accum_dtype(q.dtype))  # [T, H, D] or [B, T, H, D]
-        cos, sin = turns.cos(), turns.sin()
-        q, k = (torch.cat((x * cos, x * sin), dim=-1).to(x.dtype) for x in (q, k))
-        return q, k
-
-
-class TokenMixer(LinearCore):
-    """Projections, SiLU on queries and keys, positions in the first layer, linear attention, norm, gate, output."""
-
-    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
-        super().__init__()
-        width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
-        inside = heads * self.head_dim
-        self.attend = attend
-        self.layer, self.log_decay = layer, log_decay_of(config, layer)
-        self.lrpe = LRPE(heads, self.head_dim) if layer == 0 else None
-        self.wq, self.wk, self.wv, self.wu = (Linear(width, inside, bias=False) for _ in range(4))
-        self.norm = RMSNorm(inside, eps=config.norm_epsilon, elementwise_affine=False)
-        self.wo = Linear(inside, width, bias=False)
-
-    def forward(self, x: Tensor, places: Tensor | Rotary, mask: Any = None, states: States | None = None) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
-        q, k = F.silu(q), F.silu(k)
-        if self.lrpe is not None:
-            q, k = self.lrpe(q, k, places.positions if isinstance(places, Rotary) else places)  # [B, T, H, 2 D]
-        out = self.core(q, k, v, self.log_decay, mask, states, self.layer)  # [B, T, H, D]
-        return self.wo(self.wu(x) * self.norm(out.flatten(-2)))
-
-
-def features(x: Tensor) -> Tensor:
-    """Return elu(x) + 1, not as a sum, which would round to 0 for very negative channels: a divisor uses them."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
-
-
-class Sinusoids(nn.Module):
-    """Sines, then cosines, of position * 10000^(-2 i / C) in float64: [...] -> [..., C].
-
-    A module, so that tensor parallelism can split its tokens.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, positions: Tensor) -> Tensor:
-        exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device) / self.width  # [C/2]
-        angles = positions.to(torch.float64)[..., None] * 10000.0**-exponents
-        return torch.cat((angles.sin(), angles.cos()), dim=-1)
-
-
-class LinearAttention(LinearCore):
-    """Projections with biases, features, linear attention normalised by the sum of weights, output projection."""
-
-    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
-        super().__init__()
-        width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
-        self.attend, self.layer = attend, layer
-        self.wq, self.wk, self.wv = (Linear(width, heads * self.head_dim) for _ in range(3))
-        self.wo = Linear(heads * self.head_dim, width)
-
-    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
-        # An extra value channel of ones computes the normaliser z, so its state travels with the others.
-        v = F.pad(v, (0, 1), value=1.0)  # [B, T, H, D + 1]
-        out = self.core(features(q), features(k), v, (0.0,) * q.shape[2], mask, states, self.layer)
-        return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))
 
 
 class DeltaAttend(Protocol):
@@ -208,17 +90,6 @@ class Gates(nn.Module):
         if self.channels == 1:
             return -A_log.exp() * rates
         return -A_log.exp()[:, None] * rates.unflatten(-1, (-1, self.channels))
-
-
-class Bottleneck(nn.Module):
-    """A projection through few channels: [..., C] -> [..., out]."""
-
-    def __init__(self, hidden_size: int, channels: int, out: int) -> None:
-        super().__init__()
-        self.narrow, self.wide = Linear(hidden_size, channels, bias=False), Linear(channels, out, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(self.narrow(x))
 
 
 class DeltaAttention(nn.Module):

@@ -1,0 +1,55 @@
+"""Feed-forwards: SwiGLU, GeGLU, SGLU and GELU with biases. B sequences, T tokens, C width of the residual stream."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.operators import Activation, gated
+from model.parts.projections import Linear
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward, down(silu(gate(x)) * up(x)) (Shazeer 2020, eq. 6): [B, T, C] -> [B, T, C].
+
+    With another activation it is a GeGLU.
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: Activation = "silu") -> None:
+        super().__init__()
+        self.activation: Activation = activation
+        self.gate = Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.up = Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.down = Linear(ffn_hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gated(self.gate(x), self.up(x), self.activation))
+
+
+class SGLU(SwiGLU):
+    """Gated feed-forward without an activation, down(gate(x) * up(x)) (Qin et al. 2023): [B, T, C] -> [B, T, C]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x) * self.up(x))
+
+
+class MLP(nn.Module):
+    """Feed-forward with biases, down(gelu(up(x))), with GPT-2's tanh form of GELU (Hendrycks & Gimpel 2016)."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.up = Linear(hidden_size, ffn_hidden_size)
+        self.down = Linear(ffn_hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+FEED_FORWARDS: dict[str, Callable[[int, int], nn.Module]] = {
+    "swiglu": SwiGLU,
+    "geglu": partial(SwiGLU, activation="gelu"),
+    "sglu": SGLU,
+    "gelu": MLP,
+}
+"""By ``model.traits.Traits.feed_forward``: widths outside and inside -> the module."""

@@ -1,0 +1,50 @@
+"""Norms of the residual stream and of heads.
+
+Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runtime.tensors import accum_dtype
+
+# Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
+# x and one number per token. Hugging Face also rounds before the weight, which changes a quarter of bf16 outputs.
+RMSNorm = nn.RMSNorm
+
+
+class ZeroCentredRMSNorm(nn.RMSNorm):
+    """RMS norm times 1 + weight, all in float32, since 1 + weight in bfloat16 has few of the weight's digits."""
+
+    scale: float = 1.0
+    """A factor of the result, before it is rounded."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Normalise x; by another ``weight`` under tensor parallelism, where the module's own is a DTensor."""
+        wide = accum_dtype(x.dtype)
+        weight = self.scale * (1 + (self.weight if weight is None else weight).to(wide))
+        return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+class JointRMSNorm(nn.RMSNorm):
+    """RMS norm over the channels of all heads at once: [B, T, H, D] -> [B, T, H, D]."""
+
+    joint = True
+    """Read by parallel/tensor/split.py."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+# With weight and bias; also computes in float32 and rounds once.
+LayerNorm = nn.LayerNorm
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "rms": RMSNorm,
+    "zero_centred": ZeroCentredRMSNorm,
+    "weightless": partial(RMSNorm, elementwise_affine=False),
+    "layer": LayerNorm,
+}
+"""By ``model.traits.Traits.norm``: a width, ``eps`` -> the module."""

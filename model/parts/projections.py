@@ -1,0 +1,23 @@
+"""Linear layers of the parts: one product, or two through a bottleneck."""
+
+from torch import Tensor, nn
+
+from kernels.operators import linear
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` whose float32 products take the CPU's faster library: [..., I] -> [..., O]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Bottleneck(nn.Module):
+    """A projection through few channels: [..., C] -> [..., out]."""
+
+    def __init__(self, hidden_size: int, channels: int, out: int) -> None:
+        super().__init__()
+        self.narrow, self.wide = Linear(hidden_size, channels, bias=False), Linear(channels, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x))

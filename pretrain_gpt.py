@@ -120,7 +120,7 @@ def described(run: Run[Config], fill: float) -> str:
     """Describe the run in one line: the model, the mesh and the data, of which a share ``fill`` of places is tokens."""
     config, model = run.config, run.config.model
     alone = model.linear_attention and run.mesh.cp.size() == 1
-    title = f"{model.traits.title} of {num_parameters(model):,} parameters"
+    title = f"{model.title} of {num_parameters(model):,} parameters"
     if model.lora_rank is not None:
         title += f", of which {num_trained(model):,} in adapters of rank {model.lora_rank} are trained"
     if (attention := attention_title(model)) is not None:
@@ -129,7 +129,7 @@ def described(run: Run[Config], fill: float) -> str:
     if model.own_softmax_layout and not alone:
         method += f", softmax layers by {config.hybrid.hybrid_softmax_method}, {config.hybrid.hybrid_softmax_layout}"
     schedule = config.context.delta_rule_schedule
-    if model.traits.delta and run.mesh.cp.size() > 1 and schedule != "auto":
+    if model.delta_rule and run.mesh.cp.size() > 1 and schedule != "auto":
         method += f", states of the delta rule by {schedule}"
     drawn = "drawn " if config.data.mock_data else ""
     packing = config.data.packing

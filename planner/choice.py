@@ -103,7 +103,7 @@ def with_schedule(config: Config, cluster: Cluster | None = None) -> Config:
     """
     context, (pp, cp, tp) = config.context, config.mesh.sizes
     given = context.delta_rule_schedule != "auto" or context.context_parallel_method == "none"
-    if cp == 1 or not config.model.traits.delta or given:
+    if cp == 1 or not config.model.delta_rule or given:
         return config
     try:
         cluster = cluster or cluster_of(config)

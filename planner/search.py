@@ -145,7 +145,7 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
     """
     size = config.mesh.context_parallel_size
     inner = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
-    delta = isinstance(config, Config) and config.model.traits.delta  # whose states pass along consecutive tokens
+    delta = isinstance(config, Config) and config.model.delta_rule  # whose states pass along consecutive tokens
     base = type(config.context)(
         attention_backend=config.context.attention_backend,
         context_parallel_method=("zigzag" if delta else "striped") if config.causal else "ring",

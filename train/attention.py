@@ -13,10 +13,10 @@ from kernels import cuda, installed
 from kernels.attention import select_backend, takes_whole
 from kernels.delta.rule import select_delta_backend
 from kernels.linear_attention import linear_attention, select_linear_backend
-from model.config import ModelConfig
 from model.dit import full_sdpa
 from model.parts.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.parts.delta import DeltaAttend, OneDevice
+from model.parts.settings import DeltaConfig
 from parallel.context import ContextConfig, ContextParallel, context_parallel
 from parallel.context.linear.relayout import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle
@@ -39,7 +39,7 @@ def context_of(config: Config, group: dist.ProcessGroup | None, like: Context | 
     outer = None if like is None else like[0].transport
     if config.model.own_softmax_layout:
         return _hybrid_context_of(config, group, like)
-    if config.model.traits.delta:
+    if config.model.delta_rule:
         cp, softmax = softmax_context(config, group, sdpa, outer)
         if config.mesh.context_parallel_size > 1:
             return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)
@@ -175,7 +175,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
     dtype = config.train.dtype
     linear, own = getattr(model, "linear_attention", False), getattr(model, "own_softmax_layout", False)
     said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
-    if isinstance(model, ModelConfig) and model.traits.delta:
+    if isinstance(model, DeltaConfig):
         name, per_channel = "reference" if asked == "reference" else "auto", model.linear_gate == "per_channel"
         found = select_delta_backend(name, device, dtype, per_channel=per_channel, width=model.key_dim)
         said = [f"{found} (delta rule)"]

@@ -19,10 +19,10 @@ from kernels.cache import States
 from kernels.delta.convolution import causal_convolution
 from kernels.delta.rule import delta_rule
 from kernels.operators import gated
-from model.config import ModelConfig
 from model.parts.attention import refuse_mask
 from model.parts.norms import RMSNorm
 from model.parts.projections import Bottleneck, Linear
+from model.parts.settings import DeltaConfig
 from runtime.tensors import accum_dtype
 
 L2_EPSILON = 1e-6
@@ -99,7 +99,7 @@ class DeltaAttention(nn.Module):
     the convolution is one, so that what it reads of other devices travels once.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, attend: DeltaAttend) -> None:
+    def __init__(self, config: DeltaConfig, layer: int, attend: DeltaAttend) -> None:
         super().__init__()
         self.layer = layer
         """Its place in ``States``."""

@@ -4,14 +4,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from model.traits import SIZES as DELTA_SIZES
+from model.config import DELTA_SIZES
 from parallel.mesh import SIZES
 from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
 from train.config import diffusion, language
 from train.config.common import CommonConfig
 from train.config.entries import Config
-from train.config.flags import build, config_fields
+from train.config.fields import config_fields
+from train.config.flags import build
 from train.optim import OptimizerConfig
 
 PP, CP, TP = SIZES
@@ -96,7 +97,7 @@ def _shrink_text(asked: Config, old: Values, new: Values) -> int:
     # Where ranks do not divide the length, they do not divide the short one.
     short = min(length, PER_RANK * max(new[CP], 2) - 5 * bool(length % (2 * old[CP] * old[TP])))
     for name in ("max_position_embeddings", "rope_scaling_original_max_position_embeddings", "rope_scaling_seq_length"):
-        new[name] = old[name] and max(8 * new[TP], math.ceil(old[name] * short / length))
+        new[name] = old.get(name) and max(8 * new[TP], math.ceil(old[name] * short / length))
     if (window := next(filter(None, asked.windows), None)) is not None:
         new["window_size"] = f"{max(4, window[0] * short // length)},0"
     if old["lora_rank"] is not None:
@@ -168,7 +169,7 @@ def _with_heads(asked: CommonConfig, old: Values, new: Values, ranks: int) -> Co
             wide["kv_channels"] = HEAD if same else 3 * HEAD // 2
         if old["ffn_hidden_size"] is not None:
             wide["ffn_hidden_size"] = 8 * math.ceil(width * shape.ffn_size / shape.hidden_size / 8)
-        if isinstance(asked, Config) and asked.model.traits.delta:
+        if isinstance(asked, Config) and asked.model.delta_rule:
             value_dim = HEAD if shape.value_dim == shape.key_dim else 3 * HEAD // 2  # as many value heads to a key's
             sizes = (found * ratio, found * ratio * shape.value_heads // shape.key_heads, HEAD, value_dim)
             wide |= dict(zip(DELTA_SIZES, sizes, strict=True))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kernels.attention import AttentionBackend
+from kernels.backends.base import AttentionKernel
 from kernels.delta import rule
 from parallel.context import executor
 from parallel.mesh import Mesh
@@ -45,7 +45,7 @@ KEPT, MOMENTS = "kept on the host", "moments on the host"
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 """Operators whose shape functions stand for them: their own code goes over the tokens in a loop."""
-SHAPES = AttentionBackend(
+SHAPES = AttentionKernel(
     "shapes",
     lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.float32)),
     lambda rows, keys, *_: (torch.empty_like(rows.q), torch.empty_like(keys.k), torch.empty_like(keys.v)),

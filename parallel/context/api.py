@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear_attention import check, linear_attention
+from kernels.linear_attention import check
+from kernels.ops import linear_attention
 from parallel.context.executor import Executor, StagedExecutor
 from parallel.context.layout import ContextError, Window
 from parallel.context.linear.attention import DeltaAttention

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kernels.attention import (
-    AttentionBackend,
     add_gradients_,
     attend_tiles_,
     block_backward,
@@ -27,6 +26,7 @@ from kernels.attention import (
     only_block,
     select_backend,
 )
+from kernels.backends.base import AttentionKernel
 from kernels.blocks import Keys, Rows, Tile, merged, sinks_gradient, with_sinks
 from parallel.context.circulation import Needed, Whole
 from parallel.context.layout import ContextError
@@ -130,7 +130,7 @@ class Executor:
         moves: Moves,
         wide: torch.dtype,
         scale: float,
-        backend: AttentionBackend,
+        backend: AttentionKernel,
     ) -> tuple[Tensors, Tensors]:
         """Add a round's gradient of what stays to ``kept``; return it, and the round's gradient of what is held."""
         queries, columns = (stays, held) if moves == "kv" else (held, stays)
@@ -145,7 +145,7 @@ class Executor:
         add_gradients_((dq, dk, dv), rows, keys, tiles, scale, backend)
         return kept, moved
 
-    def _backend(self, plan: Plan, q: Tensor) -> AttentionBackend:
+    def _backend(self, plan: Plan, q: Tensor) -> AttentionKernel:
         return select_backend(self.backend_name, q.device.type, q.dtype, plan.documents is not None)
 
     def _take(self, prefetch: int | None) -> Arrival | None:

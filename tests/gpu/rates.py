@@ -20,8 +20,7 @@ from bench.linear import flops
 from bench.shapes import MaskedShape
 from kernels.attention import CAUSAL, select_backend
 from kernels.blocks import Keys, Rows
-from kernels.delta.rule import delta_rule
-from kernels.linear_attention import linear_attention
+from kernels.ops import delta_rule, linear_attention
 from model.parts.attention import sdpa
 from model.parts.linear_attention import alibi_slopes
 from parallel.context.executor import Executor

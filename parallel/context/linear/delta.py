@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.backends import LINEAR
 from kernels.delta import rule
 from parallel.context.linear.segments import Message, Part, Parts, chains, cut, parts, rounds_of, state_plan
 from parallel.context.plan import Plan, rank_operator
@@ -48,7 +49,7 @@ class DeltaExecutor:
     """As for ``select_delta_backend``; that of softmax attention, its Triton kernel too, leaves it to ``auto``."""
 
     def __post_init__(self) -> None:
-        if self.backend == "triton" or self.backend not in rule.DELTA_BACKENDS:
+        if self.backend == "triton" or self.backend not in LINEAR:
             self.backend = "auto"
         self.handle, self.rank = _executors.add(self), self.transport.rank
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.delta.convolution import convolve, spaced
+from kernels.delta.convolution import spaced
+from kernels.ops import convolve, convolve_backward
 from parallel.context.linear.segments import Segment, cut, segments, state_plan
 from parallel.context.plan import Plan, rank_operator
 from parallel.context.traffic import Traffic
@@ -114,7 +115,7 @@ class Convolution:
         for before, gap, _ in self._gaps(plan, halo, reach):
             rows[:, gap] = arrived[:, before]
         drows = spaced(dout[:, : bounds[-1]], bounds, reach)[0][:, reach:]
-        drows, dweight = torch.ops.longmesh.causal_convolution_backward(drows, rows, weight)
+        drows, dweight = convolve_backward(drows, rows, weight)
         dx = x.new_zeros(x.shape)
         dx[:, : bounds[-1]] = drows.index_select(1, at + reach)
         ends: dict[int, Tensor] = {}  # gradients of the rows that others read, to be rounded once

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.linear_attention import Scan, backward, decayed_state, from_state, scan_of, select_linear_backend
+from kernels.backends.base import Scan
+from kernels.linear_attention import backward, decayed_state, from_state, scan_of, select_linear_backend
 from parallel.context.layout import Passage, passages
 from parallel.context.plan import Plan, rank_operator
 from parallel.context.transport import Arrival, Transport

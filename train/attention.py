@@ -20,7 +20,7 @@ from model.dit import full_sdpa
 from model.parts.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.parts.delta import DeltaAttend, OneDevice
 from parallel.context import ContextConfig, ContextParallel, context_parallel
-from parallel.context.linear.relayout import InsideAttention
+from parallel.context.linear.inside import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle
 from parallel.context.transport import Transport
 from train.config.common import CommonConfig

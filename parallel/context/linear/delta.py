@@ -12,16 +12,16 @@ Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.backends import LINEAR
 from kernels.delta import rule
-from parallel.context.linear.segments import Message, Part, Parts, chains, cut, parts, rounds_of, state_plan
-from parallel.context.plan import Plan, rank_operator
+from parallel.context.linear.segments import Message, Part, Parts, chains, cut, parts, rounds_of
+from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles, accum_dtype
 
@@ -51,7 +51,7 @@ class DeltaExecutor:
     def __post_init__(self) -> None:
         if self.backend == "triton" or self.backend not in LINEAR:
             self.backend = "auto"
-        self.handle, self.rank = _executors.add(self), self.transport.rank
+        self.handle, self.rank = DELTA_EXECUTORS.add(self), self.transport.rank
 
     def _waves(self, plan: Plan, inputs: Tensors, *more: Tensor, gradient: bool) -> Iterator[Wave]:
         """Cut inputs and more tensors ``[B, T, heads, ..]`` into groups of heads that take their turns.
@@ -259,14 +259,4 @@ def _unpacked(mine: Parts, kept: Tensor, k: Tensor, v: Tensor) -> tuple[dict[Par
     return saved, rest
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    kept = torch.library.get_ctx().new_dynamic_size()  # the plan's
-    return v.new_empty(v.shape), v.new_empty(kept, dtype=accum_dtype(v.dtype))
-
-
-_executors: Handles[DeltaExecutor] = rank_operator(
-    "longmesh::delta_attention",
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta",
-    _fake,
-    partial(state_plan, "attend_delta"),
-)
+DELTA_EXECUTORS: Handles[DeltaExecutor] = Handles()

@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.blocks import Gradients, Keys, Rows, Tile
 from kernels.cuda import Kernel, Packed
 from kernels.gpu import Family, Gpu
+from runtime.simulation import Setting
 
 HALVES = (torch.bfloat16, torch.float16)
 Shares = Mapping[Family, float]
@@ -41,6 +42,12 @@ class AttentionKernel:
     backward: Callable[[Rows, Keys, bool, float], Gradients] | None = None
     tiled: Tiled | None = None
     packed: Packed | None = None
+
+
+SIMULATED_KERNEL = Setting[AttentionKernel]()
+"""Softmax attention in shapes alone, in the place of any backend's."""
+SIMULATED_SLAB = Setting[Slab]()
+"""The same of a delta rule's slab."""
 
 
 def pair_of(kernel: AttentionKernel | Packed | None) -> Kernel | None:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from kernels.backends import LINEAR
-from kernels.backends.base import Slab
+from kernels.backends.base import SIMULATED_SLAB, Slab
 from kernels.delta.chunks import CHUNK
 from kernels.linear_attention import check_sequence
 from runtime.errors import UserError
+from runtime.simulation import device_type_of
 from runtime.tensors import accum_dtype
 
 CPU_CHUNKS, GPU_CHUNKS = 32, 4096
@@ -92,6 +93,8 @@ def gates_with_resets(g: Tensor, documents: Sequence[int] | None) -> Tensor:
 
 def kernel_of(backend: str, k: Tensor, g: Tensor) -> Slab:
     """Return a slab's forward and backward, as ``kernels.delta.chunks`` has them."""
+    if SIMULATED_SLAB.value is not None:
+        return SIMULATED_SLAB.value
     name = select_delta_backend(backend, k.device.type, k.dtype, per_channel=g.ndim == 4, width=k.shape[-1])
     return LINEAR[name].delta_slab()
 
@@ -160,7 +163,7 @@ def empty_states(k: Tensor, v: Tensor) -> Tensor:
 def _slabs(k: Tensor, v: Tensor) -> list[slice]:
     """Cut the tokens into slabs of whole chunks, whose temporaries a processor's cache holds."""
     rows = v.shape[0] * v.shape[2]
-    step = CHUNK * max(1, (CPU_CHUNKS if v.device.type == "cpu" else GPU_CHUNKS) // rows)
+    step = CHUNK * max(1, (CPU_CHUNKS if device_type_of(v) == "cpu" else GPU_CHUNKS) // rows)
     return [slice(first, first + step) for first in range(0, k.shape[1], step)]
 
 

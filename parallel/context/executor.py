@@ -25,7 +25,7 @@ from kernels.attention import (
     only_block,
     select_backend,
 )
-from kernels.backends.base import AttentionKernel
+from kernels.backends.base import SIMULATED_KERNEL, AttentionKernel
 from kernels.blocks import Keys, Rows, Tile, merged, with_sinks
 from parallel.context.circulation import Needed, Whole
 from parallel.context.layout import ContextError
@@ -145,6 +145,8 @@ class Executor:
         return kept, moved
 
     def _backend(self, plan: Plan, q: Tensor) -> AttentionKernel:
+        if SIMULATED_KERNEL.value is not None:
+            return SIMULATED_KERNEL.value
         return select_backend(self.backend_name, q.device.type, q.dtype, plan.documents is not None)
 
     def _take(self, prefetch: int | None) -> Arrival | None:

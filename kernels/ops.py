@@ -176,8 +176,7 @@ def causal_convolution(
 
 def convolve(rows: Tensor, weight: Tensor) -> Tensor:
     """Convolve rows ``[B, K - 1 + N, C]`` with weight ``[C, K]``: ``[B, N, C]``, differentiable."""
-    out: Tensor = torch.ops.longmesh.causal_convolution(rows, weight)
-    return out
+    return torch.ops.longmesh.causal_convolution(rows, weight)
 
 
 @torch.library.custom_op("longmesh::causal_convolution", mutates_args=())
@@ -192,8 +191,7 @@ def _(rows: Tensor, weight: Tensor) -> Tensor:
 
 def convolve_backward(dout: Tensor, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and weight through ``convolve``."""
-    gradients: tuple[Tensor, Tensor] = torch.ops.longmesh.causal_convolution_backward(dout, rows, weight)
-    return gradients
+    return torch.ops.longmesh.causal_convolution_backward(dout, rows, weight)
 
 
 @torch.library.custom_op("longmesh::causal_convolution_backward", mutates_args=())

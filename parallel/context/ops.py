@@ -30,8 +30,7 @@ def prefetch_kv(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
 
     It is a tensor, so that a recompute policy can save it: recomputing it would gather again.
     """
-    prefetch: Tensor = torch.ops.longmesh.prefetch_kv(k.detach(), v.detach(), executor.handle)
-    return prefetch
+    return torch.ops.longmesh.prefetch_kv(k.detach(), v.detach(), executor.handle)
 
 
 @torch.library.custom_op("longmesh::prefetch_kv", mutates_args=())
@@ -61,7 +60,7 @@ def context_attention(
     """
     others = scale, executor.handle, plan, list(window or ()), prefetch
     out, _ = torch.ops.longmesh.context_attention(q, k, v, sinks, *others)
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def _attention_forward(
@@ -150,14 +149,12 @@ _heads_to_tokens.register_autograd(
 
 def relayout_in(relayout: Relayout, x: Tensor) -> Tensor:
     """Move x [B, T, ...] from the outer layout to the inner one; differentiable."""
-    moved: Tensor = torch.ops.longmesh.relayout_in(x, relayout.handle)
-    return moved
+    return torch.ops.longmesh.relayout_in(x, relayout.handle)
 
 
 def relayout_out(relayout: Relayout, x: Tensor) -> Tensor:
     """Move x [B, T, ...] from the inner layout to the outer one; differentiable."""
-    moved: Tensor = torch.ops.longmesh.relayout_out(x, relayout.handle)
-    return moved
+    return torch.ops.longmesh.relayout_out(x, relayout.handle)
 
 
 @torch.library.custom_op("longmesh::relayout_in", mutates_args=())
@@ -225,7 +222,7 @@ def state_attention(
 ) -> Tensor:
     """Compute a rank's linear attention by states, ``[B, T, H, E]``; differentiable, collective."""
     out, _ = torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle, plan)
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def _state_fake(q: Tensor, k: Tensor, v: Tensor, _: Any, handle: int, __: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,8 +243,7 @@ def delta_attention(
     executor: DeltaExecutor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute a rank's gated delta rule; differentiable, collective. Returns what ``DeltaExecutor.forward`` does."""
-    results: tuple[Tensor, Tensor] = torch.ops.longmesh.delta_attention(q, k, v, g, beta, executor.handle, plan)
-    return results
+    return torch.ops.longmesh.delta_attention(q, k, v, g, beta, executor.handle, plan)
 
 
 def _delta_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -267,7 +263,7 @@ rank_operator(
 def context_convolution(convolution: Convolution, x: Tensor, weight: Tensor, plan: Tensor) -> Tensor:
     """Compute a rank's causal convolution, ``[B, T, C]``; differentiable, collective."""
     out, _ = torch.ops.longmesh.context_convolution(x, weight, convolution.handle, plan)
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def _convolution_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

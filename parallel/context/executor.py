@@ -1,4 +1,4 @@
-"""Executor: run a plan's rounds over a process group. The only autograd code for softmax attention.
+"""Executor: run a plan's rounds over a process group, forward and backward.
 
 Partial outputs, lse and all gradients accumulate in float32 (float64 for float64 inputs, and lse on the CPU) and are
 cast once at the end, so the error against a float64 reference does not grow with the number of ranks. Every transfer is

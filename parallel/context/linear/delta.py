@@ -1,4 +1,4 @@
-"""Executor of the gated delta rule over segments on several ranks. The only autograd code for it.
+"""Executor of the gated delta rule over segments on several ranks.
 
 A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without (kernels/delta/rule.py).
 So one that continues a document is computed before S arrives: one product is left, and U + M S goes on at once, or the

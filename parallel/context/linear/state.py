@@ -1,4 +1,4 @@
-"""Executor of methods that pass states on. The only autograd code for linear attention over several ranks.
+"""Executor of methods that pass states on: linear attention over several ranks.
 
 A scan is linear in the incoming state (kernels/linear_attention.py), so a rank computes all but one matrix product
 while the state is in transit. The backward reuses that state, so that dq needs no other rank; the state's gradient goes

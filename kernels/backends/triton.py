@@ -24,8 +24,8 @@ class Triton(Backend):
         """Say what the process, the device or the dtype lacks."""
         if not has_triton():
             return "attention_backend is triton, which is not installed; use auto"
-        if device_type != "cuda" and not interpreted():
-            return f"attention_backend triton needs a cuda device and this one is {device_type}; use auto"
+        if device_type == "cpu" and not interpreted():
+            return "attention_backend triton needs a cuda device and this one is cpu; use auto"
         if dtype not in self.dtypes:
             return f"attention_backend triton takes no {dtype}; use auto or reference"
         return None

@@ -11,8 +11,8 @@ if __name__ == "__main__":  # before torch, whose import takes seconds in which 
 import torch.distributed as dist
 
 from data.latents.dataset import build_latent_datasets
-from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_parameters
-from model.registry import architecture_of
+from model.dit import DiT, dit_flops_per_patch, num_dit_parameters
+from model.registry import architecture_of, initial_weight
 from parallel.mesh import Mesh, distributed_mesh
 from planner.choice import fastest_method, fitted_to_world
 from planner.dry_run import dry_run
@@ -79,7 +79,7 @@ def build_trainer(
 
 def resolve(config: DiTRunConfig, mesh: Mesh) -> Run[DiTRunConfig]:
     """Resolve what a complete configuration computes, and how; collective."""
-    from parallel.tensor.split import split_dit  # DTensor, which a refused command line need not wait for
+    from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
 
     model, seed = config.model, config.train.seed
     with raise_together():
@@ -90,8 +90,8 @@ def resolve(config: DiTRunConfig, mesh: Mesh) -> Run[DiTRunConfig]:
         cp=cp,
         objective=Denoising(cp, mesh.device, model, diffusion_of(config), seed, joined=config.packed),
         build=lambda: DiT(model, attend),
-        split=lambda part: split_dit(part, mesh.tp),
-        weight_of=lambda name, shape, part: initial_dit_weight(model, name, shape, seed, part),
+        split=lambda part: split_model(part, mesh.tp),
+        weight_of=lambda name, shape, part: initial_weight(model, name, shape, seed, part),
         ema_decay=config.ema.ema_decay,
     )
 

@@ -13,8 +13,16 @@ from functools import partial
 import torch
 
 from data.text.megatron import build_datasets
-from model.language import LanguageModel, initial_weight
-from model.registry import architecture_of, attention_title, build_model, flops_per_token, num_parameters, num_trained
+from model.language import LanguageModel
+from model.registry import (
+    architecture_of,
+    attention_title,
+    build_model,
+    flops_per_token,
+    initial_weight,
+    num_parameters,
+    num_trained,
+)
 from parallel.mesh import Mesh, distributed_mesh
 from planner.choice import fastest_method, fitted_to_world, with_layout_and_schedule
 from planner.dry_run import dry_run
@@ -111,7 +119,7 @@ def resolve(config: Config, mesh: Mesh) -> Run[Config]:
         cp=cp,
         objective=objective,
         build=build,
-        split=lambda part: split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups),
+        split=lambda part: split_model(part, mesh.tp),
         weight_of=lambda name, shape, part: initial_weight(model, name, shape, config.train.seed, part),
     )
 

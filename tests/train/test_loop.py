@@ -16,8 +16,8 @@ from torch import nn
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
 from model.config import ModelConfig
-from model.language import LanguageModel, initial_weight
-from model.registry import architecture_of, flops_per_token
+from model.language import LanguageModel
+from model.registry import architecture_of, flops_per_token, initial_weight
 from parallel.context import context_parallel
 from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.errors import DataError

@@ -17,8 +17,7 @@ from data.loader import Batch, Samples
 from data.text.config import blend
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
-from model.dit import initial_dit_weight
-from model.language import initial_weight
+from model.registry import initial_weight
 from runtime.files import sha256
 from runtime.tensors import Part, generator_of
 from tools.common.training import Records, trainer_of
@@ -160,7 +159,7 @@ def train(
     On ``samples`` (a file of ``samples_of``) in the place of the data, if given, with a note of what modules return;
     otherwise on the data as ``wrap`` returns them.
     """
-    pretrain_dit.initial_dit_weight = _alive(initial_dit_weight)
+    pretrain_dit.initial_weight = _alive(initial_weight)
     if samples is not None:  # adapters and biases begin at zero too
         pretrain_gpt.initial_weight = _alive(initial_weight)
     if sabotage is not None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from model.language import initial_weight
-from model.registry import build_model
+from model.registry import build_model, initial_weight
 from parallel.context import ContextError
 from parallel.data import DataParallelConfig, finish_gradients
 from parallel.mesh import MeshConfig, distributed_mesh
@@ -69,7 +68,7 @@ def built(model, pipeline, strategy, bf16=False, **sizes):
             cp=cp,
             objective=NextToken(cp, mesh.device),
             build=partial(build_model, model, attend),
-            split=lambda part: split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups),
+            split=lambda part: split_model(part, mesh.tp),
             weight_of=lambda name, shape, part: initial_weight(model, name, shape, SEED, part),
         )
         parts, runner = resolved.parts, build_runner(resolved)

@@ -6,6 +6,10 @@ parameters comes before what the part states of the child. A parameter of which 
 something is refused by its name, on one process too: there is no default. Where construction
 decides, such as a gate's first bias, the table is an attribute of the object.
 
+    class MLP(nn.Module):
+        INIT: ClassVar[Inits] = {"up": "matrix", "down": "residual"}
+        SPLIT: ClassVar[Splits] = {"up": "columns", "down": "rows"}
+
 ``INIT`` has a word or an ``Init``. A word about a child is of its weight; its bias, if it has one,
 begins at 0.
 
@@ -186,5 +190,6 @@ def initial_value(model: Any, weight: Beginning) -> Tensor:
         return init(weight)
     owner = title_of_owner(model, weight.name)
     raise ValueError(
-        f"{weight.name} has no initial value: {owner} states none in INIT; model/parts/weights.py has the words"
+        f"{weight.name} has no initial value: {owner} states none in INIT, "
+        "for which model/parts/weights.py has the words; give it one"
     )

@@ -99,29 +99,31 @@ def split_model(model: Any, mesh: DeviceMesh) -> None:
 
 
 def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return the words of each part by its path in the model, less those that a child states better
-    itself.
+    """Return the words of each part, by its path in the model.
+
+    A word about a child that states its own is left out, but for all_tokens.
 
     Raises:
         ValueError: a word is unknown, or a parameter has none.
     """
     words: dict[str, dict[str, str]] = {}
-    with_word: set[str] = set()
+    stated: set[str] = set()
     for path, part in model.named_modules():
         words[path] = {}
         for name, word in getattr(part, "SPLIT", {}).items():
             if word not in WORDS:
                 title = type(part).__name__
-                raise ValueError(f"{title} splits {name} by {word}; the words are {', '.join(WORDS)}")
-            states_itself = hasattr(attrgetter(name)(part), "SPLIT")
-            if word == "all_tokens" or not states_itself:
+                all_words = ", ".join(WORDS)
+                raise ValueError(f"{title} splits {name} by {word}; the words are {all_words}")
+            if word == "all_tokens":
                 words[path][name] = word
-            if word != "all_tokens" and not states_itself:
-                with_word.add(f"{path}.{name}".lstrip("."))
+            elif not hasattr(attrgetter(name)(part), "SPLIT"):
+                words[path][name] = word
+                stated.add(f"{path}.{name}".lstrip("."))
     for name, _ in model.named_parameters():
         path = name.rpartition(".")[0]
         linear, _, last = path.rpartition(".")  # of an adapter, which follows it
-        if not with_word.intersection((name, path, linear if last in ADAPTERS else name)):
+        if not stated.intersection((name, path, linear if last in ADAPTERS else name)):
             owner = title_of_owner(model, name)
             raise ValueError(
                 f"tensor parallelism knows no way to split {name}: {owner} states none in SPLIT; "

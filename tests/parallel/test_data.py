@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from model.registry import build_model, initial_weight, num_parameters
+from model.parts.weights import Beginning, initial_value
+from model.registry import build_model, num_parameters
 from parallel.data import init_parameters, set_gradient_sync, shard_model
 from parallel.mesh import distributed_mesh
 from parallel.tensor.split import split_model
@@ -63,9 +64,11 @@ def test_one_rank_of_eight_draws_about_an_eighth(tp, most, monkeypatch):
         split_model(model, mesh.tp)
         shard_model(model, model.layers, mesh.dp_cp, bf16=True)
         monkeypatch.setattr(torch.Tensor, "normal_", normal)  # the modules' own is for nothing
-        init_parameters(
-            model, torch.device("meta"), lambda name, shape, part: initial_weight(config, name, shape, 1, part)
-        )
+
+        def weight_of(name, shape, part):
+            return initial_value(model, Beginning(name, shape, 1, part))
+
+        init_parameters(model, torch.device("meta"), weight_of)
     assert 0.99 / 8 < count / total < most / 8
 
 

@@ -162,8 +162,13 @@ def xavier_inits(std: float) -> dict[str, Init]:
     Queries, keys and values count as one matrix, as in the original's initialize_weights.
     """
     matrix = partial(xavier, 1)
-    words = {"normal": normal(std), "matrix": matrix, "qkv": partial(xavier, 3), "residual": matrix}
-    return {**CONSTANTS, **words}
+    return {
+        **CONSTANTS,
+        "normal": normal(std),
+        "matrix": matrix,
+        "qkv": partial(xavier, 3),
+        "residual": matrix,
+    }
 
 
 def initial_value(model: Any, weight: Beginning) -> Tensor:

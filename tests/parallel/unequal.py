@@ -6,8 +6,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from kernels.loss import cross_entropy_sum
-from model.language import LanguageModel, initial_weight
-from model.registry import build_model
+from model.language import LanguageModel
+from model.registry import build_model, initial_weight
 from parallel.data import DataParallelConfig, init_parameters, shard_model, sharding_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from tests.model.models import model_config

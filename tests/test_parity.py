@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from kernels.attention import CAUSAL, FULL
-from model.language import LanguageModel
+from model.decoder import Decoder
 from parallel.context import tiles
 from parallel.mesh import distributed_mesh
 from runtime.ranks import run_ranks
@@ -143,8 +143,8 @@ def without_the_shift(rank, world_size, arguments):
 
 def positions_from_zero(rank, world_size, arguments):
     """Train with every rank's tokens numbered from 0 instead of by their places in the whole sequence."""
-    hidden = LanguageModel.hidden
-    LanguageModel.hidden = lambda self, tokens, *_: hidden(self, tokens)
+    hidden = Decoder.hidden
+    Decoder.hidden = lambda self, tokens, *_: hidden(self, tokens)
     on_rank(rank, world_size, arguments)
 
 

@@ -17,12 +17,12 @@ from model.registry import build_model
 
 def model_config(model_type=DEFAULT, **settings):
     """The settings of a family."""
-    return FAMILIES[model_type](**settings)
+    return FAMILIES[model_type].config(**settings)
 
 
 def as_family(config, model_type, **changes):
     """The settings that another family shares with those of a model, and changes."""
-    cls = FAMILIES[model_type]
+    cls = FAMILIES[model_type].config
     shared = {entry.name for entry in fields(cls)} & {entry.name for entry in fields(config)} - {"model_type"}
     return cls(**{name: getattr(config, name) for name in shared} | changes)
 

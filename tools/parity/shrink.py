@@ -50,7 +50,7 @@ def shrunk(asked: CommonConfig, world_size: int | None = None) -> tuple[CommonCo
     _shrink_run(old, new, ranks, short / new[CP] / (asked.sequence_length / old[CP]))
     config = _with_heads(asked, old, new, ranks)
     one = {name: getattr(getattr(config, sections[name]), name) for name in new if sections[name] not in SHARED}
-    linear, plain = getattr(config.model, "linear_attention", False), not config.packed
+    linear, plain = config.model.linear_attention, not config.packed
     backend = "auto" if plain and not linear else "reference"
     one |= {"device": "cpu", "micro_batch_size": 1, "attention_backend": backend}
     one |= {} if linear else {"context_parallel_method": "none" if plain else "ring"}

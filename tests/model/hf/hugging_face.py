@@ -49,7 +49,7 @@ DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 10}
 QWEN3_5 = as_family(
     LLAMA, "qwen3_5", num_attention_heads=3, num_query_groups=1, kv_channels=16, rotary_percent=0.25, **DELTA
 )
-OLMO_HYBRID = as_family(LLAMA, "olmo_hybrid", rotary_base=10000.0, **DELTA)
+OLMO_HYBRID = as_family(LLAMA, "olmo_hybrid", **DELTA)
 LOCAL = {"window_size": "7,0", "window_attn_skip_freq": "[1,1,0]", "num_layers": 3}
 GEMMA3 = as_family(LLAMA, "gemma3", kv_channels=16, query_pre_attn_scalar=21, rotary_base_local=300.0, **LOCAL, **TIED)
 OLMO3 = as_family(LLAMA, "olmo3", rotary_base_local=5000.0, **LOCAL, **YARN)

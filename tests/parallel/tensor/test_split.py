@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.decoder import Decoder
 from model.dit import DiT
-from model.language import LanguageModel
 from model.parts.attention import Attention, sdpa
 from model.parts.weights import Split
 from model.registry import build_model
@@ -208,7 +208,7 @@ def test_chunks_of_the_loss_never_have_the_logits_of_all_tokens_or_of_the_whole_
 
 def of_another_kind(rank, world_size):
     with distributed_mesh(mesh_config(tp=2)) as mesh, torch.device("meta"):
-        model = LanguageModel(GPTS[0])
+        model = Decoder(GPTS[0])
         model.layers[1].mlp.router = torch.nn.Linear(24, 2)
         message = r"layers\.1\.mlp\.router\.weight: MLP \(model/parts/feed_forward\.py\)"
         with pytest.raises(ValueError, match=message):

@@ -26,7 +26,7 @@ Builder = Callable[[Mapping[str, int], Merges, Mapping[str, Any]], "Tokenizer"]
 _TABLES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _NAMES = {key: frozenset(text.split()) for key, text in _TABLES["names"].items()}
 REGISTERED = {kind: name for name, kinds in _TABLES["rebuilt"].items() for kind in kinds.split()}
-REGISTERED |= dict.fromkeys(_NAMES["general"], "TokenizersBackend")
+REGISTERED |= dict.fromkeys(_TABLES["names"]["general"].split(), "TokenizersBackend")
 OVERRIDDEN = _NAMES["overridden"]
 NOT_READ = frozenset(f"{name}Tokenizer" for name in _NAMES["not_read"])
 

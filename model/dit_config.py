@@ -40,7 +40,6 @@ class DiTConfig:
     delta_rule = False
     recurrent = False
     own_softmax_layout = False
-    joint_qk_norm = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "latent_shape", tuple(self.latent_shape))  # TOML and the command line give lists

@@ -31,11 +31,14 @@ SHAPES: dict[str, dict[str, Any]] = OF_FILE["shapes"]
 """Settings of transformers' that a family needs beside sizes, by model_type."""
 
 
-def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type: str) -> str:
+def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type: str | None) -> str:
     """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists.
 
-    ``task`` is line_retrieval or niah, whose words the tokenizer has; ``model_type`` is one of ``SHAPES``.
+    ``task`` is line_retrieval or niah, whose words the tokenizer has; ``model_type`` is one of ``SHAPES``, by default the first.
     """
+    family = model_type or next(iter(SHAPES))
+    if family not in SHAPES:
+        raise UserError(f"model_type is {family}; it must be one of {', '.join(SHAPES)}")
     if hidden_size % (2 * HEADS):
         raise UserError(
             f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}: {HEADS} heads, even for rope"
@@ -58,7 +61,7 @@ def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type
     tokenizer.chat_template = OF_FILE["template"]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        FAMILIES[model_type].hugging_face[0].kind,
+        FAMILIES[family].hugging_face[0].kind,
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -68,7 +71,7 @@ def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=not lines,
-        **SHAPES[model_type],
+        **SHAPES[family],
     )
     model: Any = AutoModelForCausalLM.from_config(config)
     with new_folder(folder) as draft:

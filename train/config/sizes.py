@@ -235,7 +235,7 @@ def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
         if value % tp:
             sizes = ", ".join(map(str, divisors(math.gcd(*shared.values()))))
             raise ConfigError(f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}")
-    if model.joint_qk_norm and groups % tp:
+    if isinstance(model, DecoderConfig) and model.joint_qk_norm and groups % tp:
         raise ConfigError(
             f"num_query_groups is {groups}, not a multiple of {size}, and {with_article(model.model_type)} normalises "
             f"all keys of a token at once, each by one rank; sizes that fit: {', '.join(map(str, divisors(groups)))}"

@@ -34,7 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = OF_FILE["shapes"]
 def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type: str | None) -> str:
     """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists.
 
-    ``task`` is line_retrieval or niah, whose words the tokenizer has; ``model_type`` is one of ``SHAPES``, by default the first.
+    ``task`` is line_retrieval or niah, whose words the tokenizer has; ``model_type`` is one of ``SHAPES``, by default
+    the first.
     """
     family = model_type or next(iter(SHAPES))
     if family not in SHAPES:

@@ -202,6 +202,11 @@ class DecoderConfig(LoraConfig, ABC):
         """Return the factor of embeddings of this dtype; None is 1."""
         return None
 
+    @property
+    def logits_scale(self) -> float | None:
+        """Factor of the logits, applied to what the output projection takes; None is 1."""
+        return None
+
     def added_positions(self) -> nn.Module | None:
         """Build the function of positions that is added to embeddings; None if there is none."""
         return None
@@ -314,6 +319,7 @@ DELTA_SIZES: Mapping[str, str] = {
     "linear_value_head_dim": "value_dim",
 }
 RESOLVED = {
+    "attention_multiplier": "score_scale",
     "ffn_hidden_size": "ffn_size",
     "num_query_groups": "query_groups",
     "kv_channels": "head_dim",

@@ -108,7 +108,7 @@ class Decoder(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        """Return normalised hidden states [B, T, C], for `project`; arguments as in `forward`.
+        """Return what `project` takes, normalised hidden states [B, T, C]; arguments as in `forward`.
 
         Learned positions, also of padding, must be below max_position_embeddings.
 
@@ -124,7 +124,10 @@ class Decoder(nn.Module):
         places = self.places(positions, x.dtype)
         for layer in self.layers:
             x = layer(x, places, mask, states)
-        return x if self.norm is None else self.norm(x)
+        if self.norm is None:
+            return x
+        scale = self.config.logits_scale
+        return self.norm(x) if scale is None else self.norm(x) * scale
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""

@@ -13,6 +13,8 @@ NAMES = (
     "olmo3",
     "qwen3_5",
     "olmo_hybrid",
+    "smollm3",
+    "granite",
 )
 """Files of this folder, whose names are the model_types; the first one is the default."""
 DEFAULT = NAMES[0]

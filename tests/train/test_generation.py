@@ -13,7 +13,7 @@ from parallel.mesh import MeshConfig
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
-from tests.model.models import model_config
+from tests.model.models import as_family, model_config
 from train.checkpoint.api import save_checkpoint
 from train.config.entries import Config
 from train.config.flags import write_toml
@@ -26,8 +26,8 @@ LLAMA = model_config(
 LOCAL = {"window_size": "6,0", "window_attn_skip_freq": "[1,0,1]"}
 
 
-def llama(**changes):
-    return dataclasses.replace(LLAMA, **changes)
+def llama(model_type="llama", **changes):
+    return as_family(LLAMA, model_type, **changes)
 
 
 MODELS = {

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from model.parts.delta import DeltaAttention, Gates, OneDevice
-from model.registry import build_model, flops_per_token, num_parameters, state_elements
+from model.registry import build_model, flops_per_token, num_parameters
 from runtime.errors import UserError
 from tests.model.models import DELTAS, KDA, OLMO_HYBRID, QWEN3_5, built, model_config, tied, tokens, without_float32
 
@@ -102,7 +102,7 @@ def test_gates_stay_in_float32_in_a_model_of_bfloat16():
 def test_flops_count_the_rule_and_the_convolution():
     """Three products with each state, forward and twice backward, and six operations a tap."""
     delta = dataclasses.replace(QWEN3_5, num_layers=2)
-    assert state_elements(delta) == 4 * 8 * 12
+    assert delta.state_elements == 4 * 8 * 12
     channels = 2 * 2 * 8 + 4 * 12
     model = build_model(delta)
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))

@@ -41,6 +41,8 @@ KINDS = {
     ),
     **{kind: (config(kind, "--num-query-groups", "none"), SCORES) for kind in LINEAR},
     "qwen3_5": (config("qwen3_5", "--softmax-every", "2"), (*CP1, *ALONE)),
+    "smollm3": (config("smollm3"), (*CP1, *ALONE)),
+    "granite": (config("granite3"), (*CP1, *ALONE)),
 }
 """Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear attention at once."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from model.decoder import Decoder
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
 from model.parts.linear_attention import LRPE, alibi_slopes, paper_decay, released_decay
-from tests.model.models import TRANSNORMER, built, tied, tokens
+from tests.model.models import FAMILY, TRANSNORMER, built, tied, tokens
 
 UNTIED = dataclasses.replace(
     TRANSNORMER, num_layers=3, ffn_hidden_size=40, norm_epsilon=1e-6, init_method_std=0.1, vocab_size=50
@@ -198,9 +198,13 @@ def test_a_released_configuration_is_read():
         ({"linear_decay": "paper"}, "linear_decay is paper"),
         ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05"),
         ({"softmax_every": 2}, "softmax_every is 2, and a released TransNormer has only linear attention in every lay"),
-        ({"model_type": "linear_transformer"}, "model_type is linear_transformer.*only llama, gpt, transnormer"),
     ],
 )
 def test_what_the_released_code_cannot_be_is_not_written(change, message):
     with pytest.raises(ValueError, match=message):
         config_to_hf(dataclasses.replace(TIED, **change))
+
+
+def test_a_linear_transformer_is_not_written():
+    with pytest.raises(ValueError, match=r"model_type is linear_transformer, .* only llama, gpt, transnormer"):
+        config_to_hf(FAMILY["linear_transformer"])

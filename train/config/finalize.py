@@ -111,13 +111,14 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
 
     Raises UserError: the vocabulary has fewer entries, or a choice cannot be made.
     """
+    notes: list[str | None] = []
     with raise_together():
         config = with_joined_ranks(config, dist.get_world_size())
         if entries is not None:
             config = with_vocabulary(config, entries)
+            notes.append(beyond_vocabulary(config.model.vocab_size, entries))
     config = with_rope_length(config)
-    notes = [beyond_rope(config)] if entries is None else [beyond_vocabulary(config, entries), beyond_rope(config)]
-    for note in filter(None, notes):
+    for note in filter(None, [*notes, beyond_rope(config)]):
         if is_first():
             print(note, flush=True)
     config = with_method(config, dist.get_world_size(), planner.method)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kernels.delta import rule
-from kernels.loss import LOSS_CHUNK
-from model.parts import rotary
 from parallel.context.geometry import gather_order
 from parallel.data import finish_gradients, set_gradient_sync, widen_gradients
 from parallel.mesh import Mesh, distributed_mesh
@@ -27,6 +23,7 @@ from planner.recorder import Recorder, Rehearsal
 from planner.workload import WORKSPACES
 from runtime.errors import UserError
 from runtime.processes import join
+from runtime.simulation import SIMULATED_DEVICE, replaced
 from train.config.common import CommonConfig
 from train.optim import Ema, build_optimizer
 from train.tasks.task import Task
@@ -55,7 +52,9 @@ def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[No
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(min(per_node, world_size))):
+    launched = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(per_node, world_size))
+    try:
         join(dist.Backend.FAKE, store=dist.HashStore(), rank=rank, world_size=world_size)
         try:
             yield
@@ -63,6 +62,10 @@ def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[No
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it and the other hold this rank's groups and tensors
             gather_order.cache_clear()
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+        if launched is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = launched
 
 
 def rehearse(
@@ -98,16 +101,9 @@ def rehearse(
         batch = task.objective.local(blank)
         entries = getattr(config.model, "vocab_size", None) or 0
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell)
-        # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         device = device or config.mesh.device_type
-        norm, turn = (_FusedNorm.apply, _FusedRotation.apply) if device == "cuda" else (F.rms_norm, rotary.rotate)
-        with (
-            patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]),
-            patch.object(rule, "CPU_CHUNKS", rule.GPU_CHUNKS if device == "cuda" else rule.CPU_CHUNKS),
-            patch.object(F, "rms_norm", norm),
-            patch.object(rotary, "rotate", turn),
-            recorder.recording(),
-        ):
+        norm = _FusedNorm.apply if device == "cuda" else F.rms_norm
+        with SIMULATED_DEVICE.set_to(device), replaced(F, "rms_norm", norm), recorder.recording():
             parts = task.build_parts(initialize=False)
             averages = Ema(config.ema_decay, parts) if config.ema_decay else None  # they lie there meanwhile
             # apex's has the same state, and need not be here.
@@ -252,16 +248,3 @@ class _FusedNorm(torch.autograd.Function):
         x, weight, _ = ctx.saved_tensors
         dw = None if weight is None else (grad * x).flatten(0, -2).sum(0).to(weight.dtype)
         return torch.empty_like(x), None, dw, None
-
-
-class _FusedRotation(torch.autograd.Function):
-    """``kernels.operators.rotate`` in the shapes of its one launch; torch's operators make copies in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return torch.empty_like(gradient, memory_format=torch.contiguous_format), None, None

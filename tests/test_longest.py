@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from data.loader import Batching, batches
 from data.text.blend import cumulative_lengths
-from model.language import initial_weight
-from model.registry import build_model
+from model.registry import build_model, initial_weight
 from parallel.mesh import distributed_mesh
 from runtime.ranks import run_ranks
 from tools.common.training import PEAK, build_trainer

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from data.loader import IGNORE_INDEX
-from kernels.delta.convolution import causal_convolution
-from kernels.delta.rule import delta_rule
+from kernels.ops import causal_convolution, delta_rule
 from model.parts.delta import OneDevice
 from parallel.context import plan
 from runtime.ranks import run_ranks

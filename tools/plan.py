@@ -177,7 +177,7 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
     fitting, said = verdict([one], cluster)
     needed, seconds = ([], None) if fitting else changes(config, world_size, cluster, documents, lengths)
     if args.json:
-        told = {"cluster": asdict(cluster), "memory_bytes_by_part": parts, "memory_bytes": one.bytes}
+        told = {"cluster": cluster.entries(), "memory_bytes_by_part": parts, "memory_bytes": one.bytes}
         told |= {"host_bytes": one.host, "fits": fitting, "changes": [*map(asdict, needed)], "seconds_then": seconds}
         told |= {"method": method_of(config), "mesh": mesh_of(config), "memory_by": memory_of(config)}
         print(json.dumps({**told, "processes": world_size, "sequence_length": config.sequence_length}))
@@ -234,7 +234,7 @@ def plan(argv: list[str]) -> None:
     if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group
         return
     if args.json:
-        told: dict[str, Any] = {"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]]}
+        told: dict[str, Any] = {"cluster": cluster.entries(), "rows": [row.entry() for row in rows[: args.top]]}
         told |= {"refused": dict(found.refused), "too_large": len(found.over_memory)}
         print(json.dumps({**told, "host_short": len(found.over_host_memory)}))
     elif args.model:

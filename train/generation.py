@@ -129,7 +129,7 @@ class Writer:
         if mesh.tp.size() > 1:
             from parallel.tensor.split import split_model  # DTensor, which one process need not wait for
 
-            split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups)
+            split_model(part, mesh.tp)
         self._part = part.to_empty(device=mesh.device)
         load_model(folder, part, architecture_of(model))
         self._contexts: dict[int, Context] = {}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from kernels.backends import RATED
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, largest_public_error
 from planner.dry_run import tightly
@@ -21,8 +22,6 @@ from train.tasks.registry import task_of
 
 BAR, WIDTH = 40, 116
 NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
-KERNELS = {"cudnn": "cuDNN", "flash_attn": "FlashAttention 2", "flash_attn_3": "FlashAttention 3"}
-KERNELS |= {"flash_attn_4": "FlashAttention 4"}
 OTHERS = 3
 """Plans to show after the first."""
 ALIKE = 0.01
@@ -203,7 +202,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
 def sources(best: Any, cluster: Cluster) -> list[str]:
     """Say where the numbers of a plan come from, and how far predictions were off elsewhere."""
     cluster = cluster.running(best.context.attention_backend, best.packed)
-    kernel = KERNELS.get(cluster.attention_kernel, "attention")
+    kernel = RATED[cluster.attention_kernel].title if cluster.attention_kernel else "attention"
     known = f"unknown: no published run of such a model on this card by {kernel} is there to compare with"
     recurrent = getattr(best.model, "recurrent", False)
     delta = recurrent and best.model.traits.delta

@@ -16,8 +16,7 @@ from data.loader import Batch, Samples
 from data.text.config import blend
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
-from model.dit import initial_dit_weight
-from model.language import initial_weight
+from model.registry import initial_weight
 from runtime.files import sha256
 from runtime.tensors import Part, generator_of
 from tools.common.training import Records, trainer_of
@@ -185,11 +184,9 @@ def train(
     On ``samples`` (a file of ``samples_of``) in the place of the data, if given, with a note of what modules return;
     otherwise on the data as ``wrap`` returns them.
     """
-    diffusion_transformers: Any = tasks.diffusion
-    language_models: Any = tasks.language
-    diffusion_transformers.initial_dit_weight = _alive(initial_dit_weight)
-    if samples is not None:  # adapters and biases begin at zero too
-        language_models.initial_weight = _alive(initial_weight)
+    if task is DiffusionTask or samples is not None:  # modulations, adapters and biases begin at zero
+        module: Any = tasks.task
+        module.initial_weight = _alive(initial_weight)
     if sabotage is not None:
         sabotage()
     log, notes = Records(), Notes()

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from data.text.config import split_shares
-from kernels.installed import VERSIONS
+from kernels.backends import BACKENDS, LINEAR, SOFTMAX, listed
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
@@ -285,22 +285,22 @@ def _check_backend(config: CommonConfig) -> None:
     """Check that the attention kernel is used, fits the model's kind of attention and supports the run."""
     backend, method = config.context.attention_backend, config.context.context_parallel_method
     linear, kind = getattr(config.model, "linear_attention", False), getattr(config.model, "model_type", None)
-    if linear and backend in ("aten", "cudnn", *VERSIONS):
+    if linear and backend not in ("auto", *LINEAR):
         raise ConfigError(
             f"attention_backend is {backend}, which is softmax attention, and model_type {kind} has linear attention; "
-            "use auto, chunked, triton or reference"
+            f"use {listed(LINEAR)}"
         )
-    if kind and not linear and backend == "chunked":
+    if kind and not linear and backend not in ("auto", *SOFTMAX):
         raise ConfigError(
             f"attention_backend is {backend}, which is linear attention, and model_type {kind} has softmax attention; "
-            "use auto, aten, cudnn, flash_attn_3, flash_attn_4, triton or reference"
+            f"use {listed(SOFTMAX)}"
         )
     if not linear and method == "none" and backend != "auto":
         raise ConfigError(
             f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
             "choose a method, or leave the backend out"
         )
-    if backend in VERSIONS and not config.train.bf16:
+    if backend != "auto" and not config.train.bf16 and torch.float32 not in BACKENDS[backend].dtypes:
         raise ConfigError(
             f"attention_backend is {backend}, which has no float32; give --bf16 or --attention-backend auto"
         )

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from data.latents.dataset import build_latent_datasets
-from model.dit import DiT, dit_flops_per_patch, initial_dit_weight, num_dit_parameters
+from model.dit import DiT, dit_flops_per_patch, num_dit_parameters
 from parallel.mesh import Mesh
-from runtime.tensors import Part
 from runtime.together import raise_together
 from train.attention import diffusion_context
 from train.config import diffusion
@@ -39,16 +38,6 @@ class DiffusionTask(Task[DiTRunConfig]):
     def build_model(self) -> nn.Module:
         """Build the whole model."""
         return DiT(self.config.model, self._attend)
-
-    def split(self, part: Any) -> None:
-        """Apply tensor parallelism to a part of the model."""
-        from parallel.tensor.split import split_dit  # DTensor, which a refused command line need not wait for
-
-        split_dit(part, self.mesh.tp)
-
-    def initial_weight(self, name: str, shape: Sequence[int], part: Part) -> Tensor:
-        """Return a part of a parameter's initial value."""
-        return initial_dit_weight(self.config.model, name, shape, self.config.train.seed, part)
 
     def load_data(self, tokenizer: None) -> Data:
         """Open the latents; collective."""

@@ -1,19 +1,16 @@
 """Language models on text: next tokens over sequences that context-parallel ranks share."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from data.text.blend import MockTokenizer
 from data.text.megatron import build_datasets
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.language import initial_weight
 from model.registry import attention_title, build_model, flops_per_token, num_parameters, num_trained
 from parallel.mesh import Mesh
-from runtime.tensors import Part
 from runtime.together import is_first, raise_together
 from train.attention import context_of, plan_ahead
 from train.callbacks.ruler import Curve
@@ -60,17 +57,6 @@ class LanguageTask(Task[Config]):
         if self.config.model.lora_rank is not None and self.config.train.bf16:
             model.cast(torch.bfloat16, frozen=True)  # no step adds to them what 16 bits would lose
         return model
-
-    def split(self, part: Any) -> None:
-        """Apply tensor parallelism to a part of the model."""
-        from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
-
-        model = self.config.model
-        split_model(part, self.mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups)
-
-    def initial_weight(self, name: str, shape: Sequence[int], part: Part) -> Tensor:
-        """Return a part of a parameter's initial value."""
-        return initial_weight(self.config.model, name, shape, self.config.train.seed, part)
 
     def load_data(self, tokenizer: Any) -> Data:
         """Open the text, and make the examples of RULER's curve; collective."""

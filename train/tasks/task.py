@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.loader import Samples
+from model.registry import initial_weight
 from parallel.apply import parallelize
 from parallel.context import ContextParallel
 from parallel.data import Runner
@@ -69,13 +70,15 @@ class Task(ABC, Generic[C]):
     def build_model(self) -> nn.Module:
         """Build the whole model on torch's default device."""
 
-    @abstractmethod
     def split(self, part: Any) -> None:
         """Apply tensor parallelism to a part of the model."""
+        from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
 
-    @abstractmethod
+        split_model(part, self.mesh.tp)
+
     def initial_weight(self, name: str, shape: Sequence[int], part: Part) -> Tensor:
         """Return a part of a parameter's initial value."""
+        return initial_weight(self.config.model, name, shape, self.config.train.seed, part)
 
     @abstractmethod
     def load_data(self, tokenizer: Any) -> Data:

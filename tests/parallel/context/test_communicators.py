@@ -8,8 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from kernels import cuda, installed
-from kernels.attention import AttentionBackend, select_backend
+from kernels import attention, cuda
+from kernels.attention import select_backend
+from kernels.backends import cudnn, flash_attention
+from kernels.backends.base import AttentionKernel
+from kernels.backends.flash_attention import FlashAttention
+from kernels.gpu import Gpu
 from parallel import apply
 from parallel.context import executor, make_plan
 from parallel.data import shard_model
@@ -65,9 +69,10 @@ def taking(kind, patch):
     """Have one of ``KINDS`` taken; return its name in a configuration."""
     patch.setattr(executor, "select_backend", select_backend.__wrapped__)
     if kind == "auto on Hopper":  # cuDNN, but for the shapes that it does not take, and for documents
-        patch.setattr(installed, "gpu", lambda: installed.Gpu((9, 0), 92000))
-    patch.setattr(installed, "problem", lambda name: None)
-    patch.setattr(cuda, "put", lambda impl: None)  # versions differ behind the same operators
+        for module in (attention, cudnn):
+            patch.setattr(module, "gpu", lambda: Gpu((9, 0), 92000))
+    patch.setattr(FlashAttention, "problem", lambda own: None)
+    patch.setattr(flash_attention, "put", lambda impl: None)  # versions differ behind the same operators
     return kind.partition(" ")[0]
 
 
@@ -124,7 +129,7 @@ def with_layout(change, kernel):
 
     def called(*given):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda, "heads_first", change)
+            patch.setattr(flash_attention, "heads_first", change)
             return kernel(*given)
 
     return called
@@ -132,13 +137,17 @@ def with_layout(change, kernel):
 
 def wrong_kernels():
     """Backends each of which gets one thing wrong that shape functions take, and the width that shows it."""
-    forward, backward, plain = cuda.flash_forward, cuda.flash_backward, cuda.heads_first
+    forward, backward, plain = (
+        flash_attention.flash_forward,
+        flash_attention.flash_backward,
+        flash_attention.heads_first,
+    )
     as_given = with_layout(lambda *some: [x.transpose(1, 2) for x in some], forward)
     turned = with_layout(lambda *some: [x if x.ndim == 3 else plain(x)[0] for x in some], backward)  # all but lse
     return {
-        "heads of 100 are not padded": (100, AttentionBackend("", forward, backward)),
-        "channels of q have stride 8": (64, AttentionBackend("", as_given, backward)),
-        r"lse is torch.float32 \(2, 63, 8\)": (64, AttentionBackend("", forward, turned)),
+        "heads of 100 are not padded": (100, AttentionKernel("", forward, backward)),
+        "channels of q have stride 8": (64, AttentionKernel("", as_given, backward)),
+        r"lse is torch.float32 \(2, 63, 8\)": (64, AttentionKernel("", forward, turned)),
     }
 
 

@@ -18,7 +18,7 @@ from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import CheckpointError
 from train.config.derive import IMPORTED, config_as_trained
 from train.config.entries import Config, DiTRunConfig, TrainConfig
-from train.config.finalize import lasting
+from train.config.finalize import config_to_save
 from train.config.flags import ConfigError
 from train.config.language import parse_args
 from train.optim import OptimizerConfig, schedule_of
@@ -209,7 +209,7 @@ def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the
     (base / "iter_0000002").mkdir(parents=True)
     run = Config(checkpoint=CheckpointConfig(save=str(save), load=str(base), finetune=True, allow_changed=("seed",)))
     claim_folder(run)
-    log = open_log(run, lasting(run), Progress())
+    log = open_log(run, config_to_save(run, run, 1), Progress())
     log.write({"iteration": 1, "lm_loss": 2.0})
     assert "allow_changed = []" in (save / "config.toml").read_text()
     claim_folder(run)

@@ -24,9 +24,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel import offload
 from parallel.data import to_local
 from parallel.offload import HostCopies, Slabs
 from runtime.errors import UserError
+from runtime.simulation import allocates
 
 Backend = Literal["torch", "apex"]
 ADAM_W, BIAS_CORRECTION = 1, 1
@@ -175,6 +177,7 @@ class HostAdamW(torch.optim.AdamW):
             compute.wait_event(event)
 
 
+@allocates(offload.MOMENTS)
 def on_host(parameter: Tensor, slabs: Slabs) -> Tensor:
     """Return zeros like a parameter, sharded as it is, in host memory, beside a GPU in that of ``slabs``."""
     return torch.zeros_like(parameter, device="cpu") if parameter.device.type == "cpu" else cut(parameter, slabs)

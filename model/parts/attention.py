@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from kernels.linear_attention import linear_attention, state_after
+from kernels.linear_attention import state_after
+from kernels.ops import linear_attention
 from model.config import ModelConfig
 from model.parts.norms import NORMS, JointRMSNorm, ZeroCentredRMSNorm
 from model.parts.projections import Linear

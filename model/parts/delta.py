@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from kernels.delta.convolution import causal_convolution
-from kernels.delta.rule import delta_rule
 from kernels.operators import gated
+from kernels.ops import causal_convolution, delta_rule
 from model.config import ModelConfig
 from model.parts.attention import refuse_mask
 from model.parts.norms import RMSNorm

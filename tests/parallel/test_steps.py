@@ -16,7 +16,7 @@ from kernels.loss import cross_entropy_sum
 from model.parts.attention import Attention, HybridAttention, linear, sdpa
 from parallel.context import Traffic, context_parallel
 from parallel.context.config import HybridConfig
-from parallel.context.linear import relayout, state
+from parallel.context.linear import inside, state
 from parallel.context.transport import HeadExchange, Transport
 from parallel.data import DataParallelConfig, Strategy
 from parallel.mesh import distributed_mesh
@@ -256,7 +256,7 @@ def the_first_heads_decays(patch):
 
 def no_way_back(patch):
     """Outputs are left in the other layout."""
-    patch.setattr(relayout.Relayout, "outward", lambda self, x: x)
+    patch.setattr(inside, "relayout_out", lambda _, x: x)
 
 
 def sinks_of_other_heads(patch):

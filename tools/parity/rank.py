@@ -184,9 +184,9 @@ def train(
     On ``samples`` (a file of ``samples_of``) in the place of the data, if given, with a note of what modules return;
     otherwise on the data as ``wrap`` returns them.
     """
-    if task is DiffusionTask or samples is not None:  # adapters and biases begin at zero too
-        every_task: Any = tasks.task
-        every_task.initial_weight = _alive(initial_weight)
+    if task is DiffusionTask or samples is not None:  # modulations, adapters and biases begin at zero
+        module: Any = tasks.task
+        module.initial_weight = _alive(initial_weight)
     if sabotage is not None:
         sabotage()
     log, notes = Records(), Notes()

@@ -24,14 +24,13 @@ from planner.workload import WORKSPACES
 from runtime.errors import UserError
 from runtime.processes import join
 from runtime.simulation import SIMULATED_DEVICE, replaced
-from train.assemble import Run, build_runner
 from train.config.common import CommonConfig
-from train.config.entries import DiTRunConfig
 from train.optim import Ema, build_optimizer
+from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)
-Build = Callable[[C, Mesh], Run[C]]
-"""A configuration and a mesh -> what a run of them resolves before it builds anything."""
+Build = Callable[[C, Mesh], Task[C]]
+"""A configuration and a mesh -> the task of a run of them, such as the class of a task."""
 ROUNDS = 3
 """The first rounds of micro-batches of a schedule: those after them hold no more."""
 
@@ -93,25 +92,24 @@ def rehearse(
     on_cpu = replace(config.mesh, device="cpu", distributed_backend="auto")
     if config.context.attention_backend != "reference":  # the kernel need not run, or be installed, here
         backend: Any = "chunked" if getattr(config.model, "linear_attention", False) else "auto"
-        config = replace(config, context=replace(config.context, attention_backend=backend))
+        config = config.updated(attention_backend=backend)
     with fake_process_group(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
-        run = replace(build(config, mesh), weight_of=None)
-        blank = run.objective.blank(config.train.micro_batch_size)
+        task = build(config, mesh)
+        blank = task.objective.blank(config.train.micro_batch_size)
         if documents and "starts" in blank:
             blank["starts"].view(-1)[list(documents[:-1])] = True
-        batch = run.objective.local(blank)
+        batch = task.objective.local(blank)
         entries = getattr(config.model, "vocab_size", None) or 0
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell)
         device = device or config.mesh.device_type
         norm = _FusedNorm.apply if device == "cuda" else F.rms_norm
         with SIMULATED_DEVICE.set_to(device), replaced(F, "rms_norm", norm), recorder.recording():
-            parts = run.parts
-            averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay
-            averages = Ema(averaged, parts) if averaged else None  # they lie there meanwhile
+            parts = task.build_parts(initialize=False)
+            averages = Ema(config.ema_decay, parts) if config.ema_decay else None  # they lie there meanwhile
             # apex's has the same state, and need not be here.
             optimizer = build_optimizer(replace(config.optimizer, optimizer_backend="torch"), *parts)
             recorder.kind = "passing"
-            count = _pass_through(run, batch, recorder)
+            count = _pass_through(task, parts, batch, recorder)
             gradients = _gradients(config, mesh, parts)
             recorder.kind = "optimizer"
             recorder.begin("the optimizer's step")
@@ -123,7 +121,7 @@ def rehearse(
     return found
 
 
-def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> int:
+def _pass_through(task: Task[C], parts: Sequence[Any], batch: dict[str, Tensor], recorder: Recorder) -> int:
     """Take one micro-batch forward and backward through the stages, and return how many were taken.
 
     An interleaved schedule takes several through, in its order, which decides what is there at once.
@@ -131,9 +129,9 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
     Raises:
         UserError: a stage's output is not what the next one takes.
     """
-    config, mesh, objective, parts = run.config, run.mesh, run.objective, run.parts
+    config, mesh, objective = task.config, task.mesh, task.objective
     name, ranks = objective.first_input(config.train.micro_batch_size)[0], mesh.pp.size()
-    hidden, peers = run.hidden_states, dist.get_process_group_ranks(mesh.pp.get_group())
+    hidden, peers = task.hidden_states, dist.get_process_group_ranks(mesh.pp.get_group())
     own = dict(zip(config.pipeline.own(mesh.pp.get_local_rank(), ranks), parts, strict=True))
     for part in parts:
         _name_layers(part, recorder)
@@ -145,7 +143,7 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
         micro_batches = config.train.micro_batches(mesh.dp.size())
         rounds = max(1, micro_batches // ranks)
         count = min(rounds, ROUNDS) * micro_batches // rounds
-        runner = build_runner(run, count)
+        runner = task.build_runner(parts, count)
         order = runner.schedule.pipeline_order[mesh.pp.get_local_rank()]
         actions = [(one.stage_index, one.computation_type.value, one.microbatch_index) for one in order if one]
     waiting: dict[tuple[int, int], _Waiting] = {}

@@ -15,7 +15,6 @@ from kernels.delta.rule import select_delta_backend
 from kernels.gpu import gpu
 from kernels.linear_attention import select_linear_backend
 from kernels.ops import linear_attention
-from model.config import ModelConfig
 from model.dit import full_sdpa
 from model.parts.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.parts.delta import DeltaAttend, OneDevice
@@ -177,7 +176,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
     dtype = config.train.dtype
     linear, own = getattr(model, "linear_attention", False), getattr(model, "own_softmax_layout", False)
     said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
-    if isinstance(model, ModelConfig) and model.traits.delta:
+    if config.delta:
         name, per_channel = "reference" if asked == "reference" else "auto", model.linear_gate == "per_channel"
         found = select_delta_backend(name, device, dtype, per_channel=per_channel, width=model.key_dim)
         said = [f"{found} (delta rule)"]

@@ -4,11 +4,11 @@ import shlex
 
 import pytest
 
-import pretrain_gpt
 from planner.cluster import CLUSTERS, default_cluster, load_cluster
 from planner.dry_run import rehearsed
 from planner.search import weigh
 from train.config.language import parse_args
+from train.tasks.language import LanguageTask
 
 LLAMA = (
     "--device cuda --bf16 --mock-data --model-type llama --num-layers 4 --hidden-size 1024 --num-attention-heads 16 "
@@ -79,5 +79,5 @@ def test_the_formula_is_near_what_the_code_takes(case):
     config = parse_args(shlex.split(LLAMA + flags))
     cluster = default_cluster("cpu") if "--device cpu" in flags else load_cluster(CLUSTERS / "h100_pod.toml")
     found = weigh(config, world_size, cluster, None).device
-    ran = rehearsed(config, pretrain_gpt.resolve, world_size, cluster)
+    ran = rehearsed(config, LanguageTask, world_size, cluster)
     assert found == pytest.approx(max(one.bytes for one in ran), rel=0.05)

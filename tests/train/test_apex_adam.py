@@ -18,11 +18,11 @@ from tests.pretraining import flags_of, on_rank
 from tests.train import apex_stub
 from tests.train.test_host_moments import everything, model, steps
 from train import adamw
+from train.callbacks.metrics import METRICS
 from train.checkpoint.api import load_checkpoint
 from train.checkpoint.manifest import checkpoint_folder
 from train.objectives.language import NextToken
 from train.optim import OptimizerConfig, build_optimizer
-from train.watching.metrics import METRICS
 
 STRATEGIES = get_args(Strategy)
 TORCH, APEX = (OptimizerConfig(lr=1e-2, optimizer_backend=backend) for backend in get_args(adamw.Backend))

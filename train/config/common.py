@@ -3,9 +3,9 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from shutil import which
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -18,13 +18,13 @@ from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from runtime.errors import at_least, require
 from train import adamw
+from train.callbacks.health import HealthConfig
+from train.callbacks.metrics import LoggingConfig
+from train.callbacks.profile import ProfileConfig
 from train.checkpoint.api import CheckpointConfig
 from train.config.flags import ConfigError, value_of
 from train.float8 import Float8Config
 from train.optim import OptimizerConfig, schedule_of
-from train.watching.health import HealthConfig
-from train.watching.metrics import LoggingConfig
-from train.watching.profile import ProfileConfig
 
 NEEDS = (
     *((name, "save") for name in ("save_interval", "async_save", "keep_last", "keep_every")),
@@ -155,6 +155,52 @@ class CommonConfig(ABC):
     def joined_length(self) -> int:
         """Tokens of what context parallelism shards as one sequence: a sample, or a micro-batch's joined ones."""
         return self.sequence_length * (self.train.micro_batch_size if self.packed else 1)
+
+    @property
+    def rotates(self) -> bool:
+        """True if positions are rotary, and may be scaled."""
+        return False
+
+    @property
+    def delta(self) -> bool:
+        """True if layers have a delta rule, whose states pass along consecutive tokens."""
+        return False
+
+    @property
+    def hybrid_layouts(self) -> bool:
+        """True if layers of softmax attention have a layout of their own beside linear attention."""
+        return False
+
+    @property
+    def ema_decay(self) -> float | None:
+        """The decay of averages of the weights; None if the run keeps none."""
+        return None
+
+    @property
+    def sample_ends(self) -> tuple[int, ...] | None:
+        """Cumulative lengths of a micro-batch's joined samples, if each attends apart; None if the data decide."""
+        return None
+
+    def updated(self, **values: Any) -> Self:
+        """Return the configuration with other values of these fields, whatever their sections."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            owner = next(one.name for one in fields(self) if name in getattr(self, one.name).__dataclass_fields__)
+            sections.setdefault(owner, {})[name] = value
+        return replace(self, **{name: replace(getattr(self, name), **changed) for name, changed in sections.items()})
+
+    @property
+    def reads_text(self) -> bool:
+        """True if the data are text, of a tokenizer."""
+        return False
+
+    def with_file_names(self) -> Self:
+        """Return the configuration with a name for each file that a run must have, and that it does not name."""
+        return self.updated(save=self.checkpoint.save or "RUN")
+
+    def files(self) -> list[tuple[str, str]]:
+        """Return the files of the data, each after the field that names it."""
+        return [("data_path", path) for path in self.data.data_path]
 
     def contents(self) -> dict[str, str]:
         """Return a digest of each training file by name; fast. Raises OSError if one is gone."""

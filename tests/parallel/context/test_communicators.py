@@ -8,14 +8,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-import pretrain_dit
-import pretrain_gpt
 from kernels import attention, cuda
 from kernels.attention import select_backend
 from kernels.backends import cudnn, flash_attention
 from kernels.backends.base import AttentionKernel
 from kernels.backends.flash_attention import FlashAttention
 from kernels.gpu import Gpu
+from parallel import apply
 from parallel.context import executor, make_plan
 from parallel.data import shard_model
 from parallel.mesh import distributed_mesh
@@ -36,8 +35,8 @@ from tests.parallel.context.communicators import (
 )
 from tests.parity.cases import DIFFUSION, chosen_cases, flags_of
 from tools.common.cases import DIMENSIONS, Case
-from train import assemble
-from train.config import diffusion, language
+from train.tasks.diffusion import DiffusionTask
+from train.tasks.language import LanguageTask
 
 LENGTH = 251
 DOCUMENTS = (0, 9, 100, 101, LENGTH)
@@ -240,18 +239,19 @@ def groups_of(kind, case):
 
     A stage has one layer of few parameters, without values: they bring no groups of their own.
     """
-    entry = (diffusion, pretrain_dit) if kind == DIFFUSION else (language, pretrain_gpt)
+    task_class = DiffusionTask if kind == DIFFUSION else LanguageTask
     layers = str(sum(case.layers) or case.pp * case.virtual)
-    config = entry[0].parse_args([*flags_of(kind, case, Path("none")), "--num-layers", layers])
+    config = task_class.parse_args([*flags_of(kind, case, Path("none")), "--num-layers", layers])
     counts, made = [], list[Timeline]()
     for rank in range(case.ranks):
         with (
             fake_process_group(rank, case.ranks, 8),
             distributed_mesh(config.mesh) as mesh,
-            patch.object(assemble, "shard_model", sharded),
-            patch.object(assemble, "init_parameters"),
+            patch.object(apply, "shard_model", sharded),
+            patch.object(apply, "init_parameters"),
         ):
-            assemble.build_runner(entry[1].resolve(config, mesh))
+            task = task_class(config, mesh)
+            task.build_runner(task.build_parts())
             world = dist.distributed_c10d._world
             counts.append(world.group_count)
             names = {group: name for group, name in world.pg_names.items() if group is not dist.group.WORLD}

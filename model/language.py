@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from kernels.operators import linear
-from model.config import ModelConfig
+from model.config import DecoderConfig
 from model.parts.attention import Attend, HybridAttention, LinearAttend, attention_of
 from model.parts.blocks import LAYERS, PreNormLayer, drop_layers
 from model.parts.delta import DeltaAttention, OneDevice
@@ -34,22 +34,23 @@ Head = Callable[[Tensor, Tensor], Tensor]
 """Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
 
 
-def layer_of(config: ModelConfig, layer: int, attends: HybridAttention) -> PreNormLayer:
+def layer_of(config: DecoderConfig, layer: int, attends: HybridAttention) -> PreNormLayer:
     """Build a layer, counted from 0: softmax attention, linear attention or a delta rule, and a feed-forward."""
     traits, width = config.traits, config.hidden_size
     norm = partial(NORMS[traits.norm], width, eps=config.norm_epsilon)
     feed_forward = FEED_FORWARDS[traits.feed_forward](width, config.ffn_size)
     if not config.has_softmax(layer):
-        kind = DeltaAttention if traits.delta else TokenMixer if traits.positions == "lrpe" else LinearAttention
-        return PreNormLayer(norm, kind(config, layer, attends.linear), feed_forward)
+        kind = DeltaAttention if config.delta_rule else TokenMixer if config.positions == "lrpe" else LinearAttention
+        settings: Any = config
+        return PreNormLayer(norm, kind(settings, layer, attends.linear), feed_forward)
     attention = attention_of(config, layer, attends.softmax)
     return LAYERS[traits.norms](norm, attention, feed_forward)
 
 
-def cores_of(config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
+def cores_of(config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
     """Return both cores of attention, of which a model that is no hybrid needs one."""
     if attend is None:
-        return HybridAttention(OneDevice()) if config.traits.delta else HybridAttention()
+        return HybridAttention(OneDevice()) if config.delta_rule else HybridAttention()
     if isinstance(attend, HybridAttention):
         return attend
     core: Any = attend
@@ -78,7 +79,7 @@ class LanguageModel(nn.Module):
     }
     STREAM = Stream(plain=False)
 
-    def __init__(self, config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> None:
+    def __init__(self, config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> None:
         """Build it.
 
         Args:
@@ -90,14 +91,14 @@ class LanguageModel(nn.Module):
         self.inits = normal_inits(config.init_method_std, config.num_layers)
         """The meaning of the words in parts' INIT."""
         # Once, not in every step.
-        self.rotates, self.rotary_dim, self.local_rope = config.rotates, config.rotary_dim, config.local_rope
+        self.rotary_dim, self.local_rope = config.rotary_dim, config.local_rope
         width, table = config.hidden_size, config.position_table
-        scaled = config.traits.rounds_scale or (config.linear_attention and not config.no_scale_embedding)
+        scaled = config.traits.rounds_scale or not getattr(config, "no_scale_embedding", True)
         self.scale = math.sqrt(width) if scaled else None
         """Factor of the embeddings (Vaswani et al. 2017, section 3.4)."""
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, width)
         self.position_embedding: nn.Embedding | None = None if table is None else nn.Embedding(table, width)
-        self.sinusoids = Sinusoids(width) if config.traits.positions == "sinusoidal" else None
+        self.sinusoids = Sinusoids(width) if config.positions == "sinusoidal" else None
         attends = cores_of(config, attend)
         self.layers = nn.ModuleList(layer_of(config, layer, attends) for layer in range(config.num_layers))
         self.norm: nn.Module | None = NORMS[config.traits.norm](width, eps=config.norm_epsilon)
@@ -175,9 +176,10 @@ class LanguageModel(nn.Module):
 
     def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return what every layer is told of the positions; ``dtype`` is the activations'."""
-        if not self.rotates:
+        rope = self.config.rope
+        if rope is None:
             return positions if self.config.linear_attention else None
-        rotary = Rotary(positions, self.rotary_dim, self.config, dtype)
+        rotary = Rotary(positions, self.rotary_dim, rope, dtype)
         if self.local_rope is not None:
             rotary.local = Rotary(positions, self.rotary_dim, self.local_rope, dtype)
         return rotary

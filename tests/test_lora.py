@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.config import ModelConfig
 from model.hf import save_hf
 from model.hf.adapter import peft_name, write_adapter
 from model.parts.lora import is_adapter, merge
 from model.registry import architecture_of, build_model
 from runtime.errors import UserError
+from tests.model.models import model_config
 from tests.parity.cases import REFERENCE
 from tests.parity.run import compare, equal, trained
 from tests.pretraining import differences
@@ -29,11 +29,11 @@ from train.resume import find_start
 
 SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}
 KINDS = {
-    "llama": ModelConfig(**SHAPE, num_query_groups=2),
-    "gpt": ModelConfig(
+    "llama": model_config(**SHAPE, num_query_groups=2),
+    "gpt": model_config(
         **SHAPE, model_type="gpt", max_position_embeddings=128, untie_embeddings_and_output_weights=False
     ),
-    "qwen3_5": ModelConfig(
+    "qwen3_5": model_config(
         **SHAPE, model_type="qwen3_5", num_query_groups=2, kv_channels=24, rotary_percent=0.5, softmax_every=2,
         linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12,
     ),

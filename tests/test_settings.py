@@ -18,6 +18,7 @@ from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
 from train.config.entries import Config, DiTRunConfig
+from train.config.fields import fields_by_variant
 from train.config.flags import LONGEST_TOML
 from train.run import claim_folder
 
@@ -37,13 +38,17 @@ def values_of(field):
 
 
 def rows_of(entry):
-    """Every flag of an entry with every extreme of its type; once without a value, too."""
-    for field in flags.config_fields(ENTRIES[entry][0]).values():
-        if field.base is bool:
-            yield from ((f"{field.flag}=x",), (field.flag, "x"), (f"{field.flag}=",))
-            continue
-        yield from ((f"{field.flag}={value}",) for value in values_of(field))
-        yield (field.flag,)
+    """Every flag of an entry, of each family its own, with every extreme of its type; once without a value, too."""
+    seen = set()
+    for family, table in fields_by_variant(ENTRIES[entry][0]).items():
+        chosen = ("--model-type", family) if seen else ()
+        for field in (field for name, field in table.items() if name not in seen):
+            if field.base is bool:
+                yield from ((*chosen, *row) for row in ((f"{field.flag}=x",), (field.flag, "x"), (f"{field.flag}=",)))
+                continue
+            yield from ((*chosen, f"{field.flag}={value}") for value in values_of(field))
+            yield (*chosen, field.flag)
+        seen |= table.keys()
 
 
 def checked(entry):

@@ -40,7 +40,7 @@ def context_of(config: Config, group: dist.ProcessGroup | None, like: Context | 
     outer = None if like is None else like[0].transport
     if config.model.own_softmax_layout:
         return _hybrid_context_of(config, group, like)
-    if config.model.traits.delta:
+    if config.model.delta_rule:
         cp, softmax = softmax_context(config, group, sdpa, outer)
         if config.mesh.context_parallel_size > 1:
             return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)

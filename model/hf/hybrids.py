@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from model.config import ModelConfig
+from model.config import DELTA_SIZES, DecoderConfig
+from model.families.olmo_hybrid import OlmoHybridConfig
+from model.families.qwen3_5 import Qwen3_5Config
 from model.hf.family import TOKEN_IDS, Contents, Family, Field, Fused, Part
 from model.hf.folder import entry, unsupported
 from model.hf.llama import LLAMA, POST_NORMS, SILU, SMALL_STD, fields
 from model.hf.parts import LISTED, ROPE, WHOLE, rope_from_hf, rope_to_hf
-from model.traits import EVERY, SIZES
+from model.parts.settings import DeltaConfig
 
 LINEAR = "linear_attention"
 KINDS = ("layer_types", "full_attention_interval")
@@ -26,7 +28,10 @@ def kinds_of(layers: int, every: int) -> list[str]:
 
 def kinds_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     """Return our period of softmax attention; layer_types names each layer's kind, or an interval says it."""
-    layers, every = min(settings["num_layers"], LISTED), entry(hf, "full_attention_interval", int, EVERY)
+    layers, every = (
+        min(settings["num_layers"], LISTED),
+        entry(hf, "full_attention_interval", int, DeltaConfig.default_period),
+    )
     if (kinds := hf.get("layer_types")) is None:
         return {"softmax_every": every}
     every = kinds.index(WHOLE) + 1 if isinstance(kinds, list) and WHOLE in kinds else 0
@@ -36,22 +41,22 @@ def kinds_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     return {"softmax_every": every}
 
 
-def kinds_to_hf(config: ModelConfig) -> dict[str, Any]:
+def kinds_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Return the entries that ``kinds_from_hf`` reads."""
-    return {"layer_types": kinds_of(config.num_layers, config.softmax_period or EVERY)}
+    return {"layer_types": kinds_of(config.num_layers, config.softmax_period or 1)}
 
 
-def taps_from_hf(config: ModelConfig, name: str, weight: Tensor) -> Tensor:
+def taps_from_hf(config: DecoderConfig, name: str, weight: Tensor) -> Tensor:
     """Return our vector of a convolution's weight, theirs [channels, 1, taps]; another weight as it is."""
     return weight.flatten() if ".conv_" in name else weight
 
 
-def taps_to_hf(config: ModelConfig, name: str, weight: Tensor) -> Tensor:
+def taps_to_hf(config: DeltaConfig, name: str, weight: Tensor) -> Tensor:
     """Return theirs of ours, which may be joined."""
     return weight.view(-1, 1, config.linear_conv_kernel_dim) if ".conv_" in name else weight
 
 
-def sizes(config: ModelConfig) -> tuple[int, int, int]:
+def sizes(config: DeltaConfig) -> tuple[int, int, int]:
     """Return the channels of a delta rule's queries, keys and values."""
     keys = config.key_heads * config.key_dim
     return keys, keys, config.value_heads * config.value_dim
@@ -86,7 +91,7 @@ QWEN3_5 = Family(
     kind="qwen3_5_text",
     title="a Qwen3.5",
     architecture="Qwen3_5ForCausalLM",
-    ours="qwen3_5",
+    ours=Qwen3_5Config,
     fields={
         **fields(num_key_value_heads=4, head_dim=256, max_position_embeddings=32768),
         "linear_num_key_heads": Field("linear_num_key_heads", int, 16),
@@ -137,11 +142,11 @@ def _sizes_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     values = entry(hf, "linear_num_value_heads", int, None) or heads
     key_dim = entry(hf, "linear_key_head_dim", int, None) or int(0.75 * width / max(keys, 1))
     value_dim = entry(hf, "linear_value_head_dim", int, None) or 2 * key_dim
-    return dict(zip(SIZES, (keys, values, key_dim, value_dim), strict=True))
+    return dict(zip(DELTA_SIZES, (keys, values, key_dim, value_dim), strict=True))
 
 
-def _sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return dict(zip(SIZES, (config.key_heads, config.value_heads, config.key_dim, config.value_dim), strict=True))
+def _sizes_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    return dict(config.resolved(*DELTA_SIZES))
 
 
 LINEAR_NAMES = LLAMA.names.renamed(
@@ -165,7 +170,7 @@ OLMO_HYBRID = Family(
     kind="olmo_hybrid",
     title="an OLMo Hybrid",
     architecture="OlmoHybridForCausalLM",
-    ours="olmo_hybrid",
+    ours=OlmoHybridConfig,
     fields={
         **fields(max_position_embeddings=65536),
         "linear_conv_kernel_dim": Field("linear_conv_kernel_dim", int, 4),
@@ -173,7 +178,7 @@ OLMO_HYBRID = Family(
     tied=False,
     parts=(
         Part(ROPE, _no_rope, lambda config: {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
-        Part(SIZES, _sizes_from_hf, _sizes_to_hf),
+        Part(tuple(DELTA_SIZES), _sizes_from_hf, _sizes_to_hf),
         Part(KINDS[:1], kinds_from_hf, kinds_to_hf),
     ),
     own={"linear_gate": "per_head"},

@@ -7,6 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from model.families.gemma3 import Gemma3Config
+from model.families.llama import LlamaConfig
+from model.families.olmo3 import Olmo3Config
 from model.hf.family import REQUIRED, TOKEN_IDS, Family, Field, Names, Need, Part
 from model.hf.parts import (
     ROPE,
@@ -56,7 +59,7 @@ LLAMA = Family(
     kind="llama",
     title="a LLaMA",
     architecture="LlamaForCausalLM",
-    ours="llama",
+    ours=LlamaConfig,
     fields=FIELDS,
     tied=False,
     parts=(ROPE_PART,),
@@ -132,7 +135,7 @@ OLMO3 = Family(
     kind="olmo3",
     title="an OLMo 3",
     architecture="Olmo3ForCausalLM",
-    ours="olmo3",
+    ours=Olmo3Config,
     fields=fields(rms_norm_eps=1e-5),
     tied=False,
     parts=(
@@ -158,7 +161,7 @@ GEMMA3 = Family(
     kind="gemma3_text",
     title="a Gemma 3",
     architecture="Gemma3ForCausalLM",
-    ours="gemma3",
+    ours=Gemma3Config,
     # Published files leave out what is transformers' default.
     fields={
         **fields(

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from model.config import ModelConfig
+from model.config import DecoderConfig
+from model.families.gpt import GPTConfig
+from model.families.transnormer import TransnormerConfig
 from model.hf.family import Contents, Family, Field, Fused, Names, Need, Part
 from model.hf.folder import CONFIG, entry, unsupported
 from runtime.errors import UserError
@@ -24,7 +26,7 @@ THETA = "layers.0.attention.lrpe.theta"
 """Ours is [H * D], theirs [H, 1, D]."""
 
 
-def _transposed(config: ModelConfig, name: str, weight: Tensor) -> Tensor:
+def _transposed(config: DecoderConfig, name: str, weight: Tensor) -> Tensor:
     return weight.T.contiguous() if name.startswith("layers.") and weight.ndim == 2 else weight
 
 
@@ -32,7 +34,7 @@ GPT2 = Family(
     kind="gpt2",
     title="Hugging Face's GPT-2",
     architecture="GPT2LMHeadModel",
-    ours="gpt",
+    ours=GPTConfig,
     fields={
         "n_layer": Field("num_layers", int),
         "n_embd": Field("hidden_size", int),
@@ -108,13 +110,13 @@ def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     return {"ffn_hidden_size": width, "kv_channels": inside // heads, "norm_epsilon": EPSILON}
 
 
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
+def _to_hf(config: DecoderConfig) -> dict[str, Any]:
     lrpe = [int(layer == 0) for layer in range(config.num_layers)]
     inside = config.num_attention_heads * config.head_dim
     return {"hidden_dim": inside, "glu_dim": config.ffn_size, "linear_use_lrpe_list": lrpe}
 
 
-def _theta_to_theirs(config: ModelConfig, name: str, weight: Tensor) -> Tensor:
+def _theta_to_theirs(config: DecoderConfig, name: str, weight: Tensor) -> Tensor:
     return weight.view(config.num_attention_heads, 1, config.head_dim) if name == THETA else weight
 
 
@@ -122,7 +124,7 @@ TRANSNORMER = Family(
     kind="transnormer",
     title="a released TransNormer",
     architecture="TransnormerForCausalLM",
-    ours="transnormer",
+    ours=TransnormerConfig,
     fields={
         "decoder_layers": Field("num_layers", int),
         "decoder_embed_dim": Field("hidden_size", int),

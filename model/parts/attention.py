@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.linear_attention import state_after
 from kernels.ops import linear_attention
-from model.config import ModelConfig
+from model.config import DecoderConfig
 from model.parts.norms import NORMS, JointRMSNorm, ZeroCentredRMSNorm
 from model.parts.projections import Linear
 from model.parts.rotary import Rotary
@@ -301,14 +301,15 @@ class Attention(nn.Module):
         return self.sinks if sinks is None else sinks
 
 
-def attention_of(config: ModelConfig, layer: int, attend: Attend) -> Attention:
+def attention_of(config: DecoderConfig, layer: int, attend: Attend) -> Attention:
     """Build the softmax attention of a layer, counted from 0."""
     traits = config.traits
     norm: Callable[[int], nn.Module] | None = None
     if traits.qk_norm == "joint":
         norm = lambda heads: JointRMSNorm(heads * config.head_dim, eps=config.norm_epsilon)  # noqa: E731
-    elif traits.qk_norm == "head" or config.qk_layernorm:
+    elif traits.qk_norm == "head" or getattr(config, "qk_layernorm", False):
         norm = lambda heads: NORMS[traits.norm](config.head_dim, eps=config.norm_epsilon)  # noqa: E731
+    softmax_type: Any = config.softmax_type
     built = Attention(
         config.hidden_size,
         config.num_attention_heads,
@@ -317,8 +318,8 @@ def attention_of(config: ModelConfig, layer: int, attend: Attend) -> Attention:
         attend,
         traits.biases,
         window=config.window(layer),
-        softmax_type=config.softmax_type,
-        qkv_bias=config.add_qkv_bias,
+        softmax_type=softmax_type,
+        qkv_bias=getattr(config, "add_qkv_bias", False),
         qk_norm=norm,
         output_gate=traits.output_gate,
         layer=layer,

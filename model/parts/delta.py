@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.operators import gated
 from kernels.ops import causal_convolution, delta_rule
-from model.config import ModelConfig
+from model.config import DecoderConfig
 from model.parts.attention import refuse_mask
 from model.parts.norms import RMSNorm
 from model.parts.projections import Bottleneck, Linear
@@ -136,7 +136,7 @@ class DeltaAttention(nn.Module):
         "wo": "rows",
     }
 
-    def __init__(self, config: ModelConfig, layer: int, attend: DeltaAttend) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, attend: DeltaAttend) -> None:
         super().__init__()
         self.layer = layer
         """Its place in ``States``."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from model.config import ModelConfig
+from model.config import DecoderConfig
 from model.parts.attention import LinearAttend, LinearCore
 from model.parts.norms import RMSNorm
 from model.parts.projections import Linear
@@ -28,14 +28,14 @@ from model.parts.weights import Beginning, Inits, Splits
 from runtime.tensors import accum_dtype
 
 
-def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
+def log_decay_of(config: DecoderConfig, layer: int) -> tuple[float, ...]:
     """Return the log decays of the heads in a layer, counted from 0; deeper layers forget less.
 
     released: -slope of the head * (1 - layer / (layers - 1) + 1e-5), with ALiBi's slopes. paper: -8 h / H * (1 - l / L)
     with h and l counted from 1: the last layer forgets nothing.
     """
     heads, layers = config.num_attention_heads, config.num_layers
-    if config.linear_decay == "paper":
+    if getattr(config, "linear_decay", None) == "paper":
         return tuple(-8 * (head + 1) / heads * (1 - (layer + 1) / layers) for head in range(heads))
     depth = 1 - layer / max(layers - 1, 1) + 1e-5
     return tuple(-slope * depth for slope in alibi_slopes(heads))
@@ -105,7 +105,7 @@ class TokenMixer(LinearCore):
         "wo": "rows",
     }
 
-    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, attend: LinearAttend) -> None:
         super().__init__()
         width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         inside = heads * self.head_dim
@@ -152,7 +152,7 @@ class LinearAttention(LinearCore):
     INIT: ClassVar[Inits] = {"wq": "qkv", "wk": "qkv", "wv": "qkv", "wo": "residual"}
     SPLIT: ClassVar[Splits] = {"wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows"}
 
-    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, attend: LinearAttend) -> None:
         super().__init__()
         width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         self.attend, self.layer = attend, layer

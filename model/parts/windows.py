@@ -4,7 +4,6 @@
 """
 
 import ast
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -18,21 +17,6 @@ WIDEST = 10**9 - 1
 MOST_LAYERS = 100_000
 LONGEST_PATTERN = 10_000
 """Characters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowConfig:
-    """Windows and sinks of softmax attention."""
-
-    window_size: str | None = None
-    """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the mask is causal, and
-    -1 before is all of them. By default every layer sees all earlier tokens. In a hybrid, of the softmax layers."""
-    window_attn_skip_freq: str | None = None
-    """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and a 0 for each
-    without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
-    softmax_type: SoftmaxType = "vanilla"
-    """Divisor of attention's weights: the sum over the keys; 1 more, so that a head can look at nothing; or the
-    exponential of a learned number per head more, an attention sink, as in gpt-oss."""
 
 
 @lru_cache

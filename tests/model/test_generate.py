@@ -4,9 +4,19 @@ import pytest
 import torch
 
 from kernels.cache import KVCache, States
-from model.config import ModelConfig
 from model.generate import DivergedError, Draw
-from tests.model.models import HYBRID, KDA, LINEAR, LLAMA, OLMO_HYBRID, QWEN3_5, TRANSNORMER, built, generate
+from tests.model.models import (
+    HYBRID,
+    KDA,
+    LINEAR,
+    LLAMA,
+    OLMO_HYBRID,
+    QWEN3_5,
+    TRANSNORMER,
+    built,
+    generate,
+    model_config,
+)
 
 PROMPT = [[1, 2, 3], [7, 8, 9]]
 
@@ -14,7 +24,7 @@ PROMPT = [[1, 2, 3], [7, 8, 9]]
 class Table(torch.nn.Module):
     """Logits that depend on the last token alone: the distribution that generate draws from is known."""
 
-    config = ModelConfig(num_layers=1)
+    config = model_config(num_layers=1)
 
     def __init__(self, logits):
         super().__init__()

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.loss
-from model.config import ModelConfig
 from model.language import LanguageModel
 from model.parts.attention import sdpa
 from model.parts.rotary import Rotary
@@ -22,9 +21,10 @@ from parallel.data import init_parameters, shard_model
 from parallel.offload import ON_DEVICE, Layer
 from parallel.recompute import ATTENTION, RecomputeConfig, RecomputeError, recompute_layers
 from runtime.ranks import run_ranks
+from tests.model.models import model_config
 from train.objectives.language import NextToken
 
-MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
+MODEL = model_config(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
 LENGTH, SEED = 24, 3
 FORWARDS = {"none": 1, "full": 2, "selective": 2, "attention_boundary": 1}
 """Attention forwards per layer and step of each policy."""

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernels.cache import States
-from model.config import ModelConfig
 from model.generate import Draw
 from model.registry import architecture_of, build_model
 from parallel.context import ContextConfig
@@ -14,12 +13,13 @@ from parallel.mesh import MeshConfig
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
+from tests.model.models import model_config
 from train.checkpoint.api import save_checkpoint
 from train.config.entries import Config
 from train.config.flags import write_toml
 from train.generation import opened
 
-LLAMA = ModelConfig(
+LLAMA = model_config(
     num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=61, init_method_std=0.2
 )
 """Its weights are so large that attention and logits are far from flat."""

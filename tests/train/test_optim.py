@@ -12,9 +12,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.memory import events
-from model.config import ModelConfig
 from model.language import LanguageModel
 from runtime.ranks import run_ranks
+from tests.model.models import model_config
 from train.optim import NORM_CHUNK, OptimizerConfig, build_optimizer, clip_gradients, gradient_norm, schedule_of
 from train.resume import shortened
 
@@ -38,7 +38,7 @@ def test_two_warm_ups_and_two_choices_of_a_schedule_contradict_themselves():
 
 
 def test_matrices_decay_and_norms_do_not():
-    model = LanguageModel(ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=11))
+    model = LanguageModel(model_config(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=11))
     model.layers[0].mlp.down.weight.requires_grad_(False)
     optimizer = build_optimizer(OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_eps=1e-6), model)
     decaying, others = optimizer.param_groups

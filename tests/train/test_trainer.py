@@ -17,7 +17,6 @@ from torch import nn
 
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
-from model.config import ModelConfig
 from model.language import LanguageModel
 from model.registry import architecture_of, flops_per_token
 from parallel.context import context_parallel
@@ -25,6 +24,7 @@ from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from runtime.signals import StopRequest
+from tests.model.models import model_config
 from tests.starts import ROOT
 from tests.train.tiny import TinyTask
 from train.callbacks.health import Progress, TrainingError
@@ -38,7 +38,7 @@ from train.resume import Start
 from train.trainer import Trainer, files_left
 
 LENGTH, VOCABULARY = 8, 31
-MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
+MODEL = model_config(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
 PEAK = 1e9
 
 

@@ -4,13 +4,14 @@ import math
 from functools import singledispatch
 from typing import Any
 
-from model.traits import SIZES as DELTA_SIZES
+from model.config import DELTA_SIZES
 from parallel.mesh import SIZES
 from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
-from train.config.flags import build, config_fields
+from train.config.fields import config_fields
+from train.config.flags import build
 from train.optim import OptimizerConfig
 from train.tasks.registry import task_of
 
@@ -39,7 +40,7 @@ def shrunk(asked: CommonConfig, world_size: int | None = None) -> tuple[CommonCo
 
     Raises UserError: no sizes keep every kind.
     """
-    sections = {name: field.section for name, field in config_fields(type(asked)).items()}
+    sections = {name: field.section for name, field in config_fields(asked).items()}
     old = {name: getattr(getattr(asked, section), name) for name, section in sections.items()}
     new = {name: value for name, value in old.items() if sections[name] not in ELSEWHERE}
     new["compile"] = False  # modules are looked at one by one
@@ -103,7 +104,7 @@ def _shrink_text(asked: Config, old: Values, new: Values) -> int:
     # Where ranks do not divide the length, they do not divide the short one.
     short = min(length, PER_RANK * max(new[CP], 2) - 5 * bool(length % (2 * old[CP] * old[TP])))
     for name in ("max_position_embeddings", "rope_scaling_original_max_position_embeddings", "rope_scaling_seq_length"):
-        new[name] = old[name] and max(8 * new[TP], math.ceil(old[name] * short / length))
+        new[name] = old.get(name) and max(8 * new[TP], math.ceil(old[name] * short / length))
     if (window := next(filter(None, asked.windows), None)) is not None:
         new["window_size"] = f"{max(4, window[0] * short // length)},0"
     if old["lora_rank"] is not None:

@@ -107,7 +107,7 @@ class CommonConfig(ABC):
     """The sections of every entry's configuration; an entry defines its model, data and training."""
 
     model: Any
-    """A ``ModelConfig`` or ``DiTConfig``."""
+    """A ``DecoderConfig`` or ``DiTConfig``."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)

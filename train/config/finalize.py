@@ -166,7 +166,7 @@ def config_to_save(config: C, requested: C, world_size: int) -> C:
     if isinstance(config, Config) and isinstance(requested, Config):
         sections["hybrid"] = requested.hybrid
         sections["context"] = replace(config.context, delta_rule_schedule=requested.context.delta_rule_schedule)
-        sections["model"] = replace(config.model, rope_scaling_seq_length=requested.model.rope_scaling_seq_length)
+        sections["model"] = replace(requested.model, vocab_size=config.model.vocab_size)
     if requested.mesh.joined(world_size) != config.mesh:
         sections["context"] = requested.context
     checkpoint = config.checkpoint

@@ -76,7 +76,7 @@ class LanguageTask(Task[Config]):
     def description(self, data: Data) -> str:
         """Describe the run in one line: the model, the mesh and the data."""
         config, model = self.config, self.config.model
-        title = f"{model.traits.title} of {num_parameters(model):,} parameters"
+        title = f"{model.title} of {num_parameters(model):,} parameters"
         if model.lora_rank is not None:
             title += f", of which {num_trained(model):,} in adapters of rank {model.lora_rank} are trained"
         if (attention := attention_title(model)) is not None:

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from model.config import ModelConfig
 from model.parts.delta import DeltaAttention, Gates, OneDevice
 from model.registry import build_model, flops_per_token, num_parameters, state_elements
 from runtime.errors import UserError
-from tests.model.models import DELTAS, KDA, OLMO_HYBRID, QWEN3_5, built, tied, tokens, without_float32
+from tests.model.models import DELTAS, KDA, OLMO_HYBRID, QWEN3_5, built, model_config, tied, tokens, without_float32
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's modules")
 
@@ -123,7 +122,7 @@ PUBLISHED = {  # hidden, layers, heads, groups, ffn, value heads, tied: billions
 @pytest.mark.parametrize(("shape", "billions"), PUBLISHED.items())
 def test_published_sizes(shape, billions):
     hidden, layers, heads, groups, ffn, values, same = shape
-    config = ModelConfig(
+    config = model_config(
         model_type="qwen3_5", num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, vocab_size=248320,
         num_attention_heads=heads, num_query_groups=groups, kv_channels=256, linear_num_key_heads=16,
         linear_num_value_heads=values, linear_key_head_dim=128, untie_embeddings_and_output_weights=not same,

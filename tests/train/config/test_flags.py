@@ -9,7 +9,8 @@ from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
 from train.config.entries import Config, DiTRunConfig
-from train.config.flags import config_fields, spelled, write_toml
+from train.config.fields import config_fields, fields_by_variant
+from train.config.flags import spelled, write_toml
 from train.config.language import load_config, parse_args
 from train.config.megatron_flags import entries
 
@@ -69,6 +70,7 @@ def test_toml_round_trip_of_every_field(tmp_path):
         "blend_by_length": ("9:0.5",),
         "ruler_lengths": (8, 16),
         "ruler_tasks": ("vt", "cwe"),
+        "model_type": "gpt",
         "position_embedding_type": "learned_absolute",
         "data_parallel_sharding_strategy": "fsdp",
         "pipeline_schedule": "Interleaved1F1B",
@@ -90,7 +92,8 @@ def test_toml_round_trip_of_every_field(tmp_path):
     kinds = linear | delta | gemma
     # Which go with the model type that the others have no use for.
     llama = {"add_qkv_bias": True, "qk_layernorm": True, "rope_scaling_type": "yarn", "rope_scaling_truncate": False}
-    llama |= {name: 16.0 for name in flags.config_fields(Config) if name.startswith("rope_scaling_")} | llama
+    every = {name: field for table in fields_by_variant(Config).values() for name, field in table.items()}
+    llama |= {name: 16.0 for name in every if name.startswith("rope_scaling_")} | llama
     llama |= {"profile_step_start": 8, "profile_ranks": (1, 2), "spike_factor": 2.5, "watchdog_factor": 2.5}
     llama |= {"rope_scaling_original_max_position_embeddings": 16, "rope_scaling_beta_slow": 0.5}
     length = "rope_scaling_original_max_position_embeddings"
@@ -100,8 +103,8 @@ def test_toml_round_trip_of_every_field(tmp_path):
     others = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_seq_length")
     dynamic = {name: value for name, value in dynamic.items() if name not in others[:2]}
     alone |= {name: value for name, value in llama.items() if name not in others}
-    for name, field in flags.config_fields(Config).items():
-        if name in changed or name in alone or name in others or (name in kinds and name != "model_type"):
+    for name, field in every.items():
+        if name in changed or name in alone or name in others or name in kinds:
             continue
         one = {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
         changed[name] = next(choice for choice in field.choices if choice != field.default) if field.choices else one
@@ -110,19 +113,21 @@ def test_toml_round_trip_of_every_field(tmp_path):
         (tmp_path / "config.toml").write_text(write_toml(config))
         assert load_config(tmp_path / "config.toml") == config
         for name, value in values.items():
-            field = flags.config_fields(Config)[name]
-            assert getattr(getattr(config, field.section), name) == value != field.default
+            field = config_fields(config)[name]
+            assert getattr(getattr(config, field.section), name) == value
+            assert value != every[name].default or name == "model_type"
     known = changed | alone | kinds | llama3 | dynamic
-    assert known.keys() == flags.config_fields(Config).keys()
+    assert known.keys() == every.keys()
 
 
 def test_help_has_defaults_as_they_are_typed():
-    words = " ".join(flags._parser(Config, "about").format_help().split())
+    words = " ".join(flags._parser(Config, "about", None).format_help().split())
     assert "(default: 0)" in words[words.index("--profile-ranks N [N ...]") :][:200]
     assert "(default: (" not in words
 
 
 OURS = {field.flag for root in (Config, DiTRunConfig) for field in config_fields(root).values()}
+EVERY = OURS | {field.flag for table in fields_by_variant(Config).values() for field in table.values()}
 
 
 def test_the_table_is_whole_and_names_flags_that_exist():
@@ -135,7 +140,7 @@ def test_the_table_is_whole_and_names_flags_that_exist():
         assert not entry.fits or entry.field in config_fields(Config), entry
         if entry.verdict == ">":
             named = set(re.findall(r"--[a-z][a-z0-9-]+", entry.text))
-            assert named & OURS or "--config" in named, entry
+            assert named & EVERY or "--config" in named, entry
 
 
 @pytest.mark.parametrize("parse", [config.parse_args, dit_config.parse_args])

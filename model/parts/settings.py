@@ -1,0 +1,321 @@
+"""Settings that several families share: positions, windows, hybrids, linear attention, delta rules.
+
+A family inherits from what it has, and so a setting exists if the family has it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, TypeVar
+
+from model.config import DELTA_SIZES, Architecture, DecoderConfig
+from model.parts.rope import RopeConfig
+from model.parts.windows import SoftmaxType, Window, window_of, windows_of
+from runtime.errors import at_least, require, wrong
+
+R = TypeVar("R", bound="RotaryConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(DecoderConfig):
+    """Windows and sinks of softmax attention."""
+
+    window_size: str | None = None
+    """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the mask is causal, and
+    -1 before is all of them. By default every layer sees all earlier tokens. In a hybrid, of the softmax layers."""
+    window_attn_skip_freq: str | None = None
+    """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and a 0 for each
+    without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Divisor of attention's weights: the sum over the keys; 1 more, so that a head can look at nothing; or the
+    exponential of a learned number per head more, an attention sink, as in gpt-oss."""
+
+    def check(self) -> None:
+        """Check that some layer of softmax attention has the window."""
+        super().check()
+        must = (
+            f"model_type {self.model_type} has linear attention, which divides by no softmax and keeps no keys; leave "
+            "it out, or give it layers of softmax attention by softmax_every"
+        )
+        for name in ("window_size", "softmax_type"):
+            require(self, self.some_softmax or self.is_default(name), name, must)
+        windows = self._windows
+        has = any(map(self.window, range(len(windows)))) or window_of(self.window_size) is None
+        must = "it leaves no layer of softmax attention with the window; give one of them a 1, or leave window_size out"
+        require(self, has, "window_attn_skip_freq", must)
+
+    def window(self, layer: int) -> Window | None:
+        """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or is linear."""
+        return self._windows[layer] if self.has_softmax(layer) else None
+
+    @property
+    def some_windows(self) -> bool:
+        """Return whether a layer would have a window if all had softmax attention."""
+        return any(self._windows)
+
+    @property
+    def _windows(self) -> tuple[Window | None, ...]:
+        return windows_of(self.window_size, self.window_attn_skip_freq, self.num_layers)
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with windows and sinks."""
+        found = super().architecture()
+        if window := next(filter(None, self.windows), None):
+            found["window_size"] = f"{window[0]},{window[1]}"
+            found["window_attn_skip_freq"] = f"[{','.join(str(int(w is not None)) for w in self.windows)}]"
+        if self.softmax_type != "vanilla":
+            found["softmax_type"] = self.softmax_type
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig(RopeConfig, DecoderConfig):
+    """Rope of softmax attention."""
+
+    def check(self) -> None:
+        """Check rope, whether or not this model turns anything."""
+        super().check()
+        require(self, 0 < self.rotary_base < math.inf, "rotary_base", "it must be a number above 0")
+        rotates = self.rope is not None
+        if rotates:
+            self.check_turned()
+        self.check_rope(self.rotary_dim, rotates=rotates)
+
+    def check_turned(self) -> None:
+        """Check the channels that turn."""
+        width, name = self.head_dim, "hidden_size" if self.kv_channels is None else "kv_channels"
+        heads = f"the {self.num_attention_heads} heads are {width} wide"
+        require(self, width % 2 == 0, name, f"{heads}, which must be even: rotary positions turn channels in pairs")
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """Rope of softmax attention; None if nothing turns."""
+        return self if self.some_softmax else None
+
+    @property
+    def reach(self) -> int:
+        """Positions that the model is meant for or its scaling of rope reaches; 0 if it says neither."""
+        longest = super().reach
+        stretched = int(longest * (self.rope_scaling_factor or 1)) if self.rope_scaling_type == "linear" else 0
+        return max(longest, self.scaled_length, stretched)
+
+    def with_rope_length(self: R, length: int) -> R:
+        """Return the configuration with a length for dynamic scaling of rope, if it needs one and has none."""
+        if self.rope_scaling_type != "dynamic" or self.rope_scaling_seq_length is not None:
+            return self
+        return replace(self, rope_scaling_seq_length=length)
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with rope and its scaling."""
+        return super().architecture() | self.resolved("rotary_base") | self.scaling()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthConfig(DecoderConfig):
+    """The longest sequence."""
+
+    max_position_embeddings: int | None = None
+    """Entries in the table of learned_absolute positions, and so the longest sequence; with rope the longest that the
+    model is meant for, beyond which a run begins with a note."""
+
+    def check(self) -> None:
+        """Check the length."""
+        super().check()
+        self.check_counts("max_position_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopePositionsConfig(RotaryConfig, LengthConfig):
+    """Rope as the only source of positions."""
+
+    position_embedding_type: Literal["rope", "learned_absolute"] | None = None
+    """Source of tokens' positions; by default rope, and learned_absolute in a model with a table of them."""
+
+    positions = "rope"
+
+    def check(self) -> None:
+        """Check the source of positions."""
+        super().check()
+        must = f"model_type {self.model_type} has rope alone; leave it out"
+        require(self, self.position_embedding_type != "learned_absolute", "position_embedding_type", must)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRopeConfig(RotaryConfig, WindowedConfig):
+    """Rope of its own in the layers with a window."""
+
+    rotary_base_local: float | None = None
+    """Base of the angles of rope in the layers that have a window, which no scaling touches; by default
+    rotary_base."""
+
+    def check(self) -> None:
+        """Check that a layer takes the base."""
+        super().check()
+        base = self.rotary_base_local
+        must = "it must be a number above 0, or left out for rotary_base"
+        require(self, base is None or 0 < base < math.inf, "rotary_base_local", must)
+        must = "no layer has a window, which alone takes it; leave it out, or give --window-size"
+        require(self, base is None or self.some_windows, "rotary_base_local", must)
+
+    @cached_property
+    def local_rope(self) -> RopeConfig | None:
+        """Plain rope of the layers with a window; None if no layer has one."""
+        if not self.some_windows:
+            return None
+        return RopeConfig(rotary_base=self.rotary_base_local or self.rotary_base)
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with the base."""
+        found = super().architecture()
+        if self.local_rope is not None:
+            found["rotary_base_local"] = self.local_rope.rotary_base
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeriodicConfig(DecoderConfig):
+    """Softmax attention in some layers only."""
+
+    softmax_every: int | None = None
+    """Give every so many-th layer softmax attention (a hybrid: 8 is seven others, then one of softmax); by default
+    none has it beside linear attention, and every fourth beside a delta rule."""
+
+    default_period = 0
+    """The period without the setting; 0 is none."""
+
+    def check(self) -> None:
+        """Check the period."""
+        super().check()
+        every, default = self.softmax_every, self.default_period
+        if every is None:
+            must = (
+                f"{self.model_type} has softmax attention in every {default}th layer, and needs as many; or set "
+                "softmax_every"
+            )
+            require(self, default <= self.num_layers, "num_layers", must)
+        elif not 2 <= every <= self.num_layers:
+            raise wrong(
+                self,
+                "softmax_every",
+                f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last one alone), or left "
+                f"out{f' for {default}' if default else ''}; softmax attention in every layer is another model_type",
+            )
+
+    @property
+    def softmax_period(self) -> int | None:
+        """Layers from one with softmax attention to the next; None if none has it."""
+        return self.softmax_every or self.default_period or None
+
+    def has_softmax(self, layer: int) -> bool:
+        """Return whether this layer, counted from 0, has softmax attention."""
+        every = self.softmax_period
+        return every is not None and (layer + 1) % every == 0
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with the period."""
+        period = {} if self.softmax_period is None else self.resolved("softmax_every")
+        return super().architecture() | period
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig(DecoderConfig):
+    """Linear attention, which has embeddings times the root of their width."""
+
+    no_scale_embedding: bool = False
+    """Leave the embeddings of a model with linear attention as they are, not times the root of hidden_size."""
+
+    linear_attention = True
+
+    def check(self) -> None:
+        """Check the heads."""
+        super().check()
+        heads = self.num_attention_heads
+        must = f"linear attention has one key head per query head, {heads} here; leave it out"
+        require(self, self.query_groups == heads, "num_query_groups", must)
+
+    @property
+    def some_softmax(self) -> bool:
+        """Return whether some layer has softmax attention."""
+        return self.softmax_period is not None
+
+    def has_softmax(self, layer: int) -> bool:
+        """Return whether this layer, counted from 0, has softmax attention."""
+        return False
+
+    @property
+    def own_softmax_layout(self) -> bool:
+        """Return whether layers of softmax attention may lie in another layout than those of linear attention."""
+        return self.some_softmax
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with the scale of embeddings."""
+        return super().architecture() | {"linear_decay": None, "no_scale_embedding": self.no_scale_embedding}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig(PeriodicConfig):
+    """Layers with a gated delta rule between those of softmax attention."""
+
+    linear_num_key_heads: int | None = None
+    """Key heads of a layer with a gated delta rule; by default num_attention_heads."""
+    linear_num_value_heads: int | None = None
+    """Value heads of a layer with a gated delta rule, a multiple of its key heads; by default as many."""
+    linear_key_head_dim: int | None = None
+    """Width of a key head of a layer with a gated delta rule; by default that of a head of softmax attention."""
+    linear_value_head_dim: int | None = None
+    """Width of a value head of a layer with a gated delta rule; by default that of a key head."""
+    linear_conv_kernel_dim: int = 4
+    """Tokens that the convolution before a gated delta rule sees, its own among them."""
+    linear_gate: Literal["per_head", "per_channel"] = "per_head"
+    """Gate of a delta rule: a number per head (Gated DeltaNet), or one per channel of each key, with output gates
+    through a bottleneck too (Kimi Delta Attention)."""
+
+    default_period = 4
+    delta_rule = True
+
+    def check(self) -> None:
+        """Check the heads of layers with a gated delta rule."""
+        super().check()
+        self.check_counts(*DELTA_SIZES)
+        at_least(self, 1, "linear_conv_kernel_dim")
+        keys, values = self.key_heads, self.value_heads
+        must = f"it must be a multiple of linear_num_key_heads {keys}"
+        require(self, values % keys == 0, "linear_num_value_heads", must)
+        must = f"a gate per channel takes one key head per value head, {values} here and {keys}; leave it out"
+        require(self, values == keys or self.linear_gate == "per_head", "linear_gate", must)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The linear layers of a layer that may get an adapter; a gate per channel goes through a bottleneck."""
+        gates = ("wu", "wb", "wa") if self.linear_gate == "per_head" else ("wu", "wb")
+        return ("wq", "wk", "wv", *gates, "wo", "gate", "up", "down")
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads of a delta rule."""
+        return self.linear_num_key_heads or self.num_attention_heads
+
+    @property
+    def value_heads(self) -> int:
+        """Value heads of a delta rule."""
+        return self.linear_num_value_heads or self.key_heads
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a delta rule's key head."""
+        return self.linear_key_head_dim or self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a delta rule's value head."""
+        return self.linear_value_head_dim or self.key_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the states of all layers with a delta rule, per sequence."""
+        return self.recurrent_layers * self.value_heads * self.key_dim * self.value_dim
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with the delta rule's sizes and gate."""
+        names = (*DELTA_SIZES, "linear_conv_kernel_dim", "linear_gate")
+        return super().architecture() | self.resolved(*names) | {"rotary_percent": 1.0}

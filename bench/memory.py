@@ -41,7 +41,8 @@ from tools.common.report import Column, Table
 from tools.fit import parsed
 from train.assemble import build_runner
 from train.config.entries import Config
-from train.optim import Ema, build_optimizer
+from train.ema import Ema
+from train.optimizers.config import build_optimizer
 
 LISTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MODELS: dict[str, str] = LISTED["models"]

@@ -22,8 +22,8 @@ from parallel.context import executor
 from parallel.mesh import Mesh
 from parallel.offload import SEVERAL, Offload, in_slabs
 from planner.delta_cost import DeltaShape
-from train import adamw
 from train.config.common import CommonConfig
+from train.optimizers import host as host_moments
 
 CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "attention", "logits", "passing")
 """Causes of a process's memory: the last three are there within a forward or a backward alone."""
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
 
         with (
             patch.object(Offload, "buffer", labelled(Offload.buffer, KEPT)),
-            patch.object(adamw, "on_host", labelled(adamw.on_host, MOMENTS)),
+            patch.object(host_moments, "on_host", labelled(host_moments.on_host, MOMENTS)),
             patch.object(ShardingPropagator, shapes, unrecorded),
             patch.object(torch.UntypedStorage, "resize_", resized),
             patch.object(executor, "select_backend", lambda *_: SHAPES),

@@ -30,7 +30,8 @@ from runtime.processes import join
 from train.assemble import Run, build_runner
 from train.config.common import CommonConfig
 from train.config.entries import DiTRunConfig
-from train.optim import Ema, build_optimizer
+from train.ema import Ema
+from train.optimizers.config import build_optimizer
 
 C = TypeVar("C", bound=CommonConfig)
 Build = Callable[[C, Mesh], Run[C]]
@@ -112,8 +113,7 @@ def rehearse(
             parts = run.parts
             averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay
             averages = Ema(averaged, parts) if averaged else None  # they lie there meanwhile
-            # apex's has the same state, and need not be here.
-            optimizer = build_optimizer(replace(config.optimizer, optimizer_backend="torch"), *parts)
+            optimizer = build_optimizer(config.optimizer, *parts, portable=True)
             recorder.kind = "passing"
             count = _pass_through(run, batch, recorder)
             gradients = _gradients(config, mesh, parts)

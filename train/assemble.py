@@ -16,8 +16,9 @@ from parallel.pipeline.stages import stage_layers
 from parallel.recompute import recompute_layers
 from runtime.together import is_first
 from train.config.common import CommonConfig
+from train.ema import Ema
 from train.objectives import Objective
-from train.optim import Ema, build_optimizer
+from train.optimizers.config import build_optimizer
 
 C_co = TypeVar("C_co", bound=CommonConfig, covariant=True)
 

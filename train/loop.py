@@ -21,8 +21,9 @@ from train.batches import Batches, Clock, Prefetcher, summed
 from train.checkpoint.saving import Saves
 from train.checkpoint.search import saved_iterations
 from train.config.common import CommonConfig
-from train.optim import reduce_and_clip, schedule_of
+from train.gradients import reduce_and_clip
 from train.resume import Start
+from train.schedule import schedule_of
 from train.watching import UPDATE, Step, Watcher, say
 from train.watching.health import Health, Heartbeat
 from train.watching.metrics import METRICS, RunLog
@@ -71,7 +72,7 @@ class Trainer:
         progress.iteration += 1
         rate = self._schedule.rate(progress.iteration)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_factor", 1.0)
 
         share = self.runner.forward_backward(batch.micro_batches, max(batch.valid, 1))
         total = summed(share, run.mesh)  # over the ranks with different tokens

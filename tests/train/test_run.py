@@ -22,7 +22,7 @@ from train.checkpoint.search import find_checkpoint
 from train.config.entries import Config
 from train.config.flags import ConfigError
 from train.config.language import load_config
-from train.optim import OptimizerConfig
+from train.optimizers.config import OptimizerConfig
 from train.run import claim_folder, exit_status, open_log, reserve_run_folder
 from train.watching.health import Progress
 from train.watching.metrics import METRICS

@@ -21,7 +21,7 @@ from runtime.errors import at_least
 from tools.ruler.examples import RulerConfig
 from train.config.common import CommonConfig, LoopConfig
 from train.config.flags import ENTRIES
-from train.optim import EmaConfig
+from train.ema import EmaConfig
 from train.sampling import SamplingConfig
 
 

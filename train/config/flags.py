@@ -244,7 +244,7 @@ def read_toml(root: type, path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: nested too deeply; a configuration has sections and their keys alone") from error
     table, sections, values = config_fields(root), list(get_type_hints(root)), {}
     for section, content in tree.items():
-        if section in table:
+        if section in table and not isinstance(content, dict):  # [optimizer] has a key of its name
             raise ConfigError(f"{path}: {section} stands outside of a section; move it to [{table[section].section}]")
         if section not in sections or not isinstance(content, dict):
             raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections)}")

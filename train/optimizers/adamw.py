@@ -34,7 +34,7 @@ class AdamSettings(OwnSettings):
             require(self, 0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")
 
 
-class AdamW(OptimizerSpec):
+class Adam(OptimizerSpec):
     """AdamW by torch's fused kernel or apex's, or by torch's with its moments in host memory."""
 
     settings = AdamSettings

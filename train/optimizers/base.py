@@ -31,7 +31,7 @@ class OptimizerSpec(ABC):
     """
 
     settings: type[OwnSettings]
-    """Begin their names with the optimizer's, as ``adam_beta1`` does: all optimizers' are flags."""
+    """Its own settings, which begin with its name: the settings of all optimizers are flags."""
     free_settings: tuple[str, ...] = ()
     """Settings that change no number, so that a resumed run may have them otherwise."""
     states: tuple[str, ...]

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from bench.harness import add_rounds, add_sizes, check_same, clocked, fingerprint, forward_backward, measured, sizes_of
 from kernels import reference
-from kernels.linear_attention import SCAN_CHUNK, linear_attention
+from kernels.linear_scan import SCAN_CHUNK
+from kernels.ops import linear_attention
 from model.parts.attention import sdpa
 from model.parts.linear_attention import alibi_slopes
 from runtime.errors import UserError

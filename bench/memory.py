@@ -26,8 +26,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pretrain_dit
-import pretrain_gpt
 from bench.harness import MeasureError, add_json, as_measure_errors, need_cuda, write_json
 from parallel.mesh import distributed_mesh
 from parallel.recompute import ATTENTION
@@ -39,10 +37,9 @@ from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.cases import case_of
 from tools.common.report import Column, Table
 from tools.fit import parsed
-from train.assemble import build_runner
-from train.config.entries import Config
 from train.ema import Ema
 from train.optimizers.config import build_optimizer
+from train.tasks.registry import task_of
 
 LISTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MODELS: dict[str, str] = LISTED["models"]
@@ -91,20 +88,19 @@ def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
 
 
 def configured(flags: str) -> tuple[Any, Any]:
-    """Return a case's configuration, and what builds it."""
+    """Return a case's configuration, and the class of its task."""
     config = parsed(flags.split())
-    return config, (pretrain_gpt if isinstance(config, Config) else pretrain_dit).resolve
+    return config, task_of(config)
 
 
 def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
     """Return what this rank has at the peak of a real step, the second, and after its forward; collective."""
-    config, resolve = configured(flags)
+    config, make_task = configured(flags)
     with distributed_mesh(config.mesh) as mesh:
-        run = resolve(config, mesh)
-        objective, parts = run.objective, run.parts
+        task = make_task(config, mesh)
+        objective, parts = task.objective, task.build_parts()
         optimizer = build_optimizer(config.optimizer, *parts)
-        averaged = getattr(getattr(config, "ema", None), "ema_decay", None)
-        averages = Ema(averaged, parts).weights.values() if averaged else ()
+        averages = Ema(config.ema_decay, parts).weights.values() if config.ema_decay else ()
         watch = watch_cuda if mesh.device.type == "cuda" else watch_cpu
         plain, marks = objective.loss_sum, list[int]()
 
@@ -115,7 +111,7 @@ def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
                 return total
 
         objective.loss_sum = loss_sum
-        runner = build_runner(run)
+        runner = task.build_runner(parts)
         stages = config.mesh.pipeline_model_parallel_size
         size, count = config.train.micro_batch_size, config.train.micro_batches(mesh.dp.size())
         batches = [objective.local(objective.blank(size)) for _ in range(count)]
@@ -191,10 +187,10 @@ def compare(processes: int, flags: str) -> dict[str, Any]:
 
     Raises MeasureError: a process failed.
     """
-    config, resolve = configured(flags)
+    config, task = configured(flags)
     stages = config.mesh.pipeline_model_parallel_size
     ranks = {*range(0, processes, processes // stages), processes - 1}
-    predicted = {rank: rehearse(config, resolve, rank, processes, per_node=processes) for rank in sorted(ranks)}
+    predicted = {rank: rehearse(config, task, rank, processes, per_node=processes) for rank in sorted(ranks)}
     with as_measure_errors():
         real = max(run_ranks(measured, processes, flags), key=lambda each: each["bytes"])
     largest = max(predicted.values(), key=lambda each: each.bytes)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import pretrain_gpt
 from bench.attention import measure_cpu
 from bench.harness import add_rounds, clocked, measured
 from bench.shapes import MaskedShape
@@ -39,6 +38,7 @@ from tools.common.report import write_records
 from tools.common.training import Records, trainer_of
 from train.batches import summed
 from train.gradients import reduce_and_clip
+from train.tasks.language import LanguageTask
 
 OURS = ("zigzag", "striped")
 CONFIG = Path("configs/models/llama_tiny.toml")
@@ -70,15 +70,15 @@ def steps_of(
     """
     flags_of_run = ["--config", str(config), "--save", str(data.parent / "run")]
     flags_of_run += ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
-    with trainer_of(pretrain_gpt, [*flags_of_run, "--context-parallel-size", "1", *flags], Records()) as trainer:
-        mesh = trainer.run.mesh
+    with trainer_of(LanguageTask, [*flags_of_run, "--context-parallel-size", "1", *flags], Records()) as trainer:
+        mesh = trainer.mesh
         step = next(batches(trainer.train_data, trainer.batches.batching, 0))
-        local = [trainer.run.objective.local(batch) for batch in step]
+        local = [trainer.task.objective.local(batch) for batch in step]
         valid = sum(int(batch["count"]) for batch in local)
 
         def ours() -> float:
             loss = summed(trainer.runner.forward_backward(local, valid), mesh)
-            mean, _ = reduce_and_clip(trainer.runner, mesh.dp_cp, trainer.run.config.optimizer.clip_grad, loss)
+            mean, _ = reduce_and_clip(trainer.runner, mesh.dp_cp, trainer.config.optimizer.clip_grad, loss)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad(set_to_none=True)
             return mean
@@ -89,7 +89,7 @@ def steps_of(
         if TRAINING in packages:
             from transformers import LlamaConfig, LlamaForCausalLM
 
-            theirs = config_to_hf(trainer.run.config.model, {"max_position_embeddings": length})
+            theirs = config_to_hf(trainer.config.model, {"max_position_embeddings": length})
             model = LlamaForCausalLM(LlamaConfig.from_dict(theirs | {"use_cache": False})).train()
             steps[TRAINING] = _step(model, sequences)
         yield steps

@@ -6,50 +6,23 @@ align a rectangle. Reversed along tokens, an ANTI block is a CAUSAL one, so it n
 fully masked row.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels import cpu, cuda, installed, reference
+from kernels import cpu
+from kernels.backends import SOFTMAX, listed
+from kernels.backends.base import AttentionKernel, Backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Gradients, Keys, Rows, Tile, merge_
-from kernels.cpu import Strips
-from kernels.cuda import Packed, pad_heads, split_by_size, with_fallback
-from kernels.triton import has_triton, interpreted
+from kernels.cuda import split_by_size
+from kernels.gpu import Gpu, gpu
 from runtime.errors import UserError
-
-VERSIONS = installed.VERSIONS
-
-
-class Tiled(Protocol):
-    """A kernel that takes lists of tiles by itself; arguments and results as of ``attend_tiles_``."""
-
-    def attend_(self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
-        """Fold the attention of these tiles into running results, in place."""
-
-    def add_gradients_(self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
-        """Add the gradients through these tiles to (dq, dk, dv), in place."""
-
-
-@dataclass(frozen=True)
-class AttentionBackend:
-    """A forward (q, k, v, causal, scale) -> (out, lse) and its backward, or ``tiled`` in their place.
-
-    ``tiled`` takes all tiles at once, ``packed`` the small ones; the others are taken one by one.
-    """
-
-    name: str
-    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]] | None = None
-    backward: Callable[[Rows, Keys, bool, float], Gradients] | None = None
-    tiled: Tiled | None = None
-    packed: Packed | None = None
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionBackend
+    q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionKernel
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the queries to these keys only, by a backend that takes tiles one by one.
 
@@ -63,7 +36,7 @@ def block_forward(
     return out, lse
 
 
-def block_backward(rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionBackend) -> Gradients:
+def block_backward(rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionKernel) -> Gradients:
     """Compute the gradients through this block; dtypes as in ``block_forward``."""
     assert backend.backward is not None
     causal = _is_causal(rows.q, keys.k, kind)
@@ -78,7 +51,7 @@ def empty_results(rows: Sequence[int], q: Tensor, dtype: torch.dtype) -> tuple[T
     return out, torch.full(tuple(rows), float("-inf"), dtype=dtype, device=q.device)
 
 
-def only_block(tiles: Sequence[Tile], rows: int, columns: int | None, backend: AttentionBackend) -> Tile | None:
+def only_block(tiles: Sequence[Tile], rows: int, columns: int | None, backend: AttentionKernel) -> Tile | None:
     """Return the tile if it is the only one and has all rows, and all columns if these are given.
 
     What its kernel returns is then the sum of all tiles: to add it to zeros would only move memory. None also for a
@@ -90,7 +63,7 @@ def only_block(tiles: Sequence[Tile], rows: int, columns: int | None, backend: A
 
 
 def attend_tiles_(
-    out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionBackend
+    out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionKernel
 ) -> None:
     """Fold the attention of these tiles into running results, in place.
 
@@ -110,7 +83,7 @@ def attend_tiles_(
 
 
 def add_gradients_(
-    sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionBackend
+    sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionKernel
 ) -> None:
     """Add the gradients through these tiles to the sums so far, float32 or wider, in place."""
     if backend.tiled is not None:
@@ -128,62 +101,32 @@ def add_gradients_(
 
 
 @cache
-def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: bool = False) -> AttentionBackend:
-    """Return the backend ``name`` for this device and dtype; ``auto`` takes the fastest usable one.
+def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: bool = False) -> AttentionKernel:
+    """Return the kernel of backend ``name`` for this device and dtype; ``auto`` takes the fastest usable one.
 
     With ``documents``, tiles have other shapes in each micro-batch.
 
     Raises:
         UserError: the backend is unknown, not installed, broken, or cannot take this device or dtype.
     """
-    if name == "reference":
-        return AttentionBackend("reference", reference.block_forward, reference.block_backward)
-    if name == "triton":
-        return _triton(device_type, dtype)
-    if name not in ("auto", "aten", "cudnn", *VERSIONS):
-        raise UserError(
-            f"attention_backend is {name!r}, which does not exist; use auto, aten, cudnn, flash_attn_3, flash_attn_4, "
-            "triton or reference"
-        )
-    if device_type == "cpu":
-        if name in ("cudnn", *VERSIONS):
-            raise UserError(f"attention_backend {name} needs a cuda device and this one is cpu; use auto or aten")
-        # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
-        strip = (256, 256) if cpu.is_faster(dtype) else (192, 128)
-        return AttentionBackend("aten", tiled=Strips(512, *strip))
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise UserError(
-            f"attention_backend {name} on {device_type} takes bfloat16 or float16 and got {dtype}; "
-            "use --bf16, or --attention-backend reference for a small exact run"
-        )
-    taken = installed.fastest(installed.gpu(), documents) if name == "auto" else name
-    if (version := VERSIONS.get(taken)) and (reason := installed.problem(taken)):
-        raise UserError(f"attention_backend is {taken}, and {reason}; install {version.install}, or use auto")
-    plain, packed = cuda.flash(None)
-    other, other_packed = (plain, packed) if name == "auto" else (None, None)
-    if version:
-        kernel, own_packed = cuda.flash(version.impl)
-        most = version.widest
-        fits = (taken, f"takes heads of up to {most} channels", lambda q, _: q.shape[-1] <= most)
-        packs = Packed(*pad_heads(*with_fallback(*fits, own_packed, other_packed)))
-        return AttentionBackend(taken, *pad_heads(*with_fallback(*fits, kernel, other)), packed=packs)
-    if taken == "cudnn":
-        said = f"takes heads of up to {cuda.widest_cudnn()} channels here and more than one key"
-        kernel = with_fallback("cudnn", said, cuda.takes_cudnn, (cuda.cudnn_forward, cuda.cudnn_backward), other)
-        return AttentionBackend("cudnn", *pad_heads(*kernel), packed=Packed(*pad_heads(*packed)))
-    return AttentionBackend("aten", *pad_heads(*plain), packed=Packed(*pad_heads(*packed)))
+    general = SOFTMAX["aten"]
+    if name == "auto":
+        backend = automatic_backend(device_type, gpu(), documents)
+    elif name in SOFTMAX:
+        backend = SOFTMAX[name]
+    else:
+        raise UserError(f"attention_backend is {name!r}, which does not exist; use {listed(SOFTMAX)}")
+    if refusal := backend.refusal(name, device_type, dtype):
+        raise UserError(refusal)
+    falls_back = name == "auto" and backend is not general
+    other = general.softmax_kernel(device_type, dtype, None) if falls_back else None
+    return backend.softmax_kernel(device_type, dtype, other)
 
 
-def _triton(device_type: str, dtype: torch.dtype) -> AttentionBackend:
-    if not has_triton():
-        raise UserError("attention_backend is triton, which is not installed; use auto")
-    if device_type == "cpu" and not interpreted():
-        raise UserError("attention_backend triton needs a cuda device and this one is cpu; use auto or aten")
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise UserError(f"attention_backend triton takes no {dtype}; use reference")
-    from kernels.triton import attention
-
-    return AttentionBackend("triton", tiled=attention)
+def automatic_backend(device_type: str, here: Gpu, documents: bool) -> Backend:
+    """Return the backend that ``auto`` takes."""
+    candidates = SOFTMAX.values() if device_type != "cpu" else ()
+    return next((backend for backend in candidates if backend.is_automatic(here, documents)), SOFTMAX["aten"])
 
 
 def takes_whole(name: str, device_type: str, dtype: torch.dtype) -> bool:

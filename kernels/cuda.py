@@ -1,4 +1,4 @@
-"""Softmax attention of tiles on a GPU by torch's kernels: cuDNN's, FlashAttention's, and many small tiles packed.
+"""Many small tiles packed into one launch of a GPU's kernel; kernels padded to their widths, and their fallbacks.
 
 A launch of packed tiles takes all CAUSAL and ANTI tiles, another all FULL ones. An ANTI tile is a CAUSAL one whose rows
 and columns are packed last to first. Rows are copied only if they do not lie in order already. Results go back in
@@ -27,15 +27,12 @@ from kernels.blocks import (
     Tile,
     TileNumbers,
     as_numbers,
-    heads_first,
     in_one_piece,
     merge_,
 )
-from kernels.installed import HOPPER, gpu, put
 from runtime.errors import UserError
 from runtime.tensors import cached_on_device, to_device
 
-aten = torch.ops.aten
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]
 """A forward and its backward."""
 SMALL = 1 << 20
@@ -70,87 +67,6 @@ class Launch(NamedTuple):
     causal: bool
     lengths: Lengths
     passes: tuple[Pass, ...]
-
-
-def widest_cudnn() -> int:
-    """Return the most channels of a head that cuDNN's kernel takes here (torch's check_cudnn_tensor_shapes)."""
-    return 256 if gpu().capability == (HOPPER, 0) and gpu().cudnn >= 91000 else 128
-
-
-def takes_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Return whether cuDNN's kernel, a GPU's fastest from Hopper on, takes these shapes."""
-    return q.shape[-1] <= widest_cudnn() and k.shape[1] > 1
-
-
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the attention of a tile, and its log-sum-exp, by cuDNN."""
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
-    )
-    out, lse = heads_first(out, lse.reshape(lse.shape[:3]))
-    return out, lse
-
-
-def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    """Return the gradients through a tile by cuDNN."""
-    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # unused without dropout
-    lengths = (rows.q.shape[1], keys.k.shape[1])
-    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
-    given = dout, q, k, v, out, lse.contiguous()[..., None], no_seed, no_seed, None, None, None, *lengths, 0.0, causal
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
-    dq, dk, dv = heads_first(dq, dk, dv)
-    return dq, dk, dv
-
-
-def flash(impl: str | None) -> tuple[Kernel, Kernel]:
-    """Return flash attention of a tile, and of packed ones, by a version of it; None is FlashAttention 2."""
-
-    def placed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            put(impl)
-            return function(*args)
-
-        return call
-
-    return (placed(flash_forward), placed(flash_backward)), (placed(packed_forward), placed(packed_backward))
-
-
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the attention of a tile, and its log-sum-exp, by FlashAttention."""
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
-    out, lse = heads_first(out, lse)
-    return out, lse
-
-
-def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    """Return the gradients through a tile by FlashAttention."""
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # unused without dropout
-    lengths = (rows.q.shape[1], keys.k.shape[1])
-    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
-    )
-    dq, dk, dv = heads_first(dq, dk, dv)
-    return dq, dk, dv
-
-
-def packed_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return the attention of packed tiles, and its log-sum-exp, by FlashAttention."""
-    # Flash attention, for cuDNN's backend too, which would pad to the longest.
-    out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
-    return out, lse.transpose(0, 1)
-
-
-def packed_backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float) -> Gradients:
-    """Return the gradients through packed tiles by FlashAttention."""
-    q, dout, out, lse = rows
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
-    lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
-    return aten._flash_attention_backward(
-        dout, q, *keys, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
-    )
 
 
 def with_fallback(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from runtime.simulation import device_type_of
 from runtime.tensors import accum_dtype
 
 # Elements of the float32 copy alive at a time: 4 MiB fit a CPU's cache, 128 MiB keep a GPU busy.
@@ -52,7 +53,7 @@ def cross_entropy_sum(
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
     """Yield slices of the rows of logits [N, V], to be processed in float32 one at a time."""
-    rows = max(1, LOSS_CHUNK[logits.device.type] // logits.shape[1])
+    rows = max(1, LOSS_CHUNK[device_type_of(logits)] // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 

@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from kernels.triton import has_triton
+from runtime.simulation import SIMULATED_DEVICE
 
 FEWEST_ROWS = 32
 """Below them a product takes less time than its call."""
@@ -120,7 +121,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         ``[B, T, H, D]`` in x's dtype.
     """
-    if torch.compiler.is_compiling() or not x.is_cuda or cos.dtype != torch.float32 or not has_triton():
+    if torch.compiler.is_compiling():
+        return rotate_unfused(x, cos, sin)
+    if SIMULATED_DEVICE.value == "cuda":
+        return _RotatedShapes.apply(x, cos, sin)
+    if not x.is_cuda or cos.dtype != torch.float32 or not has_triton():
         return rotate_unfused(x, cos, sin)
     return _Rotated.apply(x, cos, sin)
 
@@ -147,6 +152,19 @@ class _Rotated(torch.autograd.Function):
 
         cos, sin = ctx.saved_tensors
         return in_one_launch(gradient, cos, sin, back=True), None, None
+
+
+class _RotatedShapes(torch.autograd.Function):
+    """The shapes of the one launch, without data; torch's operators make copies in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return torch.empty_like(gradient, memory_format=torch.contiguous_format), None, None
 
 
 Activation = Literal["silu", "gelu"]

@@ -5,9 +5,8 @@ width. The elements of a patch, in inputs and outputs, are in the order frames, 
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from model.parts.blocks import drop_layers
 from model.parts.feed_forward import MLP
 from model.parts.norms import LayerNorm
 from model.parts.projections import Linear
-from runtime.tensors import Part, initial_weight_slice
+from model.parts.weights import Beginning, Inits, Splits, Stream, initial_value, xavier_inits
 
 FREQUENCIES = 256
 """Sines and cosines per time."""
@@ -71,6 +70,9 @@ def _sines(size: int, channels: int, device: torch.device) -> Tensor:
 class TimeEmbedding(nn.Module):
     """Times [B] -> [B, C]: cosines and sines in float32, as in the original, and two linears."""
 
+    INIT: ClassVar[Inits] = {"mlp.0": "normal", "mlp.2": "normal"}
+    SPLIT: ClassVar[Splits] = {"mlp.0": "whole", "mlp.2": "whole"}
+
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.mlp = nn.Sequential(Linear(FREQUENCIES, hidden_size), nn.SiLU(), Linear(hidden_size, hidden_size))
@@ -85,6 +87,9 @@ class TimeEmbedding(nn.Module):
 
 class Modulation(nn.Sequential):
     """Conditions [B, C] -> shifts, scales and gates, [B, 1, C] each, or [1, T, C] where patch t is of sample[t]."""
+
+    INIT: ClassVar[Inits] = {"1": "zeros"}
+    SPLIT: ClassVar[Splits] = {"1": "whole"}
 
     def __init__(self, width: int, parts: int) -> None:
         super().__init__(nn.SiLU(), Linear(width, parts * width))
@@ -109,6 +114,8 @@ class Block(nn.Module):
     ``sample`` [T] has the condition's row of each patch of joined samples, [1, T, C].
     """
 
+    SPLIT: ClassVar[Splits] = {"attention": "all_tokens", "mlp": "all_tokens"}
+
     def __init__(self, config: DiTConfig, attend: Attend) -> None:
         super().__init__()
         width, heads, eps = config.hidden_size, config.num_attention_heads, config.norm_epsilon
@@ -127,6 +134,9 @@ class Block(nn.Module):
 class FinalLayer(nn.Module):
     """Hidden states [B, T, C] and conditions [B, C] -> patches [B, T, P]; ``sample`` as in Block."""
 
+    INIT: ClassVar[Inits] = {"linear": "zeros"}
+    SPLIT: ClassVar[Splits] = {"linear": "whole"}
+
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_epsilon, elementwise_affine=False)
@@ -144,10 +154,16 @@ class DiT(nn.Module):
     Modules that `keep` dropped are None.
     """
 
+    INIT: ClassVar[Inits] = {"x_embedder": "matrix", "y_embedder": "normal"}
+    SPLIT: ClassVar[Splits] = {"x_embedder": "whole", "y_embedder": "whole"}
+    STREAM = Stream(plain=True, inputs={"x": 1, "positions": 0})
+
     def __init__(self, config: DiTConfig, attend: Attend = full_sdpa) -> None:
         """Build the modules; attend is full attention of [B, T, H, D] each, scaled by 1 / sqrt(D)."""
         super().__init__()
         self.config = config
+        self.inits = xavier_inits(config.init_method_std)
+        """The meaning of the words in parts' INIT."""
         self.x_embedder: nn.Linear | None = Linear(config.patch_width, config.hidden_size)
         self.t_embedder = TimeEmbedding(config.hidden_size)
         self.y_embedder = nn.Embedding(config.num_classes + 1, config.hidden_size)
@@ -180,6 +196,16 @@ class DiT(nn.Module):
             x = layer(x, conditions, mask, sample)
         return x if self.final_layer is None else self.final_layer(x, conditions, sample)
 
+    @property
+    def is_first(self) -> bool:
+        """Return whether it has the first layer, and so takes patches."""
+        return self.x_embedder is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether it has the last layer and what follows it."""
+        return self.final_layer is not None
+
     def keep(self, layers: range) -> None:
         """Reduce the model to these layers; parameters keep their names.
 
@@ -195,25 +221,9 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every weight to its `initial_dit_weight`. Call it before sharding."""
+        """Set every weight to its initial value. Call it before sharding."""
         for name, weight in self.named_parameters():
-            weight.copy_(initial_dit_weight(self.config, name, weight.shape, seed))
-
-
-def initial_dit_weight(config: DiTConfig, name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
-    """Return the initial value (float32, on the CPU) of a part of the parameter `name`, of the whole `shape`.
-
-    As in the original's initialize_weights: biases, modulations and the last linear are 0, time and label embeddings
-    normal with standard deviation init_method_std, the others Xavier uniform, where queries, keys and values count as
-    one matrix, as in the original.
-    """
-    if name.endswith(".bias") or "adaLN_modulation" in name or name == "final_layer.linear.weight":
-        return torch.zeros(*shape)[part]
-    if name.startswith(("t_embedder", "y_embedder")):
-        return initial_weight_slice(partial(nn.init.normal_, std=config.init_method_std), name, shape, seed, part)
-    outputs = shape[0] * (3 if name.endswith(("wq.weight", "wk.weight", "wv.weight")) else 1)
-    bound = math.sqrt(6 / (shape[1] + outputs))
-    return initial_weight_slice(partial(nn.init.uniform_, a=-bound, b=bound), name, shape, seed, part)
+            weight.copy_(initial_value(self, Beginning(name, weight.shape, seed)))
 
 
 def meta_dit_state(config: DiTConfig) -> dict[str, Tensor]:

@@ -9,9 +9,9 @@ Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entr
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,14 @@ from kernels.operators import linear
 from model.config import ModelConfig
 from model.parts.attention import Attend, HybridAttention, LinearAttend, attention_of
 from model.parts.blocks import LAYERS, PreNormLayer, drop_layers
-from model.parts.delta import DeltaAttention, OneDevice, initial_bias, initial_rate
+from model.parts.delta import DeltaAttention, OneDevice
 from model.parts.feed_forward import FEED_FORWARDS
 from model.parts.linear_attention import LinearAttention, Sinusoids, TokenMixer
-from model.parts.lora import initial_adapter, is_adapter
+from model.parts.lora import is_adapter
 from model.parts.norms import NORMS
 from model.parts.projections import Linear
 from model.parts.rotary import Rotary
-from runtime.tensors import Part, initial_weight_slice
+from model.parts.weights import Beginning, Inits, Splits, Stream, initial_value, normal_inits
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
@@ -63,6 +63,21 @@ class LanguageModel(nn.Module):
     only copy in the state dict. Modules that `keep` dropped are None.
     """
 
+    INIT: ClassVar[Inits] = {
+        "embedding": "normal",
+        "position_embedding": "normal",
+        "norm": "ones",
+        "output": "matrix",
+    }
+    SPLIT: ClassVar[Splits] = {
+        "embedding": "entries",
+        "position_embedding": "entries",
+        "sinusoids": "positions",
+        "norm": "last_norm",
+        "output": "logits",
+    }
+    STREAM = Stream(plain=False)
+
     def __init__(self, config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> None:
         """Build it.
 
@@ -72,6 +87,8 @@ class LanguageModel(nn.Module):
         """
         super().__init__()
         self.config = config
+        self.inits = normal_inits(config.init_method_std, config.num_layers)
+        """The meaning of the words in parts' INIT."""
         # Once, not in every step.
         self.rotates, self.rotary_dim, self.local_rope = config.rotates, config.rotary_dim, config.local_rope
         width, table = config.hidden_size, config.position_table
@@ -107,9 +124,14 @@ class LanguageModel(nn.Module):
         states if layers follow.
         """
         hidden = self.hidden(tokens, positions, mask, states)
-        if self.norm is None:
+        if not self.is_last:
             return hidden
         return self.project(hidden) if head is None else head(hidden, self.output_weight)
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether it has the last layer and what follows it."""
+        return self.norm is not None
 
     @property
     def output_weight(self) -> Tensor:
@@ -194,49 +216,11 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every weight to its `initial_weight`. Call it before sharding.
+        """Set every weight to its initial value. Call it before sharding.
 
         Raises ValueError on the meta device; call `to_empty(device=...)` first.
         """
         for name, weight in self.named_parameters():
             if weight.is_meta:
                 raise ValueError(f"{name} is on the meta device; call to_empty(device=...) before init_weights")
-            weight.copy_(initial_weight(self.config, name, weight.shape, seed))
-
-
-def initial_weight(config: ModelConfig, name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
-    """Return the initial value (float32, on the CPU) of a part of the parameter `name`, of the whole `shape`.
-
-    Norms start at 1, biases at 0, LRPE's angle j at 10000^(-2 j / channels), matrices and tables as normals of standard
-    deviation init_method_std, divided by sqrt(2 * num_layers) if they write into the residual stream, so that its
-    variance does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal). What
-    `runtime.tensors` draws depends on name, shape and seed only: not on mesh, pipeline split or order of construction.
-    """
-    if is_adapter(name):
-        return initial_adapter(name, shape, seed, part)
-    if name.endswith(".bias"):
-        return torch.zeros(*shape)[part]
-    if name.endswith("norm.weight"):
-        zero = config.traits.norm == "zero_centred" and not name.endswith(".out_norm.weight")
-        return torch.full(tuple(shape), float(not zero))[part]
-    if name.endswith((".A_log", ".dt_bias")) or ".conv_" in name:
-        return _initial_delta(config, name, shape, seed, part)
-    if name.endswith("lrpe.theta"):
-        return (10000.0 ** (-2 / shape[0] * torch.arange(shape[0], dtype=torch.float64))).float()[part]
-    std = config.init_method_std
-    if name.endswith(("attention.wo.weight", "mlp.down.weight")):
-        std /= math.sqrt(2 * config.num_layers)
-    return initial_weight_slice(partial(nn.init.normal_, std=std), name, shape, seed, part)
-
-
-def _initial_delta(config: ModelConfig, name: str, shape: Sequence[int], seed: int, part: Part) -> Tensor:
-    """Return the initial value of a part of a delta rule's gates or convolution, as the published models have them."""
-    if name.endswith(".dt_bias") and config.traits.dt_ones and config.linear_gate == "per_head":
-        return torch.ones(*shape)[part]
-    bound = config.linear_conv_kernel_dim**-0.5  # nn.Conv1d's
-    draw: Callable[..., Tensor] = partial(nn.init.uniform_, a=-bound, b=bound)
-    if name.endswith(".A_log"):
-        draw = partial(initial_rate, least=1.0 if config.linear_gate == "per_channel" else 0.01)
-    elif name.endswith(".dt_bias"):
-        draw = initial_bias
-    return initial_weight_slice(draw, name, shape, seed, part)
+            weight.copy_(initial_value(self, Beginning(name, weight.shape, seed)))

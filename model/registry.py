@@ -1,19 +1,23 @@
 """Build language models, count their parameters, FLOPs and states, and name what decides their shapes and function."""
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from model.config import RESOLVED, ModelConfig
+from model.dit import DiT
 from model.dit_config import DiTConfig
 from model.language import LanguageModel
 from model.parts.attention import Attend, HybridAttention, LinearAttend
 from model.parts.delta import Taps
 from model.parts.lora import add_adapters
+from model.parts.weights import Beginning, initial_value
 from model.parts.windows import Window
 from model.traits import SIZES
+from runtime.tensors import Part
 
 Architecture = dict[str, int | float | bool | str | None]
 SHAPE = (
@@ -37,6 +41,26 @@ def build_model(config: ModelConfig, attend: Attend | LinearAttend | HybridAtten
 def meta_state(config: ModelConfig) -> dict[str, Tensor]:
     """Return the state dict on the meta device: every parameter's name and shape."""
     return _on_meta(config).state_dict()
+
+
+def initial_weight(
+    config: ModelConfig | DiTConfig, name: str, shape: Sequence[int], seed: int, part: Part = ()
+) -> Tensor:
+    """Return the initial value (float32, on the CPU) of a part of the parameter ``name``, of the
+    whole ``shape``.
+
+    The part of the model that has the parameter states it (``model.parts.weights``). Raises
+    ValueError if none does.
+    """
+    return initial_value(_cached_on_meta(config), Beginning(name, shape, seed, part))
+
+
+@lru_cache(maxsize=8)
+def _cached_on_meta(config: ModelConfig | DiTConfig) -> nn.Module:
+    if isinstance(config, ModelConfig):
+        return _on_meta(config)
+    with torch.device("meta"):
+        return DiT(config)
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-import pretrain_gpt
 from data.text.prepare import Request, prepare
 from papers import rows
 from papers.runs import Result, flags_of, keep_run, read_runs
@@ -25,6 +24,7 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.training import Records, trainer_of
+from train.tasks.language import LanguageTask
 
 NAME = "lasp_convergence"
 RESULTS = rows.FOLDER / "results" / f"{NAME}.jsonl"
@@ -126,7 +126,7 @@ def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = Fals
     if dropped:  # in this rank's process alone
         plain = state.passages
         state.passages = lambda *given: tuple(replace(passage, source=None, target=None) for passage in plain(*given))  # type: ignore[assignment]
-    with trainer_of(pretrain_gpt, flags, log) as trainer:
+    with trainer_of(LanguageTask, flags, log) as trainer:
         trainer.train()
     return [record["lm_loss"] for record in log.records]
 

@@ -1,7 +1,6 @@
 """Records: published end-to-end runs, and the longest sequences on one node (UPipe, arXiv:2602.21196)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from statistics import median
 from typing import Any
@@ -65,7 +64,7 @@ def prediction(row: dict[str, str]) -> tuple[float, float]:
     if row["beside"] == "cpu adam":
         seconds += HOST_ADAM * num_parameters(config.model) / gpus
     if row["beside"] == "per op":
-        boundary = replace(config, recompute=replace(config.recompute, recompute_granularity="attention_boundary"))
+        boundary = config.updated(recompute_granularity="attention_boundary")
         seconds += COMPUTED_AGAIN * predicted(boundary, gpus, cluster).seconds["recompute"]
     return float(seconds), outcome.bytes / 1e9
 

@@ -113,7 +113,7 @@ def model(size: str) -> StepShape:
             num_layers=60, hidden_size=6656, ffn_hidden_size=17920, num_attention_heads=52, vocab_size=32000
         )
         config = replace(config, model=shape)
-    return workload_of(replace(config, train=replace(config.train, bf16=False)), 1, "cuda")
+    return workload_of(config.updated(bf16=False), 1, "cuda")
 
 
 def needed(work: StepShape, way: str, devices: int, tokens: int) -> float:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import pretrain_dit
 from bench.link.cases import CLUSTERS as LINK_CLUSTERS
 from bench.link.cases import RANKS as LINK_RANKS
 from bench.link.cases import VOCAB_SIZE, cases_of, command_line, corpus, data_of
@@ -37,6 +36,7 @@ from runtime.machine import device_name
 from runtime.ranks import run_ranks
 from tools.common.arguments import run_command
 from tools.common.shapes import AttentionShape
+from train.config import diffusion
 from train.config.derive import with_vocabulary
 from train.config.language import parse_args
 
@@ -210,7 +210,7 @@ def _link_seconds(cluster: Cluster, flags: dict[str, list[str]]) -> dict[str, fl
     seconds = {}
     for name, line in flags.items():
         latents = "--latent-shape" in line
-        config = pretrain_dit.parse_args(line) if latents else with_vocabulary(parse_args(line), VOCAB_SIZE)
+        config = diffusion.parse_args(line) if latents else with_vocabulary(parse_args(line), VOCAB_SIZE)
         seconds[name] = float(predicted(config, LINK_RANKS, cluster).time)
     return seconds
 

@@ -161,12 +161,10 @@ class Mesh:
 
 
 @contextmanager
-def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
-    """Join the launched processes and yield their mesh; destroy the process group if the body ends cleanly.
+def joined_processes(config: MeshConfig) -> Iterator[torch.device]:
+    """Join the launched processes and yield this one's device; leave at the end of the block if it ends cleanly.
 
-    A process group that is initialized already is used and kept. The world size must be a multiple of pp * cp * tp. tp
-    communicates most and is the innermost dimension, then cp: their ranks are neighbours. pp communicates least and is
-    the outermost.
+    A process group that is initialized already is used and kept.
 
     Raises:
         LaunchError: the processes cannot join (see ``runtime.processes.meet``).
@@ -181,6 +179,18 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
     with nullcontext() if dist.is_initialized() else process_group(config.backend, timeout):
         if device.type == "cuda":
             _check_apart(device)
+        yield device
+
+
+@contextmanager
+def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
+    """Join the launched processes as ``joined_processes`` does, and yield their mesh.
+
+    The world size must be a multiple of pp * cp * tp. tp communicates most and is the innermost dimension, then cp:
+    their ranks are neighbours. pp communicates least and is the outermost.
+    """
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    with joined_processes(config) as device:
         config = config.joined(dist.get_world_size())
         pp, cp, tp = config.sizes
         sizes = {"pp": pp, "dp": dist.get_world_size() // (pp * cp * tp), "cp": cp, "tp": tp}

@@ -23,6 +23,10 @@ from weakref import ref
 import torch
 from torch import Tensor, get_device_module
 
+from runtime.simulation import allocates
+
+KEPT, MOMENTS = "kept on the host", "moments on the host"
+"""Causes of host memory, for a rehearsal."""
 SLAB, ALIGNED = 1 << 30, 512
 """Bytes of a slab, once there are as many, and what a tensor's place in it is a multiple of."""
 
@@ -142,6 +146,7 @@ class Offload:
         self._copies = self._copies or HostCopies(device)
         return self._copies
 
+    @allocates(KEPT)
     def buffer(self, count: int, device: torch.device) -> Tensor:
         """Return so many bytes of host memory, which no copy touches once the computation gets here."""
         if idle := self.idle[count]:

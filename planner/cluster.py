@@ -2,24 +2,24 @@
 
 import math
 import tomllib
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from kernels.backends import BACKENDS, RATED
+from kernels.gpu import family_of
 from runtime.errors import UserError
 from runtime.machine import card_of
 
 CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
-Kernel = Literal["", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4"]
-OPTIONAL = {
-    *("host_gb_per_s", "host_memory_gb", "reserved_gb", "memory_gb_per_s", "public_error"),
-    "delta_fraction",
-    *(f"{kernel}_fraction" for kernel in get_args(Kernel) if kernel),
-}
+OPTIONAL = ("host_gb_per_s", "host_memory_gb", "reserved_gb", "memory_gb_per_s", "public_error", "delta_fraction")
 """Figures that may be 0."""
+KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
+"""Keys of a cluster file for the rate of an attention kernel that is asked for."""
 DELTA = 1 / 6
 """Share of attention's rate that is assumed of a delta rule where a file has none: that on an H200 by cuDNN."""
 
@@ -60,16 +60,10 @@ class Cluster:
     """Rate of a processor's own memory by its data sheet, for the pointwise work; 0: unknown, and not counted apart."""
     exposed_share: float = 0.0
     """Share of the exchange of weights and gradients that takes time although layers compute beside it."""
-    attention_kernel: Kernel = ""
-    """The kernel of ``attention_fraction``."""
-    cudnn_fraction: float = 0.0
-    """``attention_fraction`` of a kernel that is asked for, as the next three; 0: unknown, and taken as ``auto``'s."""
-    flash_attn_fraction: float = 0.0
-    """The same of FlashAttention 2, torch's own or the package's."""
-    flash_attn_3_fraction: float = 0.0
-    """The same of FlashAttention 3."""
-    flash_attn_4_fraction: float = 0.0
-    """The same of FlashAttention 4."""
+    attention_kernel: str = ""
+    """The kernel of ``attention_fraction``, by its name in ``RATED``; empty: unknown."""
+    kernel_fractions: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """``attention_fraction`` of each kernel that may be asked for, in a file cudnn_fraction and the like."""
     delta_fraction: float = 0.0
     """Fraction of that rate that the chunked gated delta rule reaches, forward and backward together; 0: unknown, and
     taken as a share of ``attention_fraction``."""
@@ -93,20 +87,17 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name)
-            if (words := get_args(kind)) and value not in words:
-                raise ClusterError(f"{name} is {value!r}; it must be one of {', '.join(words)}")
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise ClusterError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}")
             if kind is int and (type(value) is not int or value < 1):
                 raise ClusterError(f"{name} is {value!r}; it must be an integer of 1 or more")
             if kind is float:
-                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                may_be_zero = name.endswith(("_us", "_overlap", "_share")) or name in OPTIONAL
-                least = "a number of 0 or more" if may_be_zero else "a number above 0"
-                if not number or value < 0 or (value == 0 and not may_be_zero):
-                    raise ClusterError(f"{name} is {value!r}; it must be {least}")
-            if name.endswith("_fraction") and value > 1:
-                raise ClusterError(f"{name} is {value}; it is a part of peak_tflops, above 0 and at most 1")
-            if name.endswith(("_overlap", "_share")) and value > 1:
-                raise ClusterError(f"{name} is {value}; it is a share, from 0 to 1")
+                _check_number(name, value)
+        for kernel, value in self.kernel_fractions.items():
+            _check_number(f"{kernel}_fraction", value)
+        if self.attention_kernel not in ("", *RATED):
+            names = ", ".join(("", *sorted(RATED)))
+            raise ClusterError(f"attention_kernel is {self.attention_kernel!r}; it must be one of {names}")
         if self.host_gb_per_s and not self.host_memory_gb:
             raise ClusterError(
                 f"host_gb_per_s is {self.host_gb_per_s:g} and host_memory_gb is not set; give both or none"
@@ -121,11 +112,24 @@ class Cluster:
             backend: as --attention-backend has it; ``auto`` passes cuDNN over for packed ``documents``.
         """
         passed_over = backend == "auto" and documents and self.attention_kernel == "cudnn"
-        kernel: Any = "flash_attn" if passed_over or backend == "aten" else backend
+        name = "aten" if passed_over else backend
+        kernel = (BACKENDS[name].rate_name or name) if name in BACKENDS else name
         if kernel in ("auto", self.attention_kernel):
             return self
-        rate = getattr(self, f"{kernel}_fraction", 0.0)
+        rate = self.kernel_fractions.get(kernel, 0.0)
+        if not rate and self.attention_kernel and kernel in RATED:
+            rate = RATED[kernel].shares.get(family_of(self.name), 0.0)
         return _running(self, kernel, rate) if rate else _running(self, "", self.attention_fraction)
+
+    def entries(self) -> dict[str, Any]:
+        """Return the figures by their keys in a file."""
+        entries: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            if name == "kernel_fractions":
+                entries |= {key: value.get(kernel, 0.0) for key, kernel in KERNEL_FRACTIONS.items()}
+            else:
+                entries[name] = value
+        return entries
 
     @property
     def delta_share(self) -> float:
@@ -138,8 +142,21 @@ class Cluster:
         return self.between_gb_per_s * (1 if self.between_link == "node" else self.gpus_per_node)
 
 
+def _check_number(name: str, value: Any) -> None:
+    """Raise ClusterError unless this is a number that the figure ``name`` may have."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    may_be_zero = name.endswith(("_us", "_overlap", "_share")) or name in OPTIONAL or name in KERNEL_FRACTIONS
+    minimum = "a number of 0 or more" if may_be_zero else "a number above 0"
+    if not number or value < 0 or (value == 0 and not may_be_zero):
+        raise ClusterError(f"{name} is {value!r}; it must be {minimum}")
+    if name.endswith("_fraction") and value > 1:
+        raise ClusterError(f"{name} is {value}; it is a part of peak_tflops, above 0 and at most 1")
+    if name.endswith(("_overlap", "_share")) and value > 1:
+        raise ClusterError(f"{name} is {value}; it is a share, from 0 to 1")
+
+
 @lru_cache(maxsize=64)
-def _running(cluster: Cluster, kernel: Kernel, rate: float) -> Cluster:
+def _running(cluster: Cluster, kernel: str, rate: float) -> Cluster:
     return replace(cluster, attention_kernel=kernel, attention_fraction=rate, public_error=0.0)
 
 
@@ -169,14 +186,17 @@ def load_cluster(path: str | Path) -> Cluster:
         raise ClusterError(f"{path}: not valid TOML: {error}") from error
     values.pop("slurm", None)  # what slurm/submit.py reads
     known = {entry.name: entry.default is MISSING for entry in fields(Cluster)}
+    del known["kernel_fractions"]
+    known |= dict.fromkeys(KERNEL_FRACTIONS, False)
     for name in values:
         if name not in known:
             raise ClusterError(f"{path}: unknown key {name}; known are {', '.join(known)}")
     for name, needed in known.items():
         if needed and name not in values:
             raise ClusterError(f"{path}: {name} is missing; add it, as in configs/clusters/a100_pod.toml")
+    fractions = {kernel: values.pop(key) for key, kernel in KERNEL_FRACTIONS.items() if key in values}
     try:
-        return Cluster(**values)
+        return Cluster(**values, kernel_fractions=fractions)
     except ClusterError as error:
         raise ClusterError(f"{path}: {error}") from None
 

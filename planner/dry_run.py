@@ -3,16 +3,13 @@
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.latents.dataset import DIGITS
-from data.text.config import blend
 from data.tokenizer import load_tokenizer
-from planner.choice import fastest_method, with_layout_and_schedule
+from planner.choice import PLANNER, with_layout_and_schedule
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, fake_process_group, rehearse
@@ -20,9 +17,10 @@ from planner.search import ROOM, predicted
 from planner.workload import known_documents
 from runtime.errors import UserError
 from runtime.progress import Progress, amount, counted, duration
-from train.config.derive import complete, rope_flags, with_joined_ranks, with_method
-from train.config.entries import Config
+from train.config.derive import rope_flags
+from train.config.finalize import complete
 from train.config.flags import ConfigError, spelled
+from train.tasks.registry import task_of
 
 
 class DoesNotFitError(UserError):
@@ -35,9 +33,7 @@ ALIKE = ("zigzag", "striped", "ulysses")
 """Methods that give all context-parallel ranks the same tiles, of whole sequences."""
 
 
-def dry_run(
-    arguments: Sequence[str], config: Any, entry: str, validate: Callable[[Any, int], None], build: Build[Any]
-) -> list[Rehearsal]:
+def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
     """Check a run of ``config`` and print its memory, traffic and time; return the first two by rank.
 
     The first rank of each pipeline stage is run and, where context-parallel ranks have unequal work, the last one of
@@ -49,30 +45,23 @@ def dry_run(
     """
     if "RANK" in os.environ:
         raise ConfigError("dry_run is one process for all, and RANK is set; start it without torchrun")
-    asked, named, mesh = config, config.context.cluster, config.mesh
+    asked, named, mesh, task = config, config.context.cluster, config.mesh, task_of(config)
     method = config.context.context_parallel_method
     cluster = default_cluster(mesh.device_type) if named is None else load_cluster(named)
     if named is not None:
-        mesh = replace(mesh, device=cluster.device)
-        context = replace(config.context, cluster=named if method == "auto" else None)
-        config = replace(config, mesh=mesh, context=context)
+        config = config.updated(device=cluster.device, cluster=named if method == "auto" else None)
     world_size = config.dry.world_size or math.prod(mesh.sizes)
     config, notes, lacking = with_files(config)
     with fake_process_group(0, world_size, cluster.gpus_per_node):
-        validate(config, world_size)
-        config = with_joined_ranks(config, world_size)
-        if isinstance(config, Config):
-            config = complete(
-                config, _entries(config), fastest_method, partial(with_layout_and_schedule, cluster=cluster)
-            )
-        else:
-            config = with_method(config, world_size, fastest_method)
+        task.validate(config, world_size)
+        planner = PLANNER._replace(settings=partial(with_layout_and_schedule, cluster=cluster))
+        config = complete(config, _entries(config), planner)
     if named is None:
         notes.append(
             f"note: predicted for {cluster.name}, this machine's device; --cluster FILE predicts for other machines, "
             "as configs/clusters/h100_pod.toml"
         )
-    found = list(rehearsed(config, build, world_size, cluster))
+    found = list(rehearsed(config, task, world_size, cluster))
     ran = "a forward, a backward and an optimizer's step ran"
     print(f"dry run of {counted(world_size, 'process')} on {cluster.name}: {ran}")
     fits, said = verdict(found, cluster)
@@ -82,16 +71,15 @@ def dry_run(
     whole = f"{counted(iters, 'step')} take{'s' if iters == 1 else ''} {duration(iters * seconds.time)}"
     time = f"time: {duration(seconds.time)} a step, predicted: {parts}; {whole}"
     print("\n".join([*_table(found), time, *[said] * fits, *notes]))
-    if isinstance(config, Config):
-        lacking += " ".join(rope_flags(config)).split()  # which complete's note asks for
-    print("\n".join(_commands([*arguments, *lacking], entry, cluster, world_size, asked)), flush=True)
+    lacking += " ".join(rope_flags(config)).split()  # which complete's note asks for
+    print("\n".join(_commands([*arguments, *lacking], task.entry, cluster, world_size, asked)), flush=True)
     if not fits:
         raise DoesNotFitError(f"{said}; python -m tools.plan --fits with the same flags says what to change")
     return found
 
 
 def rehearsed(
-    config: Any, build: Build[Any], world_size: int, cluster: Cluster, documents: Sequence[int] | None = None
+    config: Any, task: Build[Any], world_size: int, cluster: Cluster, documents: Sequence[int] | None = None
 ) -> Iterator[Rehearsal]:
     """Rehearse each rank that has work of its own, and tell on stderr how far it is: each takes seconds.
 
@@ -104,7 +92,7 @@ def rehearsed(
     with Progress() as progress:
         for number, rank in enumerate(ranks, 1):
             progress.of = f"running rank {rank} of {world_size} without memory ({number} of {len(ranks)}): "
-            yield rehearse(config, build, rank, world_size, cluster.gpus_per_node, documents, cluster.device, progress)
+            yield rehearse(config, task, rank, world_size, cluster.gpus_per_node, documents, cluster.device, progress)
 
 
 def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
@@ -112,17 +100,8 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
 
     Return notes on those not here, and the words of the flags that name those that no flag names.
     """
-    data, checkpoint = config.data, replace(config.checkpoint, save=config.checkpoint.save or "RUN")
-    if isinstance(config, Config) and not data.mock_data:
-        data = replace(data, data_path=data.data_path or ("PREFIX",), tokenizer_model=data.tokenizer_model or "FILE")
-        wanted = [("data_path", f"{prefix}.idx") for prefix in blend(data.data_path)[0]]
-        wanted += [("tokenizer_model", data.tokenizer_model)]
-    else:
-        wanted = [("data_path", path) for path in data.data_path if path != DIGITS]
-    if isinstance(config, Config) and config.model.lora_rank:
-        checkpoint = replace(checkpoint, load=checkpoint.load or "RUN")
-    wanted += [("load", checkpoint.load)] if checkpoint.load else []
-    writer = "tools.prepare_data" if isinstance(config, Config) else "tools.prepare_latents"
+    named, writer = config.with_file_names(), task_of(config).data_writer
+    wanted = named.files() + ([("load", named.checkpoint.load)] if named.checkpoint.load else [])
     notes, lacking = [], list[str]()
     for name, path in wanted:
         written = f"; python -m {writer} writes one"
@@ -137,11 +116,13 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
             notes.append(f"note: {name} is not set; give {' '.join(lacking[-2:])}{written}")
         elif not Path(path.removeprefix("hf:")).exists():
             notes.append(f"note: {name} {path} is not on this machine{written}")
-    return replace(config, data=data, checkpoint=checkpoint), notes, lacking
+    return named, notes, lacking
 
 
-def _entries(config: Config) -> int:
-    """Return the entries of the tokenizer or, where that is not here, of the vocabulary."""
+def _entries(config: Any) -> int | None:
+    """Return the entries of the tokenizer or, if that is not here, of the vocabulary; None if the data are no text."""
+    if not config.reads_text:
+        return None
     if config.data.tokenizer_model and Path(config.data.tokenizer_model).exists():
         return load_tokenizer(str(config.data.tokenizer_model)).vocab_size
     if config.model.vocab_size is None:

@@ -11,7 +11,7 @@ from planner.search import ROOM, arrangements, candidates_of, nothing_left, pred
 from runtime.errors import UserError
 from runtime.progress import Progress, counted
 from train.config.entries import Config
-from train.config.flags import ConfigError, spelled
+from train.config.flags import ConfigError, spelled, value_of
 from train.config.sizes import validate_sizes
 
 STEP = 1024
@@ -78,7 +78,7 @@ def _why_not(config: Config, world_size: int, cluster: Cluster) -> str:
 
 def of_length(config: Config, tokens: int) -> Config:
     """Return the configuration with sequences of so many tokens."""
-    return replace(config, train=replace(config.train, seq_length=tokens))
+    return config.updated(seq_length=tokens)
 
 
 def _last(good: Callable[[int], bool], most: int, exact: bool = False) -> int:
@@ -93,15 +93,12 @@ def _last(good: Callable[[int], bool], most: int, exact: bool = False) -> int:
     return known
 
 
-FIELDS: dict[str, tuple[str, ...]] = {
-    "mesh": ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    "train": ("global_batch_size",),
-    "context": (
-        *(f"context_parallel_{name}" for name in ("method", "team_size", "placement", "ranks_per_node")),
-        "ulysses_degree",
-    ),
-}
-"""Fields by section that decide memory besides the levers', and that change together before these."""
+FIELDS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "global_batch_size"),
+    *(f"context_parallel_{name}" for name in ("method", "team_size", "placement", "ranks_per_node")),
+    "ulysses_degree",
+)
+"""Fields that decide memory besides the levers', and that change together before these."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +132,9 @@ def changes(
 def _pulled(config: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> Any | None:
     """Return the configuration with the first levers with which it fits, leaving room if it can; None if none do."""
     dp, cp = config.mesh.data_parallel_size(world_size), config.mesh.context_parallel_size
-    train, larger = replace(config.train, global_batch_size=config.train.batch_size(dp)), [config]
+    batch, larger = config.train.batch_size(dp), [config]
     for more in (n for n in range(2, dp + 1) if dp % n == 0):  # ranks of cp take the place of data-parallel ones
-        larger.append(replace(config, mesh=replace(config.mesh, context_parallel_size=more * cp), train=train))
+        larger.append(config.updated(context_parallel_size=more * cp, global_batch_size=batch))
 
     def fits(one: Any) -> bool:
         return one != config and suits(one, world_size) and weigh(one, world_size, limited, documents).fits(limited)
@@ -156,19 +153,19 @@ def _ordered(
 ) -> Iterator[Change]:
     """Yield the flags that lead from one configuration to the other; those that only go together, as one."""
     flags: list[str] = []
-    parts: dict[str, Any] = {}
-    steps: list[dict[str, tuple[str, ...]]] = [FIELDS]
+    changed: dict[str, Any] = {}
+    steps = [FIELDS]
     for place, lever in enumerate(ORDER):
         before = ORDER[:place].count(lever)
-        steps += [{lever.section: lever.fields[before : before + 1]}] * (before < len(lever.fields))
-    for step in steps:
-        for section, names in step.items():
-            own, then = parts.get(section) or {}, getattr(wanted, section)
-            changed = [name for name in names if getattr(then, name) != getattr(getattr(config, section), name)]
-            flags += [spelled(name, getattr(then, name)) for name in changed if name not in own]
-            parts[section] = own | {name: getattr(then, name) for name in changed}
+        steps += [lever.fields[before : before + 1]] * (before < len(lever.fields))
+    for names in steps:
+        for name in names:
+            value = value_of(wanted, name)
+            if value != value_of(config, name) and name not in changed:
+                changed[name] = value
+                flags.append(spelled(name, value))
         try:
-            one = replace(config, **{part: replace(getattr(config, part), **own) for part, own in parts.items()})
+            one = config.updated(**changed)
             validate_sizes(one, world_size)
             count = weigh(one, world_size, cluster, documents).device if flags else 0.0
         except UserError:  # it changes only together with others

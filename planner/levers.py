@@ -1,10 +1,10 @@
 """The levers by which a run takes less memory, in one table, the settings that they lead to, and these in words.
 
-A lever sets fields of one section to one of a few values, each of which takes less memory than the one before.
+A lever sets fields to one of a few values, each of which takes less memory than the one before.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -12,6 +12,7 @@ from parallel.context.methods import METHODS
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from runtime.errors import UserError
+from train.config.flags import value_of
 
 AnyConfig = Any
 """A configuration of either entry."""
@@ -23,15 +24,14 @@ LOSS_CHUNK, FFN_CHUNK = 2048, 8192
 
 @dataclass(frozen=True)
 class Lever:
-    """Fields of a section of the configuration, and the values to set them to, the leanest last."""
+    """Fields of the configuration, and the values to set them to, the leanest last."""
 
-    section: str
     fields: tuple[str, ...]
     values: Callable[[AnyConfig, Cluster], Sequence[tuple[Any, ...]]]
 
     def of(self, config: AnyConfig) -> tuple[Any, ...]:
         """Return the values of a configuration."""
-        return tuple(getattr(getattr(config, self.section), name) for name in self.fields)
+        return tuple(value_of(config, name) for name in self.fields)
 
     def further(self, config: AnyConfig, cluster: Cluster) -> list[tuple[Any, ...]]:
         """Return the values that take less than those of a configuration."""
@@ -73,12 +73,12 @@ def _moments(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
     return _on_host(config, cluster) if config.optimizer.spec.offloads else [(False,)]
 
 
-CHUNKS = Lever("recompute", ("loss_chunk_size", "ffn_chunk_size"), _chunks)
-POLICY = Lever("recompute", ("recompute_granularity",), lambda *_: RECOMPUTE)
-SHARDING = Lever("data_parallel", ("data_parallel_sharding_strategy",), _shardings)
-OFFLOAD = Lever("recompute", ("recompute_offload",), _on_host)
-STAGES = Lever("context", ("ulysses_head_chunks",), _stages)
-MOMENTS = Lever("optimizer", ("optimizer_cpu_offload",), _moments)
+CHUNKS = Lever(("loss_chunk_size", "ffn_chunk_size"), _chunks)
+POLICY = Lever(("recompute_granularity",), lambda *_: RECOMPUTE)
+SHARDING = Lever(("data_parallel_sharding_strategy",), _shardings)
+OFFLOAD = Lever(("recompute_offload",), _on_host)
+STAGES = Lever(("ulysses_head_chunks",), _stages)
+MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
 ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
 """As docs/tasks/long_context.md pulls them after more context-parallel processes; a lever that is there twice goes one
 value further each time, and all others to their last."""
@@ -86,10 +86,10 @@ value further each time, and all others to their last."""
 
 def with_levers(config: AnyConfig, *pulled: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
     """Return the configuration with these levers at these values; UserError if they contradict each other."""
-    sections: dict[str, dict[str, Any]] = {}
+    changed: dict[str, Any] = {}
     for lever, values in pulled:
-        sections.setdefault(lever.section, {}).update(zip(lever.fields, values, strict=True))
-    return replace(config, **{name: replace(getattr(config, name), **own) for name, own in sections.items()})
+        changed |= zip(lever.fields, values, strict=True)
+    return config.updated(**changed)
 
 
 def _every(config: AnyConfig, ways: Iterable[tuple[Lever, Iterable[tuple[Any, ...]]]]) -> Iterator[AnyConfig]:

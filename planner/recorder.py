@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,14 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kernels.attention import AttentionBackend
-from kernels.delta import rule
-from parallel.context import executor
+from kernels.backends.base import SIMULATED_KERNEL, SIMULATED_SLAB, AttentionKernel
 from parallel.mesh import Mesh
-from parallel.offload import SEVERAL, Offload, in_slabs
+from parallel.offload import KEPT, MOMENTS, SEVERAL, in_slabs
 from planner.delta_cost import DeltaShape
+from runtime.simulation import ALLOCATION_CAUSE, replaced
 from train.config.common import CommonConfig
-from train.optimizers import host as host_moments
 
 CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "attention", "logits", "passing")
 """Causes of a process's memory: the last three are there within a forward or a backward alone."""
@@ -41,11 +38,10 @@ SENT: dict[str, tuple[int, Callable[[int], float]]] = {
     "_c10d_functional::all_to_all_single": (0, _share),
 }
 """Which argument of an operator is sent, and how much of it by each of n ranks in a ring."""
-KEPT, MOMENTS = "kept on the host", "moments on the host"
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 """Operators whose shape functions stand for them: their own code goes over the tokens in a loop."""
-SHAPES = AttentionBackend(
+SHAPES = AttentionKernel(
     "shapes",
     lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.float32)),
     lambda rows, keys, *_: (torch.empty_like(rows.q), torch.empty_like(keys.k), torch.empty_like(keys.v)),
@@ -166,23 +162,11 @@ class Recorder(TorchDispatchMode):
                 self._resized.add(number)
                 self._set(number, size)
 
-        def labelled(made: Callable[..., Tensor], which: str) -> Callable[..., Tensor]:
-            def called(*args: Any) -> Tensor:
-                kind, self.kind = self.kind, which
-                try:
-                    return made(*args)
-                finally:
-                    self.kind = kind
-
-            return called
-
         with (
-            patch.object(Offload, "buffer", labelled(Offload.buffer, KEPT)),
-            patch.object(host_moments, "on_host", labelled(host_moments.on_host, MOMENTS)),
-            patch.object(ShardingPropagator, shapes, unrecorded),
-            patch.object(torch.UntypedStorage, "resize_", resized),
-            patch.object(executor, "select_backend", lambda *_: SHAPES),
-            patch.object(rule, "kernel_of", lambda *_: SLABS),
+            replaced(ShardingPropagator, shapes, unrecorded),
+            replaced(torch.UntypedStorage, "resize_", resized),
+            SIMULATED_KERNEL.set_to(SHAPES),
+            SIMULATED_SLAB.set_to(SLABS),
             self._fake,
             self,
         ):
@@ -219,8 +203,9 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         for x in tree_leaves(out):
             if isinstance(x, FakeTensor) and x.device.type != "meta" and x.untyped_storage() not in self._numbers:
-                logits = self.kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
-                self._made(x.untyped_storage(), "logits" if logits else self.kind)
+                kind = ALLOCATION_CAUSE.value or self.kind
+                logits = kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
+                self._made(x.untyped_storage(), "logits" if logits else kind)
         return out
 
     def _by_its_code(self, func: Any, code: Callable[..., Any], args: Any, kwargs: Any) -> Any:

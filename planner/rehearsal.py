@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kernels.delta import rule
-from kernels.loss import LOSS_CHUNK
-from model.parts import rotary
 from parallel.context.geometry import gather_order
 from parallel.data import finish_gradients, set_gradient_sync, widen_gradients
 from parallel.mesh import Mesh, distributed_mesh
@@ -27,15 +23,15 @@ from planner.recorder import Recorder, Rehearsal
 from planner.workload import WORKSPACES
 from runtime.errors import UserError
 from runtime.processes import join
-from train.assemble import Run, build_runner
+from runtime.simulation import SIMULATED_DEVICE, replaced
 from train.config.common import CommonConfig
-from train.config.entries import DiTRunConfig
 from train.ema import Ema
 from train.optimizers.config import build_optimizer
+from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)
-Build = Callable[[C, Mesh], Run[C]]
-"""A configuration and a mesh -> what a run of them resolves before it builds anything."""
+Build = Callable[[C, Mesh], Task[C]]
+"""A configuration and a mesh -> the task of a run of them, such as the class of a task."""
 ROUNDS = 3
 """The first rounds of micro-batches of a schedule: those after them hold no more."""
 
@@ -57,7 +53,9 @@ def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[No
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(min(per_node, world_size))):
+    launched = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(per_node, world_size))
+    try:
         join(dist.Backend.FAKE, store=dist.HashStore(), rank=rank, world_size=world_size)
         try:
             yield
@@ -65,6 +63,10 @@ def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[No
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it and the other hold this rank's groups and tensors
             gather_order.cache_clear()
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+        if launched is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = launched
 
 
 def rehearse(
@@ -91,31 +93,23 @@ def rehearse(
     on_cpu = replace(config.mesh, device="cpu", distributed_backend="auto")
     if config.context.attention_backend != "reference":  # the kernel need not run, or be installed, here
         backend: Any = "chunked" if getattr(config.model, "linear_attention", False) else "auto"
-        config = replace(config, context=replace(config.context, attention_backend=backend))
+        config = config.updated(attention_backend=backend)
     with fake_process_group(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
-        run = replace(build(config, mesh), weight_of=None)
-        blank = run.objective.blank(config.train.micro_batch_size)
+        task = build(config, mesh)
+        blank = task.objective.blank(config.train.micro_batch_size)
         if documents and "starts" in blank:
             blank["starts"].view(-1)[list(documents[:-1])] = True
-        batch = run.objective.local(blank)
+        batch = task.objective.local(blank)
         entries = getattr(config.model, "vocab_size", None) or 0
         recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell)
-        # The CPU takes few rows of logits at once, which are many operators for a large vocabulary.
         device = device or config.mesh.device_type
-        norm, turn = (_FusedNorm.apply, _FusedRotation.apply) if device == "cuda" else (F.rms_norm, rotary.rotate)
-        with (
-            patch.dict(LOSS_CHUNK, cpu=LOSS_CHUNK[device]),
-            patch.object(rule, "CPU_CHUNKS", rule.GPU_CHUNKS if device == "cuda" else rule.CPU_CHUNKS),
-            patch.object(F, "rms_norm", norm),
-            patch.object(rotary, "rotate", turn),
-            recorder.recording(),
-        ):
-            parts = run.parts
-            averaged = isinstance(config, DiTRunConfig) and config.ema.ema_decay
-            averages = Ema(averaged, parts) if averaged else None  # they lie there meanwhile
+        norm = _FusedNorm.apply if device == "cuda" else F.rms_norm
+        with SIMULATED_DEVICE.set_to(device), replaced(F, "rms_norm", norm), recorder.recording():
+            parts = task.build_parts(initialize=False)
+            averages = Ema(config.ema_decay, parts) if config.ema_decay else None  # they lie there meanwhile
             optimizer = build_optimizer(config.optimizer, *parts, portable=True)
             recorder.kind = "passing"
-            count = _pass_through(run, batch, recorder)
+            count = _pass_through(task, parts, batch, recorder)
             gradients = _gradients(config, mesh, parts)
             recorder.kind = "optimizer"
             recorder.begin("the optimizer's step")
@@ -127,7 +121,7 @@ def rehearse(
     return found
 
 
-def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> int:
+def _pass_through(task: Task[C], parts: Sequence[Any], batch: dict[str, Tensor], recorder: Recorder) -> int:
     """Take one micro-batch forward and backward through the stages, and return how many were taken.
 
     An interleaved schedule takes several through, in its order, which decides what is there at once.
@@ -135,9 +129,9 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
     Raises:
         UserError: a stage's output is not what the next one takes.
     """
-    config, mesh, objective, parts = run.config, run.mesh, run.objective, run.parts
+    config, mesh, objective = task.config, task.mesh, task.objective
     name, ranks = objective.first_input(config.train.micro_batch_size)[0], mesh.pp.size()
-    hidden, peers = run.hidden_states, dist.get_process_group_ranks(mesh.pp.get_group())
+    hidden, peers = task.hidden_states, dist.get_process_group_ranks(mesh.pp.get_group())
     own = dict(zip(config.pipeline.own(mesh.pp.get_local_rank(), ranks), parts, strict=True))
     for part in parts:
         _name_layers(part, recorder)
@@ -149,7 +143,7 @@ def _pass_through(run: Run[C], batch: dict[str, Tensor], recorder: Recorder) -> 
         micro_batches = config.train.micro_batches(mesh.dp.size())
         rounds = max(1, micro_batches // ranks)
         count = min(rounds, ROUNDS) * micro_batches // rounds
-        runner = build_runner(run, count)
+        runner = task.build_runner(parts, count)
         order = runner.schedule.pipeline_order[mesh.pp.get_local_rank()]
         actions = [(one.stage_index, one.computation_type.value, one.microbatch_index) for one in order if one]
     waiting: dict[tuple[int, int], _Waiting] = {}
@@ -254,16 +248,3 @@ class _FusedNorm(torch.autograd.Function):
         x, weight, _ = ctx.saved_tensors
         dw = None if weight is None else (grad * x).flatten(0, -2).sum(0).to(weight.dtype)
         return torch.empty_like(x), None, dw, None
-
-
-class _FusedRotation(torch.autograd.Function):
-    """``kernels.operators.rotate`` in the shapes of its one launch; torch's operators make copies in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return torch.empty_like(gradient, memory_format=torch.contiguous_format), None, None

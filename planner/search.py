@@ -19,7 +19,6 @@ from runtime.errors import UserError, divisors
 from runtime.progress import Progress
 from train.config.common import CommonConfig
 from train.config.derive import with_joined_ranks
-from train.config.entries import Config
 from train.config.sizes import validate_sizes
 
 C = TypeVar("C", bound=CommonConfig)
@@ -146,7 +145,7 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
     """
     size = config.mesh.context_parallel_size
     inner = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
-    delta = isinstance(config, Config) and config.model.traits.delta  # whose states pass along consecutive tokens
+    delta = config.delta  # whose states pass along consecutive tokens
     base = type(config.context)(
         attention_backend=config.context.attention_backend,
         context_parallel_method=("zigzag" if delta else "striped") if config.causal else "ring",
@@ -189,10 +188,9 @@ def arrangements(config: C, world_size: int) -> Iterator[C]:
     sizes = divisors(world_size)
     for tp, pp, cp in product(sizes, sizes, sizes):
         if world_size % (tp * pp * cp) == 0:
-            mesh = replace(
-                config.mesh, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+            yield config.updated(
+                tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
             )
-            yield replace(config, mesh=mesh)
 
 
 def candidates_of(

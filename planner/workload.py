@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,7 @@ FIRST = 32
 def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
     """Return the work of a step. The vocabulary of a language model must be known."""
     model = config.model
-    if isinstance(config, DiTRunConfig):
-        fields = _diffusion(model) | {"modulated": 6 * config.packed, "averages": 4 if config.ema.ema_decay else 0}
-    else:
-        fields = dict(_language(model))
+    fields = {**_numbers(config)}
     if device == "cpu":
         fields["wide_logits"] = LOSS_CHUNK["cpu"]
         fields["residual"] = 10.0 if config.train.bf16 else StepShape.residual  # norms keep copies in float32
@@ -84,9 +81,26 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
     )
 
 
+@singledispatch
+def _numbers(config: CommonConfig) -> dict[str, Any]:
+    """Return the numbers of a kind of model: the fields of ``StepShape`` that are not the same for all."""
+    raise TypeError(f"no numbers of {type(config)}")
+
+
+@_numbers.register
+def _(config: Config) -> dict[str, Any]:
+    return _language(config.model)
+
+
+@_numbers.register
+def _(config: DiTRunConfig) -> dict[str, Any]:
+    more = {"modulated": 6 * config.packed, "averages": 4 if config.ema_decay else 0}
+    return _diffusion(config.model) | more
+
+
 def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster) -> StepShape:
     """Return the work with the seconds of a hybrid's layers of softmax attention, in the faster of its layouts."""
-    if not isinstance(config, Config) or not config.model.own_softmax_layout:
+    if not config.hybrid_layouts:
         return work
     seconds = min(layout_seconds(config, cluster).values())
     return replace(work, softmax_layers=len(softmax_layers(config.model)), softmax_seconds=seconds)
@@ -144,7 +158,7 @@ def _diffusion(model: DiTConfig) -> dict[str, Any]:
     }
 
 
-def layout_seconds(config: Config, cluster: Cluster) -> dict[HybridLayout, float]:
+def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
     """Return the seconds of a softmax layer, forward and backward, in each layout that a hybrid may have.
 
     An exchange moves q, k and v inward and the output outward, and their gradients in the backward: 2 x (2 heads +
@@ -190,7 +204,7 @@ def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tu
     """
     if not config.packed:
         return None
-    if isinstance(config, DiTRunConfig):
+    if config.sample_ends is not None:
         return config.sample_ends
     if lengths and min(lengths) < 1:
         raise DocumentsError(f"document_lengths has {min(lengths)}; a document has 1 token or more")
@@ -210,8 +224,7 @@ def known_documents(config: CommonConfig) -> tuple[int, ...] | None:
     Raises DataError: a file is broken.
     """
     paths = config.data.data_path
-    read = not config.packed or isinstance(config, DiTRunConfig)
-    if read or (paths and Path(f"{blend(paths)[0][0]}.idx").exists()):
+    if not config.packed or config.sample_ends is not None or (paths and Path(f"{blend(paths)[0][0]}.idx").exists()):
         return typical_documents(config)
     return tuple(range(0, config.joined_length + 1, config.sequence_length))
 
@@ -224,7 +237,7 @@ def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
     Raises:
         DataError: data or tokenizer are missing or broken.
     """
-    if not config.packed or isinstance(config, DiTRunConfig):
+    if not config.packed or config.sample_ends is not None:
         return typical_documents(config)
     tokenizer, size = load_tokenizer(str(config.data.tokenizer_model)), config.train.micro_batch_size
     samples, _, _ = build_datasets(

@@ -63,6 +63,16 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
+def title_of_owner(model: torch.nn.Module, name: str) -> str:
+    """Return the class that has a parameter, and its file; of modules of torch the class that they
+    lie in."""
+    path = name.rpartition(".")[0]
+    while path and type(model.get_submodule(path)).__module__.startswith("torch."):
+        path = path.rpartition(".")[0]
+    owner = type(model.get_submodule(path))
+    return f"{owner.__name__} ({owner.__module__.replace('.', '/')}.py)"
+
+
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which numbers of this one are summed: float32, or float64 of float64."""
     return torch.promote_types(dtype, torch.float32)

@@ -38,7 +38,7 @@ Places = dict[int, Sequence[str]]
 
 
 class Watchdog:
-    """Ends a run whose ranks no longer make steps. Made and left by all ranks together."""
+    """Ends a run whose ranks no longer make steps. A context manager, entered and left by all ranks together."""
 
     def __init__(self, factor: float, least: float, folder: str | None) -> None:
         """Watch from the third step on.
@@ -53,8 +53,11 @@ class Watchdog:
         self._since, self._paused = time.monotonic(), 0
         self._over, self._told = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
-        if not factor:
-            return
+
+    def __enter__(self) -> "Watchdog":
+        self.beat()
+        if not self._factor:
+            return self
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self._rank, self._ranks = dist.get_rank(), gather_results(lambda: (node, own_process()))
         self._store = own_connection()
@@ -62,6 +65,7 @@ class Watchdog:
         self._threads += [threading.Thread(target=self._listen, args=(own_connection(),), name="hangs", daemon=True)]
         for thread in self._threads:
             thread.start()
+        return self
 
     def beat(self, seconds: float | None = None) -> None:
         """Say that this rank moves; ``seconds`` that a step took, if that was one."""
@@ -78,9 +82,6 @@ class Watchdog:
         finally:
             self.beat()
             self._paused -= 1
-
-    def __enter__(self) -> "Watchdog":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()

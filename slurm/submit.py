@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -240,7 +240,7 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str], set[st
             fix = "and an array's runs have numbered folders in one; give it after the entry"
             raise UserError(f"save is in {more!r} of --array, {fix}")
         devices.add(config.mesh.device)
-        entry.validate(replace(config, mesh=replace(config.mesh, device="cuda")), world_size)
+        entry.validate(config.updated(device="cuda"), world_size)
     save = config.checkpoint.save
     if save is None:
         raise UserError("save is not set, and a job that is queued again goes on from there; give --save runs/NAME")

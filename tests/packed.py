@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import pretrain_gpt
 from data.loader import IGNORE_INDEX, Batch, Batching, batches
 from data.text.blend import cumulative_lengths
 from data.text.megatron import build_datasets
@@ -20,8 +19,9 @@ from tests.data.text.corpora import write_documents
 from tests.parallel.tiny import gradients_of
 from tools.common.training import Records, trainer_of
 from train.batches import summed
+from train.callbacks.validation import Validation
 from train.config.language import parse_args
-from train.watching.validation import Validation
+from train.tasks.language import LanguageTask
 
 VOCABULARY, LENGTH, ROWS = 2048, 61, 4
 """The length is divisible by no number of ranks."""
@@ -87,15 +87,15 @@ def steps_on_rank(rank, world_size, runs, changes):
     """Return the first step of training of each run's flags, under each change."""
     found = []
     for flags in runs:
-        with trainer_of(pretrain_gpt, [*TINY, *flags], Records()) as trainer:
+        with trainer_of(LanguageTask, [*TINY, *flags], Records()) as trainer:
             found.append([_step(trainer, change) for change in changes])
     return found
 
 
 def _step(trainer, change):
     step = [change(batch) for batch in next(batches(trainer.train_data, trainer.batches.batching, 0))]
-    taken = trainer.batches.take(iter([[trainer.run.objective.local(batch) for batch in step]]))
-    loss = summed(trainer.runner.forward_backward(taken.micro_batches, taken.valid), trainer.run.mesh).item()
+    taken = trainer.batches.take(iter([[trainer.task.objective.local(batch) for batch in step]]))
+    loss = summed(trainer.runner.forward_backward(taken.micro_batches, taken.valid), trainer.mesh).item()
     gradients = {name: x for part in trainer.runner.parts for name, x in gradients_of(part).items()}
     trainer.optimizer.zero_grad(set_to_none=True)
     return Step(loss, gradients, taken.valid)
@@ -114,10 +114,11 @@ def over_ranks(world_size, runs, changes=(as_it_is,)):
 
 def validation_on_rank(rank, world_size, flags):
     """Return the loss over the validation samples of the weights at the start."""
-    with trainer_of(pretrain_gpt, [*TINY, *flags], Records()) as trainer:
+    with trainer_of(LanguageTask, [*TINY, *flags], Records()) as trainer:
         validation = Validation(
-            run=trainer.run,
+            task=trainer.task,
             runner=trainer.runner,
+            ema=trainer.ema,
             batches=trainer.batches,
             data=trainer.valid_data,
             log=None,

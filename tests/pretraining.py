@@ -8,7 +8,7 @@ import pretrain_dit
 from pretrain_gpt import main
 from runtime.ranks import run_ranks
 from tools.common.training import PEAK
-from train.watching.metrics import METRICS, read_metrics
+from train.callbacks.metrics import METRICS, read_metrics
 
 TINY = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --seq-length 256 --device cpu

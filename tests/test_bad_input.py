@@ -18,7 +18,7 @@ from tests.endings import apart, end, refusal
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
 from tools.prepare_data import main as prepare_data
-from train.watching.metrics import METRICS
+from train.callbacks.metrics import METRICS
 
 DOCUMENTS, LENGTH = 40, 60
 SMALL = ("--seq-length", "32", "--global-batch-size", "2", "--train-iters", "2")

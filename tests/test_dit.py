@@ -15,9 +15,9 @@ from tests.parity.cases import DIFFUSION, REFERENCE, chosen_cases
 from tests.parity.run import GRADIENTS, compare, equal, trained
 from tests.pretraining import DIT, curve, pretrain_digits
 from tools.common.cases import case_of, cases_of
+from train.callbacks.metrics import METRICS, read_metrics
 from train.checkpoint.api import load_model
 from train.config.diffusion import load_config
-from train.watching.metrics import METRICS, read_metrics
 
 NOWHERE = Path("digits")
 CHOSEN = tuple(cases_of("cp=3 exchange joined=4\n ring pp=2|tp=2"))

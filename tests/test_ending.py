@@ -21,11 +21,11 @@ from tests.pretraining import carried_on, curve, flags_of, on_rank
 from tests.runtime.test_signals import runs
 from tests.slurm.test_submit import RUN, printed
 from tests.starts import PATIENCE, ROOT, children, wait_until
+from train.callbacks.metrics import METRICS
+from train.callbacks.validation import Validation
 from train.checkpoint import saving
 from train.checkpoint.search import POINTER, find_checkpoint
-from train.loop import Trainer
-from train.watching.metrics import METRICS
-from train.watching.validation import Validation
+from train.trainer import Trainer
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "validation_loss")
 FOUR = ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--save-interval", "2")
@@ -186,7 +186,7 @@ def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_s
     assert (save / EXCLUDE).read_text() == f"{host}\n"
     for rank in (0, 1):
         stacks = (save / FOLDER / f"rank-{rank}.txt").read_text()
-        assert "/train/loop.py" in stacks
+        assert "/train/trainer.py" in stacks
         assert "Native, per thread: " in stacks
     wait_until(lambda: not any(runs(pid) for pid in [*ranks, *theirs]))
     assert process.returncode == 1  # torchrun's own; each rank's is in its words

@@ -5,7 +5,7 @@ import torch
 
 from tests.pretraining import TINY
 from tests.starts import ended, torchrun
-from train.watching.metrics import METRICS, read_metrics
+from train.callbacks.metrics import METRICS, read_metrics
 
 
 @pytest.mark.gpu

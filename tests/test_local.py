@@ -13,7 +13,7 @@ import pytest
 import train.checkpoint.saving
 from runtime.ranks import run_ranks
 from tests.pretraining import curve, flags_of, on_rank
-from train.watching.saving import Saving
+from train.callbacks.checkpointing import Checkpointing
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
 
@@ -29,7 +29,7 @@ def _on_node(rank, size, arguments, nodes, at=None):
 
     With --async-save each iteration waits for what goes on beside it.
     """
-    save, beside = Saving.after, "--async-save" in arguments
+    save, beside = Checkpointing.on_step_end, "--async-save" in arguments
 
     def unless_killed(saving, step):
         if beside:
@@ -38,7 +38,7 @@ def _on_node(rank, size, arguments, nodes, at=None):
             os.kill(os.getpid(), signal.SIGKILL)
         save(saving, step)
 
-    Saving.after = unless_killed
+    Checkpointing.on_step_end = unless_killed
     folder, of_run = f"{nodes}{2 * rank // size}", train.checkpoint.saving.local_folder
     train.checkpoint.saving.local_folder = lambda _, save: of_run(
         folder, save

@@ -10,12 +10,10 @@ from torch.nn import functional as F
 
 from data.loader import Batching, batches
 from data.text.blend import cumulative_lengths
-from model.language import initial_weight
-from model.registry import build_model
+from model.registry import build_model, initial_weight
 from parallel.mesh import distributed_mesh
-from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
-from tools.common.training import PEAK
+from tools.common.training import PEAK, build_trainer
 from train.config.language import parse_args
 
 RECIPE = Path(__file__).resolve().parent.parent / "configs" / "runs" / "finetune_tiny_512k.toml"
@@ -31,11 +29,11 @@ def of_the_first_tokens(rank, world_size, arguments):
         ((batch,),) = islice(batches(trainer.train_data, Batching(global_batch_size=1, micro_batch_size=1), 0), 1)
         labels = batch["labels"].clone()
         labels[:, FIRST:] = -100
-        total = trainer.runner.forward([trainer.run.objective.local(batch | {"labels": labels})])
+        total = trainer.runner.forward([trainer.task.objective.local(batch | {"labels": labels})])
         dist.all_reduce(total)
         if rank:
             return total.item() / FIRST, 0.0, 0.0
-        model = build_model(trainer.run.config.model)
+        model = build_model(trainer.config.model)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(initial_weight(model.config, name, weight.shape, config.train.seed))

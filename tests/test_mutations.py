@@ -13,6 +13,8 @@ from runtime.files import LOCK, owned
 from tests.endings import end
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import LOSSES, read_curves
+from train.callbacks.health import FAILURES, Health, HealthConfig, Progress
+from train.callbacks.metrics import METRICS, LoggingConfig, RunLog
 from train.checkpoint.api import load_model
 from train.checkpoint.manifest import STARTS, fingerprint, read_manifest
 from train.checkpoint.search import find_checkpoint
@@ -20,8 +22,6 @@ from train.config.entries import Config
 from train.config.language import parse_args
 from train.resume import progress_of
 from train.run import FILES, claim_folder
-from train.watching.health import FAILURES, Health, HealthConfig, Progress
-from train.watching.metrics import METRICS, LoggingConfig, RunLog
 
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}
 

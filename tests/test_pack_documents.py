@@ -21,9 +21,9 @@ from tests.packed import (
 )
 from tests.pretraining import carried_on, curve, on_rank
 from tests.test_packed import CP, rows_joined
+from train.callbacks.metrics import RunLog
 from train.config.flags import write_toml
 from train.config.language import parse_args, validate
-from train.watching.metrics import RunLog
 
 CIRCLE = f"{CP} exchange --micro-batch-size 1 --balance-over dp_cp"
 

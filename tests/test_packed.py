@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import pretrain_gpt
 from data.loader import IGNORE_INDEX
-from kernels.delta.convolution import causal_convolution
-from kernels.delta.rule import delta_rule
+from kernels.ops import causal_convolution, delta_rule
 from model.parts.delta import OneDevice
 from parallel.context import plan
 from runtime.ranks import run_ranks
@@ -32,6 +30,7 @@ from tests.packed import (
 from tests.pretraining import carried_on
 from tools.common.training import Records, trainer_of
 from train.config.language import load_config
+from train.tasks.language import LanguageTask
 
 WINDOWS = "--window-size 9,0 --softmax-type learnable"
 LOCAL = "--window-size 9,0 --window-attn-skip-freq 2 --rotary-base-local 90"
@@ -219,7 +218,7 @@ def planned_in(rank, world_size, runs):
             return make(*args)
 
         plan.rank_schedule = noting
-        with trainer_of(pretrain_gpt, [*TINY, *arguments], Records()) as trainer, redirect_stdout(StringIO()):
+        with trainer_of(LanguageTask, [*TINY, *arguments], Records()) as trainer, redirect_stdout(StringIO()):
             trainer.train()
         found.append(threads)
     return found

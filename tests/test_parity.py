@@ -9,17 +9,16 @@ from kernels.attention import CAUSAL, FULL
 from model.language import LanguageModel
 from parallel.context import tiles
 from parallel.mesh import distributed_mesh
-from pretrain_gpt import build_trainer
 from runtime.ranks import run_ranks
 from tests.compositions import TRAINED
 from tests.endings import apart
 from tests.pretraining import differences, flags_of, on_rank, pretrain
 from tests.starts import PATIENCE, ROOT
 from tools.common.cases import case_of
-from tools.common.training import PEAK
-from train import loop
+from tools.common.training import PEAK, build_trainer
+from train import trainer as training
+from train.callbacks.metrics import METRICS, read_metrics
 from train.config.language import parse_args
-from train.watching.metrics import METRICS, read_metrics
 
 BOUND = 1e-5
 CP1 = ("--context-parallel-size", "1")
@@ -163,7 +162,7 @@ def train_with_an_overflow(rank, world_size, arguments):
     config = parse_args(arguments)
     with distributed_mesh(config.mesh) as mesh:
         trainer = build_trainer(config, mesh, PEAK)
-        plain, reduce, norms = trainer.runner.forward_backward, loop.reduce_and_clip, []
+        plain, reduce, norms = trainer.runner.forward_backward, training.reduce_and_clip, []
         weights = [p for name, p in trainer.runner.parameters().items() if name.endswith(("wk.weight", "wv.weight"))]
 
         def forward_backward(micro_batches, valid):
@@ -182,7 +181,7 @@ def train_with_an_overflow(rank, world_size, arguments):
             return loss, norm
 
         trainer.runner.forward_backward = forward_backward
-        loop.reduce_and_clip = reduced
+        training.reduce_and_clip = reduced
         trainer.train()
     return trainer.progress.skipped_iterations, norms
 

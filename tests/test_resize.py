@@ -15,10 +15,10 @@ import pytest
 from runtime.ranks import run_ranks
 from tests.pretraining import flags_of, on_rank, pretrain, pretrain_digits
 from tests.starts import ROOT, children, free_port, wait_until
+from train.callbacks.metrics import METRICS, read_metrics
 from train.checkpoint.search import POINTER
 from train.config.language import load_config
-from train.loop import Trainer
-from train.watching.metrics import METRICS, read_metrics
+from train.trainer import Trainer
 
 COUNTED = ("iteration", "consumed_samples", "consumed_tokens", "learning_rate")
 BOUND = 2e-6
@@ -63,14 +63,14 @@ def test_a_diffusion_transformer_goes_on_with_fewer(tmp_path):
 
 def killed_on_rank(rank, world_size, arguments, before):
     """Train; the last rank is killed before an iteration."""
-    plain = Trainer.step
+    plain = Trainer.train_step
 
     def iteration(trainer, *given):
         if rank == world_size - 1 and trainer.progress.iteration == before - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(trainer, *given)
 
-    Trainer.step = iteration
+    Trainer.train_step = iteration
     on_rank(rank, world_size, arguments)
 
 

@@ -12,8 +12,8 @@ from tests.parity.bugs import samples_skipped
 from tests.parity.run import equal, trained
 from tests.pretraining import curve, differences, pretrain
 from tools.common.cases import case_of, cases_of
+from train.callbacks.metrics import METRICS, read_metrics
 from train.config.language import load_config
-from train.watching.metrics import METRICS, read_metrics
 
 STRIPED = ("--context-parallel-method", "striped", "--context-parallel-size", "2")
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.attention import AttentionBackend
+from kernels.backends.base import AttentionKernel
 from parallel.context import METHODS, executor, make_plan
 from parallel.context.executor import Executor
 from tests import threads
@@ -37,7 +37,7 @@ def block_by_block(monkeypatch):
 
     What a forward returns is in the order of its dimensions all the same; gradients are once an operator returns them.
     """
-    monkeypatch.setattr(executor, "select_backend", lambda *_: AttentionBackend("", forward, backward))
+    monkeypatch.setattr(executor, "select_backend", lambda *_: AttentionKernel("", forward, backward))
     monkeypatch.setattr(Executor, "forward", in_order(Executor.forward))
 
 

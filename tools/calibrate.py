@@ -52,9 +52,9 @@ from tools.common.ceilings import (
 from tools.common.loopback import LoopbackTransport, step_of
 from tools.common.report import write_records
 from tools.common.shapes import DTYPES, AttentionShape
+from train.callbacks import say
+from train.callbacks.progress import peak_flops
 from train.run import run_entry
-from train.watching import say
-from train.watching.progress import peak_flops
 
 Figures = dict[str, tuple[Any, str]]
 """Value, and how it was measured, by key of a cluster file."""

@@ -30,6 +30,7 @@ from model.registry import architecture_of, num_parameters
 from parallel.context.config import ContextConfig
 from runtime.errors import UserError, with_article
 from tools.common.arguments import one_line_errors, parser_for, run_command
+from train.callbacks.health import Progress
 from train.checkpoint.api import save_checkpoint, stored_weights
 from train.checkpoint.manifest import Manifest, checkpoint_folder, read_manifest
 from train.checkpoint.search import checkpoint_of, find_checkpoint
@@ -40,7 +41,6 @@ from train.config.flags import config_file, write_toml
 from train.config.language import load_config
 from train.resume import AVERAGED
 from train.run import HF_FOLDER
-from train.watching.health import Progress
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

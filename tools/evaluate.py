@@ -12,7 +12,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -31,24 +31,24 @@ from model.registry import architecture_of
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh, distributed_mesh
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum
-from planner.choice import method_to_read, with_layout_and_schedule
-from pretrain_gpt import resolve
+from planner.choice import READER
 from runtime.errors import DataError
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
 from tools.common.arguments import parser_for, positive
 from tools.common.report import markdown, write_results
 from tools.common.runs import Run, add_begin, add_mesh, mesh_of, open_run
-from train.assemble import build_runner
+from train.callbacks import say
 from train.checkpoint.api import load_model
 from train.checkpoint.manifest import CheckpointError
-from train.config.derive import complete, fitted
+from train.config.derive import fitted
 from train.config.entries import Config
+from train.config.finalize import complete
 from train.config.flags import ConfigError
 from train.config.sizes import validate_sizes
 from train.objectives.language import NextToken
 from train.run import check_writable, run_entry
-from train.watching import say
+from train.tasks.language import LanguageTask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,7 +137,7 @@ def main(argv: list[str]) -> None:
                     f"{args.data_path or ' '.join(args.text)} has no document of more than {args.seq_length} tokens; "
                     "give longer ones, or a smaller --seq-length"
                 )
-        config = complete(config, run.tokenizer.vocab_size, method_to_read, with_layout_and_schedule)
+        config = complete(config, run.tokenizer.vocab_size, READER)
         bounds, first = buckets(args.seq_length), args.seq_length - (args.last_tokens or 0)
         cuts = sorted({*bounds, first})
         sums = losses(run, config, mesh, rows, cuts)
@@ -191,11 +191,12 @@ def bucket(begin: int, end: int, cuts: Sequence[int], sums: Sequence[float], doc
 
 def losses(run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bounds: Sequence[int]) -> list[float]:
     """Return the sums of the losses of all rows, each [S + 1], in each bucket of positions; collective."""
-    resolved = resolve(config, mesh)
-    objective = LossByPosition(resolved.cp, mesh.device, config.recompute.loss_chunk_size or CHUNK, bounds)
-    resolved = replace(resolved, objective=objective)
-    load_model(run.checkpoint, resolved.parts, architecture_of(config.model))
-    runner = build_runner(resolved)
+    task = LanguageTask(config, mesh)
+    objective = LossByPosition(task.cp, mesh.device, config.recompute.loss_chunk_size or CHUNK, bounds)
+    task.objective = objective
+    parts = task.build_parts()
+    load_model(run.checkpoint, parts, architecture_of(config.model))
+    runner = task.build_runner(parts)
     each, ranks, rank = config.train.micro_batches(mesh.dp.size()), mesh.dp.size(), mesh.dp.get_local_rank()
     started = time.monotonic()
     for begin in range(0, len(rows), each * ranks):

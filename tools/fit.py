@@ -11,7 +11,6 @@ command line stay.
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,14 +71,14 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
     # every GPU kernel of softmax attention refuses float32
     more = ["--bf16"] if on_gpu and softmax and not plain and not config.train.bf16 else []
     if more:
-        config = replace(config, train=replace(config.train, bf16=True))
+        config = config.updated(bf16=True)
     own = config.mesh.context_parallel_size
     sizes = [own]
     if not any(flag.split("=")[0] == "--context-parallel-size" for flag in flags):
         sizes = sorted(divisors(size), key=lambda n: (n != own, abs(n - own)))
     for ranks in sizes:
         try:
-            ENTRIES[entry].validate(replace(config, mesh=replace(config.mesh, context_parallel_size=ranks)), size)
+            ENTRIES[entry].validate(config.updated(context_parallel_size=ranks), size)
         except UserError:
             continue
         return size, more + ([] if ranks == own else ["--context-parallel-size", str(ranks)])

@@ -53,6 +53,7 @@ from train.config.flags import MODELS, ConfigError, model_file, write_toml
 from train.config.language import validate
 from train.config.sizes import validate_sizes
 from train.run import exit_status
+from train.tasks.registry import task_of
 
 DEFAULT_TOP = 10
 ASSUMED = "h100"
@@ -101,14 +102,14 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     world_size = args.world_size or started or sizes
     if model and config.train.global_batch_size is None:
         batch = 1 if args.longest else max(1, world_size * TOKENS // config.sequence_length)
-        config = replace(config, train=replace(config.train, global_batch_size=batch))
+        config = config.updated(global_batch_size=batch)
 
     at_least(args, 1, "world_size", "top", "profile_top", "profile_iters")
-    _check_flags(args, rest, isinstance(config, Config))
+    _check_flags(args, rest, config.reads_text)
     args.top = args.top or DEFAULT_TOP
     if args.profile:
         _check_profile(config, world_size)
-    if isinstance(config, Config) and config.model.vocab_size is None:
+    if config.reads_text and config.model.vocab_size is None:
         if config.data.tokenizer_model is None:
             raise ConfigError(
                 "vocab_size is not set, and no tokenizer_model either; name a model first, as in tools.plan llama3_8b, "
@@ -141,8 +142,7 @@ def _check_profile(config: Config, world_size: int) -> None:
             f"profile needs {needed}, as planned for, and finds {started}; use torchrun with {needed} in all, or leave "
             "--profile out to predict alone"
         )
-    method = replace(config.context, context_parallel_method="auto", cluster=None)
-    validate(replace(config, context=method), world_size)
+    validate(config.updated(context_parallel_method="auto", cluster=None), world_size)
 
 
 def vocabulary(tokenizer: str, model: str | None) -> int:
@@ -157,16 +157,12 @@ def vocabulary(tokenizer: str, model: str | None) -> int:
 
 def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster) -> None:
     """Print the memory of the busiest process by component and, where it is too much, what to change first."""
-    import pretrain_dit
-    import pretrain_gpt
-
     config = with_joined_ranks(config, world_size)
     named = config.context.cluster
     device = config.mesh.device if named is None else cluster.device
-    config = replace(config, mesh=replace(config.mesh, device=device), context=replace(config.context, cluster=None))
+    config = config.updated(device=device, cluster=None)
     lengths = tuple(args.document_lengths)
-    text = isinstance(config, Config)
-    known = text and not lengths and config.data.data_path and config.data.tokenizer_model
+    known = config.reads_text and not lengths and config.data.data_path and config.data.tokenizer_model
     documents = heaviest_documents(config) if known else typical_documents(config, lengths)
     if config.context.context_parallel_method == "auto":
         found = rank([config], world_size, cluster, lengths)  # the fastest, of those that fit if any does
@@ -174,16 +170,14 @@ def fit(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster
         if not candidates:
             raise ConfigError(nothing_left(found, cluster))
         config = candidates[0].config
-    build: Any = pretrain_dit.resolve
-    if isinstance(config, Config):
-        config, build = with_layout(config, cluster), pretrain_gpt.resolve
+    config = with_layout(config, cluster)
     validate_sizes(config, world_size)
-    one = max(rehearsed(config, build, world_size, cluster, documents), key=lambda one: one.bytes)
+    one = max(rehearsed(config, task_of(config), world_size, cluster, documents), key=lambda one: one.bytes)
     parts = {name: one.memory[name] for name in CAUSES if one.memory.get(name)}
     fitting, said = verdict([one], cluster)
     needed, seconds = ([], None) if fitting else changes(config, world_size, cluster, documents, lengths)
     if args.json:
-        told = {"cluster": asdict(cluster), "memory_bytes_by_part": parts, "memory_bytes": one.bytes}
+        told = {"cluster": cluster.entries(), "memory_bytes_by_part": parts, "memory_bytes": one.bytes}
         told |= {"host_bytes": one.host, "fits": fitting, "changes": [*map(asdict, needed)], "seconds_then": seconds}
         told |= {"method": method_of(config), "mesh": mesh_of(config), "memory_by": memory_of(config)}
         print(json.dumps({**told, "processes": world_size, "sequence_length": config.sequence_length}))
@@ -240,7 +234,7 @@ def plan(argv: list[str]) -> None:
     if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group
         return
     if args.json:
-        told: dict[str, Any] = {"cluster": asdict(cluster), "rows": [row.entry() for row in rows[: args.top]]}
+        told: dict[str, Any] = {"cluster": cluster.entries(), "rows": [row.entry() for row in rows[: args.top]]}
         told |= {"refused": dict(found.refused), "too_large": len(found.over_memory)}
         print(json.dumps({**told, "host_short": len(found.over_host_memory)}))
     elif args.model:

@@ -56,7 +56,7 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
 
     Raises UserError: the file is missing, a line is not the record of an iteration, or none has the fields.
     """
-    from train.watching.metrics import read_metrics
+    from train.callbacks.metrics import read_metrics
 
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
@@ -91,7 +91,7 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
     """
     from matplotlib.figure import Figure
 
-    from train.watching.metrics import LOSSES as UNITS
+    from train.callbacks.metrics import LOSSES as UNITS
 
     if not 0 <= smooth < 1:
         raise UserError(f"--smooth is {smooth}; it must be 0 to below 1")

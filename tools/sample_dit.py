@@ -18,9 +18,9 @@ from torch import Tensor
 
 from data.latents.dataset import Vae
 from model.registry import architecture_of
-from parallel.mesh import Mesh, distributed_mesh
+from parallel.context.config import FullContextConfig
+from parallel.mesh import Mesh, MeshConfig, distributed_mesh
 from parallel.pipeline.stages import PipelineConfig
-from pretrain_dit import resolve
 from runtime.files import replacing
 from runtime.processes import launched_world_size
 from runtime.together import is_first, raise_together
@@ -36,7 +36,8 @@ from train.config.sizes import validate_mesh
 from train.float8 import Float8Config
 from train.resume import AVERAGED
 from train.run import check_writable, run_entry
-from train.sampling import Sampler, SamplingConfig, by_class, not_finite, write_grid
+from train.sampling import SamplingConfig, by_class, not_finite, write_grid
+from train.tasks.diffusion import DiffusionTask
 
 MOST_CLASSES = 10
 """Number of classes drawn if none are named."""
@@ -95,9 +96,10 @@ def _draw(
         if averaged and AVERAGED not in read_manifest(checkpoint).extra:
             fix = "give --no-ema to take these as trained"
             raise CheckpointError(f"{checkpoint} keeps no averages of the weights; {fix}")
-    resolved, section = resolve(config, mesh), "ema" if averaged else "model"
-    loaded = load_model(checkpoint, resolved.parts[0], architecture_of(config.model), section=section)
-    sampler = Sampler(resolved, diffusion_of(config), sampling, args.seed)
+    task, section = DiffusionTask(replace(config, sampling=sampling), mesh), "ema" if averaged else "model"
+    parts = task.build_parts()
+    loaded = load_model(checkpoint, parts[0], architecture_of(config.model), section=section)
+    sampler = task.sampler(parts, args.seed)
     folder = args.output or args.load / "samples" / f"drawn_{loaded.iteration:07d}"
     with raise_together():
         if is_first():
@@ -124,23 +126,26 @@ def config_of(run: Path) -> DiTRunConfig:
 
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     """Fit the run's configuration to ``processes``, without pipeline stages, which would wait for each other."""
-    mesh = replace(config.mesh, pipeline_model_parallel_size=1, balance_over="cp")
-    if processes % (mesh.tensor_model_parallel_size * mesh.context_parallel_size):
-        mesh = replace(mesh, tensor_model_parallel_size=1, context_parallel_size=1)
-    if mesh.device == "cuda" and not torch.cuda.is_available():
-        mesh = replace(mesh, device="auto")
-    context = config.context
+    sizes, context = config.mesh, config.context
+    if processes % (sizes.tensor_model_parallel_size * sizes.context_parallel_size):
+        sizes = MeshConfig()
     if context.context_parallel_method == "auto":  # which is about training steps
-        context = type(context)()
-    if mesh.context_parallel_size == 1:
-        context = type(context)(context_parallel_method="none")
+        context = FullContextConfig()
+    if sizes.context_parallel_size == 1:
+        context = FullContextConfig(context_parallel_method="none")
     # Sampling needs no copies of shards and no global batch, which would have to fit the number of processes.
-    shards, train = replace(config.data_parallel, num_distributed_optimizer_instances=1), config.train
-    found = replace(config, mesh=mesh, context=context, pipeline=PipelineConfig(), data_parallel=shards)
-    data = replace(config.data, pack_samples=False)
-    found = replace(found, train=replace(train, global_batch_size=None), data=data)
-    validate_mesh(found, processes)
-    return found
+    fitting = replace(config, context=context, pipeline=PipelineConfig()).updated(
+        tensor_model_parallel_size=sizes.tensor_model_parallel_size,
+        context_parallel_size=sizes.context_parallel_size,
+        pipeline_model_parallel_size=1,
+        balance_over="cp",
+        device="auto" if config.mesh.device == "cuda" and not torch.cuda.is_available() else config.mesh.device,
+        num_distributed_optimizer_instances=1,
+        pack_samples=False,
+        global_batch_size=None,
+    )
+    validate_mesh(fitting, processes)
+    return fitting
 
 
 def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) -> None:

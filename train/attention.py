@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import cuda, installed
 from kernels.attention import select_backend, takes_whole
+from kernels.backends import advice, cudnn
 from kernels.delta.rule import select_delta_backend
-from kernels.linear_attention import linear_attention, select_linear_backend
-from model.config import ModelConfig
+from kernels.gpu import gpu
+from kernels.linear_attention import select_linear_backend
+from kernels.ops import linear_attention
 from model.dit import full_sdpa
 from model.parts.attention import Attend, HybridAttention, LinearAttend, sdpa
 from model.parts.delta import DeltaAttend, OneDevice
 from parallel.context import ContextConfig, ContextParallel, context_parallel
-from parallel.context.linear.relayout import InsideAttention
+from parallel.context.linear.inside import InsideAttention
 from parallel.context.plan import PLANS, PlanHandle
 from parallel.context.transport import Transport
 from train.config.common import CommonConfig
@@ -175,33 +176,31 @@ def kernel_lines(config: CommonConfig) -> list[str]:
     dtype = config.train.dtype
     linear, own = getattr(model, "linear_attention", False), getattr(model, "own_softmax_layout", False)
     said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
-    if isinstance(model, ModelConfig) and model.traits.delta:
+    if config.delta:
         name, per_channel = "reference" if asked == "reference" else "auto", model.linear_gate == "per_channel"
         found = select_delta_backend(name, device, dtype, per_channel=per_channel, width=model.key_dim)
         said = [f"{found} (delta rule)"]
-    warned, here = None, installed.gpu()
+    warned, here = None, gpu()
     if not linear or own:
         softmax = asked if not own or asked == "reference" else "auto"  # a hybrid's backend is the linear one's
         kernel = _softmax_kernel(config, softmax, dtype)
-        said.append(installed.describe_kernel(kernel, here) if device == "cuda" else kernel)
-        if device == "cuda" and (own := installed.OWN.get(here.capability[0])):
-            why_not = installed.problem(own) if kernel == "aten" else None
-            width, documents = model.head_dim, config.packed
-            warned = installed.warning(kernel, here, softmax, documents=documents, width=width, why_not=why_not)
+        said.append(advice.describe_kernel(kernel, here) if device == "cuda" else kernel)
+        if device == "cuda":
+            warned = advice.warning(kernel, here, softmax, documents=config.packed, head_dim=model.head_dim)
     return [f"attention kernel: {'; '.join(said)}", *([f"WARNING: {warned}"] if warned else [])]
 
 
 def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
     """Return the kernel that softmax attention's whole tiles run by, or torch's where it is called without a method."""
-    device, here = config.mesh.device_type, installed.gpu()
+    device, here = config.mesh.device_type, gpu()
     hybrid_alone = getattr(config.model, "own_softmax_layout", False) and config.mesh.context_parallel_size == 1
     if config.context.context_parallel_method != "none" and (config.packed or not hybrid_alone):
         kernel = select_backend(backend, device, dtype, config.packed).name
     elif device == "cuda" and dtype == torch.float32:
         kernel = "scaled_dot_product_attention"
     else:
-        kernel = "cudnn" if device == "cuda" and installed.prefers_cudnn(here) else "aten"
-    return "aten" if kernel == "cudnn" and config.model.head_dim > cuda.widest_cudnn() else kernel
+        kernel = "cudnn" if device == "cuda" and cudnn.prefers_cudnn(here) else "aten"
+    return "aten" if kernel == "cudnn" and config.model.head_dim > cudnn.max_head_dim() else kernel
 
 
 def _whole(cp: ContextParallel, alone: Attend) -> Attend:

@@ -1,11 +1,11 @@
 """A rank's batches, made while the step before runs; with each the ranks agree on its size and on whether to go on."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, cached_property
-from typing import Generic, NamedTuple, TypeVar
+from functools import cache
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from parallel.mesh import Mesh
 from runtime.errors import UserError
 from runtime.signals import ASKING, StopRequest
 from runtime.together import is_first, raise_together
-from train.assemble import Run
+from train.callbacks import DATA, UPDATE, Callback, Step
 from train.checkpoint.saving import Saves
-from train.config.common import CommonConfig
-from train.watching import DATA, UPDATE, Step, Watcher
+from train.tasks.task import Task
 
 T = TypeVar("T")
 
@@ -84,7 +83,7 @@ class Clock:
                 self.seconds[name] += time.perf_counter() - start
 
 
-class StopAgreement(Watcher):
+class StopAgreement(Callback):
     """Ends the run before its next batch once a rank is asked to stop, or the run's time is over."""
 
     def __init__(self, minutes: float | None) -> None:
@@ -108,7 +107,7 @@ class StopAgreement(Watcher):
         """Take how many ranks each asks to stop."""
         self._sums = [int(count) for count in counts]
 
-    def after(self, step: Step) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Note that this start has done a step."""
         self._worked = True
 
@@ -123,20 +122,27 @@ class StopAgreement(Watcher):
 class Batches:
     """Takes the batches of steps on this rank, agreeing with the others."""
 
-    def __init__(
-        self, run: Run[CommonConfig], flops_per_token: Callable[[int], float], clock: Clock, saves: Saves | None
-    ) -> None:
-        """``flops_per_token``: of training on one token of a document of so many; ``saves``: in the background."""
-        self.stop = StopAgreement(run.config.train.exit_duration_in_mins)
+    def __init__(self, task: Task[Any], clock: Clock, saves: Saves | None) -> None:
+        """Set up for a run; ``saves`` are those that go on in the background."""
+        self.stop = StopAgreement(task.config.train.exit_duration_in_mins)
         self._clock, self._saves = clock, saves
-        self._run, self._flops = run, cache(flops_per_token)
-        self._again = dist.get_world_size() // run.mesh.dp_cp.size()
+        self._task, self._flops = task, cache(task.flops_per_token)
+        self._again = dist.get_world_size() // task.mesh.dp_cp.size()
         """Ranks that count the same tokens."""
+        self.batching = Batching(
+            global_batch_size=task.batch_samples,
+            micro_batch_size=task.config.train.micro_batch_size,
+            dp_rank=task.mesh.dp.get_local_rank(),
+            dp_size=task.mesh.dp.size(),
+            num_workers=task.config.data.num_workers,
+            pin_memory=task.mesh.device.type == "cuda",
+        )
+        """The division of a global batch among the data-parallel ranks, and how it is read."""
 
     def prefetched(self, steps: Iterator[list[Batch]]) -> Prefetcher[list[Batch]]:
         """Return this rank's parts of the micro-batches of each step, made while the step before runs."""
-        local = self._run.objective.local
-        return Prefetcher(([local(batch) for batch in step] for step in steps), self._run.mesh.device)
+        local = self._task.objective.local
+        return Prefetcher(([local(batch) for batch in step] for step in steps), self._task.mesh.device)
 
     def take(self, steps: Iterator[list[Batch]]) -> Taken | None:
         """Take a step's micro-batches, and agree on them; None at the end, on all ranks alike; collective.
@@ -144,7 +150,7 @@ class Batches:
         A bad sample on one rank raises the same error on all: its flag travels with the count of tokens, at no cost. So
         do requests to stop, after which there is no step to take, and whether a save in the background can go on.
         """
-        objective, error = self._run.objective, None
+        objective, error = self._task.objective, None
         micro_batches: list[Batch] = []
         try:
             with self._clock.part(DATA):
@@ -152,7 +158,7 @@ class Batches:
         except (UserError, RuntimeError) as caught:  # a sample, its plan, or memory for its copy on the device
             error = caught
         lengths = [length for local in micro_batches for length in objective.lengths(local)]
-        flops = sum(length * self._flops(length) for length in lengths) / self._run.mesh.cp.size()
+        flops = sum(length * self._flops(length) for length in lengths) / self._task.mesh.cp.size()
         valid = sum(int(local["count"]) for local in micro_batches)
         can_save = self._saves is not None and self._saves.ready
         counted = [valid, flops, error is not None, can_save, *self.stop.requests()]
@@ -169,19 +175,6 @@ class Batches:
                 if error is not None:
                     raise error
         return Taken(micro_batches, int(tokens) // self._again, flops / self._again) if micro_batches else None
-
-    @cached_property
-    def batching(self) -> Batching:
-        """The division of a global batch among the data-parallel ranks, and how it is read."""
-        config, mesh = self._run.config, self._run.mesh
-        return Batching(
-            global_batch_size=self._run.batch_samples,
-            micro_batch_size=config.train.micro_batch_size,
-            dp_rank=mesh.dp.get_local_rank(),
-            dp_size=mesh.dp.size(),
-            num_workers=config.data.num_workers,
-            pin_memory=mesh.device.type == "cuda",
-        )
 
 
 def summed(share: Tensor, mesh: Mesh) -> Tensor:

@@ -36,8 +36,9 @@ from train.attention import Context, context_of
 from train.checkpoint.api import CheckpointConfig, load_model
 from train.checkpoint.manifest import read_manifest
 from train.checkpoint.search import checkpoint_of
-from train.config.derive import Method, config_as_trained, fitted, with_method
+from train.config.derive import config_as_trained, fitted
 from train.config.entries import Config
+from train.config.finalize import Method, with_method
 from train.config.flags import ConfigError, config_file
 from train.config.language import load_config
 from train.config.sizes import validate_entries
@@ -100,16 +101,15 @@ class Writer:
             size = config.model.vocab_size or manifest.architecture["vocab_size"]
             for entries in filter(None, (size, config.model.position_table)):
                 validate_entries(entries, mesh.tp.size())
-            config = config_as_trained(replace(config, model=replace(config.model, vocab_size=size)), manifest.extra)
+            config = config_as_trained(config.updated(vocab_size=size), manifest.extra)
         if choose is not None:
             config = replace(config, checkpoint=CheckpointConfig())  # nothing is resumed, whatever the run began with
             config = with_method(config, dist.get_world_size(), choose)
         dtype = dtype or (torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32)
         # Of a hybrid's layouts the one that moves no tokens.
         layout: HybridLayout = "zigzag" if config.context.context_parallel_layout == "zigzag" else "contiguous"
-        config = replace(config, hybrid=replace(config.hybrid, hybrid_softmax_layout=layout))
         # Attention's backend is chosen for what is computed here, not for what the run computed in.
-        config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))
+        config = config.updated(hybrid_softmax_layout=layout, bf16=dtype == torch.bfloat16)
         self.config, self.folder, self.iteration = config, folder, manifest.iteration
         self._mesh = mesh
         self.replica, self.replicas = mesh.dp.get_local_rank(), mesh.dp.size()
@@ -129,7 +129,7 @@ class Writer:
         if mesh.tp.size() > 1:
             from parallel.tensor.split import split_model  # DTensor, which one process need not wait for
 
-            split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups)
+            split_model(part, mesh.tp)
         self._part = part.to_empty(device=mesh.device)
         load_model(folder, part, architecture_of(model))
         self._contexts: dict[int, Context] = {}
@@ -212,7 +212,7 @@ class Writer:
         padded = -(-length // step) * step
         padded = padded if model.position_table is None else min(padded, model.position_table)
         if padded not in self._contexts:
-            config = replace(self.config, train=replace(self.config.train, seq_length=padded))
+            config = self.config.updated(seq_length=padded)
             like = next(iter(self._contexts.values()), None)
             if len(self._contexts) == MOST_CONTEXTS:
                 del self._contexts[next(iter(self._contexts))]  # the oldest

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from model.registry import architecture_of
 from parallel.data import copy_whole
 from runtime.errors import printable
 from runtime.together import from_first, is_first, raise_together
-from train.checkpoint.api import compare_architecture, load_checkpoint, load_model
+from train.callbacks.health import Progress
+from train.checkpoint.api import CheckpointConfig, compare_architecture, load_checkpoint, load_model
 from train.checkpoint.manifest import MANIFEST, CheckpointError, is_count, read_manifest
 from train.checkpoint.saving import newest_checkpoint
 from train.config.common import CommonConfig
@@ -23,7 +24,6 @@ from train.config.flags import spelled
 from train.ema import Ema
 from train.optimizers.config import OptimizerConfig
 from train.schedule import Schedule, schedule_of
-from train.watching.health import Progress
 
 ADAPTED = "lora_"
 REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
@@ -32,15 +32,14 @@ MICRO = "micro_batch_size"
 AVERAGED = "ema_decay"
 """Key of the averages' decay in a checkpoint with averages of the weights."""
 
-C = TypeVar("C", bound=CommonConfig)
-C_co = TypeVar("C_co", bound=CommonConfig, covariant=True)
-
 
 @dataclass(frozen=True)
-class Start(Generic[C_co]):
-    """The beginning of a run: at a checkpoint, with the weights of one, or afresh. Found before anything is built."""
+class Start:
+    """Where a run starts: resumed, finetuned from weights, or from scratch. Decided before anything is built."""
 
-    config: C_co
+    checkpoint: CheckpointConfig
+    """The settings that led there."""
+    optimizer: OptimizerConfig
     """With the schedule that the run takes."""
     architecture: dict[str, Any]
     contents: dict[str, str]
@@ -60,7 +59,7 @@ class Start(Generic[C_co]):
         Raises UserError: broken, of another architecture, or a model that we do not have.
         """
         notes = list(self.notes)
-        if self.path is not None and self.config.checkpoint.hugging_face is not None:
+        if self.path is not None and self.checkpoint.hugging_face is not None:
             passed: list[str] = []
             with raise_together():
                 theirs, _, read = open_hf(self.path, passed.append)
@@ -76,35 +75,44 @@ class Start(Generic[C_co]):
                     if not is_adapter(name):
                         copy_whole(parameter, read(name))  # every rank reads each weight whole, one by one
             notes[1:1] = passed + changed
-        elif self.path is not None and self.config.checkpoint.finetune:
+        elif self.path is not None and self.checkpoint.finetune:
             fitting, notes[1:1] = _refitted(self.path, read_manifest(self.path).architecture, self.architecture)
             load_model(self.path, parts, fitting, fresh=is_adapter)
         elif self.path is not None:
             more = {"ema": ema.weights} if ema is not None and self.averaged is not None else None
             load_checkpoint(self.path, parts, optimizer, self.architecture, more=more)
             notes[1:1] = _averages(self.averaged, ema)
-        if ema is not None and self.path is not None and (self.averaged is None or self.config.checkpoint.finetune):
+        if ema is not None and self.path is not None and (self.averaged is None or self.checkpoint.finetune):
             ema.restart()
         if is_first() and notes:
             print("\n".join(map(printable, notes)), flush=True)
 
 
-def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]) -> Start[C]:
+def find_start(
+    config: CommonConfig,
+    architecture: dict[str, Any],
+    contents: dict[str, str],
+    checkpoint: CheckpointConfig | None = None,
+) -> Start:
     """Find the checkpoint of ``--load``, and check that the run can go on from it; collective.
+
+    ``checkpoint`` says what to load, by default as the configuration does.
 
     Without a checkpoint the run starts afresh. With ``--finetune`` only the weights are loaded, and rope and windows
     may be others than they were trained with: no weight's shape depends on them. Adapters begin there, where the
     checkpoint has none. The weights of ``hf:FOLDER`` are read from there, without a checkpoint between. Raises
     UserError: broken, of another objective, or missing where required.
     """
-    path, notes = config.checkpoint.hugging_face, list[str]()
-    if path is None and config.checkpoint.load is not None:
-        path = newest_checkpoint(config.checkpoint)
-        notes += [] if path is not None else [_without_checkpoint(config, architecture)]
-    if path is None or config.checkpoint.finetune:
+    checkpoint, optimizer = checkpoint or config.checkpoint, config.optimizer
+    path, notes = checkpoint.hugging_face, list[str]()
+    if path is None and checkpoint.load is not None:
+        path = newest_checkpoint(checkpoint)
+        notes += [] if path is not None else [_without_checkpoint(checkpoint, architecture)]
+    recorded = from_first(config.recorded)
+    if path is None or checkpoint.finetune:
         notes += [] if path is None else [f"weights from {path}; all else begins afresh"]
-        notes += shortened(config.optimizer, config.train.train_iters)
-        return Start(config, architecture, contents, Progress(), path, notes, recorded=from_first(config.recorded))
+        notes += shortened(optimizer, config.train.train_iters)
+        return Start(checkpoint, optimizer, architecture, contents, Progress(), path, notes, recorded=recorded)
     manifest = read_manifest(path)
     _check_adapters(path, manifest.architecture, architecture, begin=False)
     progress = progress_of(path, manifest.extra)
@@ -116,27 +124,26 @@ def find_start(config: C, architecture: dict[str, Any], contents: dict[str, str]
                 "of its own with another --save and without --load"
             )
     changed = changes(config, manifest.extra, contents)
-    _check_allowed(path, changed, config.checkpoint.allow_changed)
-    train = config.train.train_iters
-    optimizer, scheduled = continued(config.optimizer, train, path, manifest.extra, progress.iteration)
+    _check_allowed(path, changed, checkpoint.allow_changed)
+    train_iters = config.train.train_iters
+    optimizer, scheduled = continued(optimizer, train_iters, path, manifest.extra, progress.iteration)
     notes = [f"resumed from {path}, {progress.consumed_samples} samples consumed"]
     notes += [] if scheduled is None else [scheduled]
     notes += [f"note: {line}" for line in changed.values()]
-    averaged, config = manifest.extra.get(AVERAGED), replace(config, optimizer=optimizer)
-    return Start(config, architecture, contents, progress, path, notes, averaged, from_first(config.recorded))
+    averaged = manifest.extra.get(AVERAGED)
+    return Start(checkpoint, optimizer, architecture, contents, progress, path, notes, averaged, recorded)
 
 
-def _without_checkpoint(config: CommonConfig, architecture: dict[str, Any]) -> str:
+def _without_checkpoint(checkpoint: CheckpointConfig, architecture: dict[str, Any]) -> str:
     """Say that the run starts afresh. Raises CheckpointError if it is asked for what only a checkpoint gives."""
-    found = config.checkpoint
-    needs = {"finetune": found.finetune, "lora_rank": "lora_rank" in architecture}
-    needs["exit_on_missing_checkpoint"] = found.exit_on_missing_checkpoint
-    if (asked := next((name for name, needed in needs.items() if needed), None)) is not None:
+    needs = {"finetune": checkpoint.finetune, "lora_rank": "lora_rank" in architecture}
+    needs["exit_on_missing_checkpoint"] = checkpoint.exit_on_missing_checkpoint
+    if (needed := next((name for name, needed in needs.items() if needed), None)) is not None:
         raise CheckpointError(
-            f"load is {found.load}, which holds no checkpoint, and {asked} is set; name a run's folder, or leave the "
-            "flag out to start afresh"
+            f"load is {checkpoint.load}, which holds no checkpoint, and {needed} is set; name a run's folder, or leave "
+            "the flag out to start afresh"
         )
-    return f"no checkpoint in {found.load}: starting afresh"
+    return f"no checkpoint in {checkpoint.load}: starting afresh"
 
 
 def _refitted(path: Path, there: dict[str, Any], here: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

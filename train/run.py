@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,14 +22,8 @@ from runtime.processes import launched_world_size
 from runtime.signals import end_with_launcher
 from runtime.slurm import AGAIN, leave_ending
 from runtime.together import first_to_report, from_first, is_first, raise_together, report_unresponsive_ranks
-from train.checkpoint.api import CheckpointConfig
-from train.checkpoint.drafts import remove_drafts
-from train.checkpoint.manifest import STARTS, fingerprint
-from train.checkpoint.search import POINTER, saved_iterations
-from train.config.common import CommonConfig
-from train.config.flags import ConfigError, load, write_toml
-from train.watching.health import FAILURES, Progress, read_failures
-from train.watching.metrics import (
+from train.callbacks.health import FAILURES, Progress, read_failures
+from train.callbacks.metrics import (
     METRICS,
     LoggingConfig,
     RunLog,
@@ -38,6 +32,12 @@ from train.watching.metrics import (
     lacks_validation,
     read_metrics,
 )
+from train.checkpoint.api import CheckpointConfig
+from train.checkpoint.drafts import remove_drafts
+from train.checkpoint.manifest import STARTS, fingerprint
+from train.checkpoint.search import POINTER, saved_iterations
+from train.config.common import CommonConfig
+from train.config.flags import ConfigError, load, write_toml
 
 # How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
 SECONDS_TO_SPEAK = 5.0
@@ -217,18 +217,11 @@ def check_writable(folder: Path, name: str) -> None:
         raise ConfigError(f"{name} is {folder}, {why}")
 
 
-def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
-    """Write config.toml and open the run's log on the first rank; return None on the others. Collective.
+def open_log(config: CommonConfig, saved: CommonConfig, progress: Progress) -> RunLog | None:
+    """Write ``saved`` as config.toml and open the run's log on the first rank; return None on the others. Collective.
 
-    Nothing is written where nothing is left to do.
-
-    The configuration is as given, before ``resume``: checkpoints keep the resumed schedule. The flags that choose it
-    and finetune are left out, as they hold for this start alone, and so is a load that only finetune takes.
+    Nothing is written if nothing is left to do.
     """
-    once = replace(config.optimizer, override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
-    given, source = config.checkpoint, config.checkpoint.hugging_face
-    lasting = replace(given, finetune=False, allow_changed=(), load=given.load if source is None else None)
-    config = replace(config, optimizer=once, checkpoint=lasting)
     log: RunLog | None = None
     with raise_together():
         if is_first():
@@ -240,11 +233,11 @@ def open_log(config: CommonConfig, progress: Progress) -> RunLog | None:
                 if not (config.train.eval_iters and lacks_validation(kept, progress.iteration)):
                     return RunLog(None, LoggingConfig(), {}, progress.iteration)
             device = torch.cuda.get_device_name() if config.mesh.device_type == "cuda" else "cpu"
-            log = RunLog(folder, config.logging, asdict(config), progress.iteration, device)
+            log = RunLog(folder, config.logging, asdict(saved), progress.iteration, device)
             if folder is not None and progress.iteration < config.train.train_iters:
                 with disk_errors(folder):
-                    write_text(folder / "config.toml", write_toml(config))
-                    _copy_hf_files(given, folder)
+                    write_text(folder / "config.toml", write_toml(saved))
+                    _copy_hf_files(config.checkpoint, folder)
     return log
 
 

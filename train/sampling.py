@@ -18,11 +18,12 @@ from torch import Tensor
 
 from model.diffusion import Diffusion, draw, guided
 from model.dit import patchify, unpatchify
+from parallel.context import ContextParallel
+from parallel.mesh import Mesh
 from runtime.errors import at_least, require
 from runtime.files import unwritable
 from runtime.tensors import generator_of
 from runtime.together import is_first, raise_together
-from train.assemble import Run
 from train.config.flags import ConfigError
 
 SMALLEST_SIDE = 48
@@ -84,12 +85,20 @@ class SamplingConfig:
 class Sampler:
     """Draw samples with the parts of a model on the ranks of a mesh."""
 
-    def __init__(self, run: Run[Any], diffusion: Diffusion, sampling: SamplingConfig, seed: int) -> None:
-        """Set up for a run of a diffusion transformer; samples go through the model as joined as in its training."""
-        self._joined = run.config.train.micro_batch_size if run.config.packed else None
-        self._parts, self._mesh, self._cp, self._model = run.parts, run.mesh, run.cp, run.config.model
-        self._diffusion, self._sampling, self._seed = diffusion, sampling, seed
-        self._positions = run.cp.positions.to(run.mesh.device)  # [T]
+    def __init__(
+        self,
+        config: Any,
+        mesh: Mesh,
+        cp: ContextParallel,
+        parts: Sequence[Any],
+        diffusion: Diffusion,
+        seed: int,
+    ) -> None:
+        """Set up for a run's ``parts`` of a diffusion transformer; samples are joined as in its training."""
+        self._joined = config.train.micro_batch_size if config.packed else None
+        self._parts, self._mesh, self._cp, self._model = parts, mesh, cp, config.model
+        self._diffusion, self._sampling, self._seed = diffusion, config.sampling, seed
+        self._positions = cp.positions.to(mesh.device)  # [T]
 
     @torch.no_grad()
     def draw(self, labels: Sequence[int], batch_size: int = 64) -> Tensor:

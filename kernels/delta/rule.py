@@ -14,62 +14,21 @@ else is computed again in the backward.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.delta import chunks
+from kernels.backends import LINEAR
+from kernels.backends.base import SIMULATED_SLAB, Slab
 from kernels.delta.chunks import CHUNK
 from kernels.linear_attention import check_sequence
-from kernels.triton import has_triton, interpreted
 from runtime.errors import UserError
-from runtime.tensors import accum_dtype, differentiable
+from runtime.simulation import device_type_of
+from runtime.tensors import accum_dtype
 
-DELTA_BACKENDS = ("chunked", "triton", "reference")
 CPU_CHUNKS, GPU_CHUNKS = 32, 4096
 """Chunks of all rows in one slab."""
-WIDEST = 256
-"""Channels of keys that the Triton kernels take."""
-
-
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    *,
-    documents: Sequence[int] | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule; differentiable in all tensors.
-
-    Args:
-        q: ``[B, T, K, D]``, as k; key head h serves the value heads h n to h n + n - 1.
-        v: ``[B, T, H, E]``, H = n K.
-        g: log of the gates, <= 0: ``[B, T, H]``, or ``[B, T, H, D]`` with H = K.
-        beta: ``[B, T, H]``, from 0 to 2.
-        state: state before the first token ``[B, H, D, E]``, default zero; only the first document sees it.
-        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the state.
-        backend: as for ``select_delta_backend``.
-
-    Returns:
-        out ``[B, T, H, E]`` in v's dtype, and the state after the last token in float32 or wider.
-
-    Raises:
-        ValueError: shapes that do not match.
-        UserError: the backend does not exist.
-    """
-    check((q, k, v, g, beta), state, documents)
-    name = select_delta_backend(backend, q.device.type, q.dtype, per_channel=g.ndim == 4, width=q.shape[-1])
-    if name == "reference":
-        return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
-    out, states = torch.ops.longmesh.delta_rule(q, k, v, gates_with_resets(g, documents), beta, state, name)
-    return out, states[-1]
 
 
 def check(inputs: tuple[Tensor, ...], state: Tensor | None = None, documents: Sequence[int] | None = None) -> None:
@@ -100,32 +59,25 @@ def select_delta_backend(
     per_channel: bool = False,
     width: int = 128,
 ) -> str:
-    """Return the backend; ``auto`` takes the fastest available.
-
-    ``chunked`` is torch on any device, ``reference`` goes token by token. ``triton`` has kernels for a GPU, with gates
-    per head and keys of up to 256 channels: ``auto`` takes it there for 16-bit inputs that are so, and ``chunked`` for
-    gates per channel, wider keys and float32, whose products by TF32 are slower than torch's.
+    """Return the backend; ``auto`` takes the fastest available, and ``chunked`` for what that does not take.
 
     Raises:
         UserError: the backend does not exist, or cannot take these inputs.
     """
     if name == "auto":
-        fits = dtype in (torch.bfloat16, torch.float16) and not per_channel and width <= WIDEST
-        return "triton" if device_type == "cuda" and fits and has_triton() else "chunked"
-    if name not in DELTA_BACKENDS:
-        raise UserError(
-            f"attention_backend is {name!r}, which has no delta rule; use auto, {', '.join(DELTA_BACKENDS)}"
+        automatic = (
+            other
+            for other, backend in LINEAR.items()
+            if backend.is_automatic_linear(device_type, dtype)
+            and not backend.delta_refusal(per_channel=per_channel, key_dim=width)
         )
-    if name == "triton":
-        problems = {
-            "is not installed": not has_triton(),
-            f"needs a cuda device and this one is {device_type}": device_type != "cuda" and not interpreted(),
-            f"takes no {dtype} in the delta rule": dtype not in (torch.bfloat16, torch.float16, torch.float32),
-            "takes gates per head in the delta rule, and these are per channel": per_channel,
-            f"takes keys of up to {WIDEST} channels in the delta rule, and these have {width}": width > WIDEST,
-        }
-        for problem in (text for text, found in problems.items() if found):
-            raise UserError(f"attention_backend triton {problem}; use auto or chunked")
+        return next(automatic, "chunked")
+    if name not in LINEAR:
+        raise UserError(f"attention_backend is {name!r}, which has no delta rule; use auto, {', '.join(LINEAR)}")
+    if refusal := LINEAR[name].refusal(name, device_type, dtype):
+        raise UserError(refusal)
+    if problem := LINEAR[name].delta_refusal(per_channel=per_channel, key_dim=width):
+        raise UserError(f"attention_backend {name} {problem}; use auto or chunked")
     return name
 
 
@@ -139,15 +91,12 @@ def gates_with_resets(g: Tensor, documents: Sequence[int] | None) -> Tensor:
     return g.masked_fill(begins.view(-1, *[1] * (g.ndim - 2)), -math.inf)
 
 
-def kernel_of(backend: str, k: Tensor, g: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:
-    """Return a slab's forward and backward, as ``kernels.delta.chunks`` has them; ``reference`` takes these."""
-    asked = "chunked" if backend == "reference" else backend
-    name = select_delta_backend(asked, k.device.type, k.dtype, per_channel=g.ndim == 4, width=k.shape[-1])
-    if name == "triton":
-        from kernels.triton import delta, delta_backward
-
-        return delta.forward, delta_backward.backward
-    return chunks.forward, chunks.backward
+def kernel_of(backend: str, k: Tensor, g: Tensor) -> Slab:
+    """Return a slab's forward and backward, as ``kernels.delta.chunks`` has them."""
+    if SIMULATED_SLAB.value is not None:
+        return SIMULATED_SLAB.value
+    name = select_delta_backend(backend, k.device.type, k.dtype, per_channel=g.ndim == 4, width=k.shape[-1])
+    return LINEAR[name].delta_slab()
 
 
 def scan(
@@ -214,38 +163,10 @@ def empty_states(k: Tensor, v: Tensor) -> Tensor:
 def _slabs(k: Tensor, v: Tensor) -> list[slice]:
     """Cut the tokens into slabs of whole chunks, whose temporaries a processor's cache holds."""
     rows = v.shape[0] * v.shape[2]
-    step = CHUNK * max(1, (CPU_CHUNKS if v.device.type == "cpu" else GPU_CHUNKS) // rows)
+    step = CHUNK * max(1, (CPU_CHUNKS if device_type_of(v) == "cpu" else GPU_CHUNKS) // rows)
     return [slice(first, first + step) for first in range(0, k.shape[1], step)]
 
 
 def _zero_state(k: Tensor, v: Tensor) -> Tensor:
     wide = accum_dtype(k.dtype)
     return v.new_zeros((v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]), dtype=wide)
-
-
-def _forward(*given: Any) -> tuple[Tensor, Tensor]:
-    *inputs, backend = given
-    with torch.autocast(inputs[0].device.type, enabled=False):
-        out, states = scan(*inputs, backend=backend)
-    return out.to(inputs[2].dtype), states
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), empty_states(k, v)
-
-
-def _backward(dout: Tensor, dstates: Tensor | None, *given: Any) -> list[Tensor]:
-    *inputs, _, states, backend = given
-    dfinal = None if dstates is None else dstates[-1]
-    with torch.autocast(dout.device.type, enabled=False):
-        *found, dstate = backward(tuple(inputs), states, dout, dfinal, backend=backend)
-    return [*found, dstate.clone()]  # not all states' memory
-
-
-differentiable(
-    "longmesh::delta_rule",
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state",
-    "str backend",
-    *(_forward, _fake, _backward),
-    saves=[1],
-)

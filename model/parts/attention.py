@@ -6,18 +6,20 @@ In linear attention queries and keys have width D, values width E.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from kernels.linear_attention import linear_attention, state_after
+from kernels.linear_attention import state_after
+from kernels.ops import linear_attention
 from model.config import ModelConfig
 from model.parts.norms import NORMS, JointRMSNorm, ZeroCentredRMSNorm
 from model.parts.projections import Linear
 from model.parts.rotary import Rotary
+from model.parts.weights import Inits, Splits
 from model.parts.windows import SoftmaxType, Window
 from runtime.errors import UserError
 from runtime.tensors import accum_dtype
@@ -186,6 +188,28 @@ class Attention(nn.Module):
     by 0.4 % at most, as it does a norm's weight.
     """
 
+    INIT: ClassVar[Inits] = {
+        "wq": "qkv",
+        "wk": "qkv",
+        "wv": "qkv",
+        "wu": "matrix",
+        "q_norm": "ones",
+        "k_norm": "ones",
+        "sinks": "normal",
+        "wo": "residual",
+    }
+    SPLIT: ClassVar[Splits] = {
+        "num_heads": "heads",
+        "wq": "columns",
+        "wk": "kv_heads",
+        "wv": "kv_heads",
+        "wu": "columns",
+        "q_norm": "whole",
+        "k_norm": "whole",
+        "sinks": "heads",
+        "wo": "rows",
+    }
+
     def __init__(
         self,
         hidden_size: int,
@@ -219,15 +243,26 @@ class Attention(nn.Module):
         self.k_norm = None if qk_norm is None else qk_norm(num_query_groups)
         self.wo = Linear(num_heads * head_dim, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any = None, states: States | None = None) -> Tensor:
-        """Apply the attention under the micro-batch's mask; with states, attend to this layer's cache too."""
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        mask: Any = None,
+        states: States | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Apply the attention under the micro-batch's mask; with states, attend to this layer's
+        cache too.
+
+        ``sinks`` are those of these heads: under tensor parallelism a device holds some of them.
+        """
         rotary = rotary if rotary is None else rotary.under(self.window)
         # -1, not the number of heads: under tensor parallelism a device holds some of them.
         # k and v first: with several devices they may be in transit while q is projected.
         # What has been rotated has no name: its memory is free for the attention.
         k = self._placed(self.wk(x).unflatten(-1, (-1, self.head_dim)), self.k_norm, rotary)  # [B, T, G, D]
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        attention = self._prefetched(k, v, mask, states)
+        attention = self._prefetched(k, v, mask, states, sinks)
         out = attention(
             self._placed(self.wq(x).unflatten(-1, (-1, self.head_dim)), self.q_norm, rotary)
         )  # [B, T, H, D]
@@ -240,9 +275,11 @@ class Attention(nn.Module):
         x = x if norm is None else norm(x)
         return x if rotary is None else rotary.rotate(x)
 
-    def _prefetched(self, k: Tensor, v: Tensor, mask: Any, states: States | None) -> Callable[[Tensor], Tensor]:
+    def _prefetched(
+        self, k: Tensor, v: Tensor, mask: Any, states: States | None, sinks: Tensor | None
+    ) -> Callable[[Tensor], Tensor]:
         """Return q -> attention to k and v, on which a PrefetchingAttend starts now."""
-        sinks = self.own_sinks(k)
+        sinks = self.own_sinks(k, sinks)
         if states is not None:
             refuse_mask(mask)
             if (attention := states.attention(self.layer, k, v, _left(self.window), sinks)) is not None:
@@ -253,14 +290,15 @@ class Attention(nn.Module):
             return self.attend.prefetch_kv(k, v, **settings)
         return lambda q: self.attend(q, k, v, **settings)
 
-    def own_sinks(self, like: Tensor) -> Tensor | None:
+    def own_sinks(self, like: Tensor, sinks: Tensor | None = None) -> Tensor | None:
         """Return the scores [H] of the sinks of this device's heads on the device of ``like``; None if there are none.
 
-        off-by-one is a score of 0, whose exponential is 1.
+        off-by-one is a score of 0, whose exponential is 1. Learned ones are ``sinks``, by default
+        all heads'.
         """
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.num_heads, dtype=torch.float32, device=like.device)
-        return self.sinks
+        return self.sinks if sinks is None else sinks
 
 
 def attention_of(config: ModelConfig, layer: int, attend: Attend) -> Attention:

@@ -1,11 +1,12 @@
 """Layers of an attention, a feed-forward and norms before them, after them, or both."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from kernels.cache import States
+from model.parts.weights import Inits, Splits
 
 
 class PreNormLayer(nn.Module):
@@ -13,6 +14,14 @@ class PreNormLayer(nn.Module):
 
     ``places`` are what its attention is told of the tokens' positions.
     """
+
+    INIT: ClassVar[Inits] = {"attention_norm": "ones", "mlp_norm": "ones"}
+    SPLIT: ClassVar[Splits] = {
+        "attention_norm": "tokens",
+        "attention": "all_tokens",
+        "mlp_norm": "tokens",
+        "mlp": "all_tokens",
+    }
 
     def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -34,6 +43,17 @@ class PostNormLayer(PreNormLayer):
 
 class BothNormsLayer(PreNormLayer):
     """A layer that normalises what it reads of the residual stream and what it adds to it, as Gemma 2 and 3 do."""
+
+    INIT: ClassVar[Inits] = {
+        **PreNormLayer.INIT,
+        "attention_post_norm": "ones",
+        "mlp_post_norm": "ones",
+    }
+    SPLIT: ClassVar[Splits] = {
+        **PreNormLayer.SPLIT,
+        "attention_post_norm": "tokens",
+        "mlp_post_norm": "tokens",
+    }
 
     def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__(norm, attention, mlp)

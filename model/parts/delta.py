@@ -9,20 +9,20 @@ Shapes: B sequences, T tokens, C width of the residual stream, K key heads of wi
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from kernels.delta.convolution import causal_convolution
-from kernels.delta.rule import delta_rule
 from kernels.operators import gated
+from kernels.ops import causal_convolution, delta_rule
 from model.config import ModelConfig
 from model.parts.attention import refuse_mask
 from model.parts.norms import RMSNorm
 from model.parts.projections import Bottleneck, Linear
+from model.parts.weights import Inits, Splits, constant, drawn, uniform
 from runtime.tensors import accum_dtype
 
 L2_EPSILON = 1e-6
@@ -57,8 +57,11 @@ class OneDevice:
 class Taps(nn.Module):
     """The weight of a convolution of each channel, [channels * taps], a vector as a norm's: it does not decay."""
 
+    SPLIT: ClassVar[Splits] = {"weight": "heads"}
+
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
+        self.INIT: Inits = {"weight": uniform(taps**-0.5)}  # nn.Conv1d's
         self.taps = taps
         self.weight = nn.Parameter(torch.empty(channels * taps))
 
@@ -75,9 +78,22 @@ class Gates(nn.Module):
 
     full_precision = True
     """Read by parallel/data.py and LanguageModel.cast."""
+    SPLIT: ClassVar[Splits] = {"A_log": "heads", "dt_bias": "heads"}
 
-    def __init__(self, heads: int, channels: int = 1) -> None:
+    def __init__(
+        self,
+        heads: int,
+        channels: int = 1,
+        *,
+        min_rate: float = 0.01,
+        dt_ones: bool = False,
+    ) -> None:
+        """Build them; rates begin at ``min_rate`` or more, and with ``dt_ones`` biases at 1."""
         super().__init__()
+        self.INIT: Inits = {
+            "A_log": partial(drawn, partial(initial_rate, least=min_rate)),
+            "dt_bias": partial(constant, 1.0) if dt_ones else partial(drawn, initial_bias),
+        }
         self.channels = channels
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * channels))
@@ -99,6 +115,27 @@ class DeltaAttention(nn.Module):
     the convolution is one, so that what it reads of other devices travels once.
     """
 
+    INIT: ClassVar[Inits] = {
+        "wq": "qkv",
+        "wk": "qkv",
+        "wv": "qkv",
+        "wu": "matrix",
+        "wa": "matrix",
+        "wb": "matrix",
+        "out_norm": "ones",
+        "wo": "residual",
+    }
+    SPLIT: ClassVar[Splits] = {
+        "wq": "columns",
+        "wk": "columns",
+        "wv": "columns",
+        "wu": "columns",
+        "wa": "columns",
+        "wb": "columns",
+        "out_norm": "whole",
+        "wo": "rows",
+    }
+
     def __init__(self, config: ModelConfig, layer: int, attend: DeltaAttend) -> None:
         super().__init__()
         self.layer = layer
@@ -113,7 +150,12 @@ class DeltaAttention(nn.Module):
         channels = self.key_dim if self.per_channel else 1
         through = partial(Bottleneck, width, self.value_dim) if self.per_channel else partial(Linear, width, bias=False)
         self.wu, self.wa, self.wb = through(values), through(heads * channels), Linear(width, heads, bias=False)
-        self.gates = Gates(heads, channels)
+        self.gates = Gates(
+            heads,
+            channels,
+            min_rate=1.0 if self.per_channel else 0.01,
+            dt_ones=traits.dt_ones and not self.per_channel,
+        )
         self.out_norm = RMSNorm(self.value_dim, eps=traits.out_epsilon or config.norm_epsilon)
         self.wo = Linear(values, width, bias=False)
 

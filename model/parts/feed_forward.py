@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.operators import Activation, gated
 from model.parts.projections import Linear
+from model.parts.weights import Inits, Splits
 
 
 class SwiGLU(nn.Module):
@@ -15,6 +17,9 @@ class SwiGLU(nn.Module):
 
     With another activation it is a GeGLU.
     """
+
+    INIT: ClassVar[Inits] = {"gate": "matrix", "up": "matrix", "down": "residual"}
+    SPLIT: ClassVar[Splits] = {"gate": "columns", "up": "columns", "down": "rows"}
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: Activation = "silu") -> None:
         super().__init__()
@@ -36,6 +41,9 @@ class SGLU(SwiGLU):
 
 class MLP(nn.Module):
     """Feed-forward with biases, down(gelu(up(x))), with GPT-2's tanh form of GELU (Hendrycks & Gimpel 2016)."""
+
+    INIT: ClassVar[Inits] = {"up": "matrix", "down": "residual"}
+    SPLIT: ClassVar[Splits] = {"up": "columns", "down": "rows"}
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()

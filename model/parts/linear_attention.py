@@ -12,7 +12,7 @@ Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residu
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from model.parts.attention import LinearAttend, LinearCore
 from model.parts.norms import RMSNorm
 from model.parts.projections import Linear
 from model.parts.rotary import Rotary
+from model.parts.weights import Beginning, Inits, Splits
 from runtime.tensors import accum_dtype
 
 
@@ -47,6 +48,13 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes if whole == heads else slopes + alibi_slopes(2 * whole)[::2][: heads - whole]
 
 
+def initial_angles(weight: Beginning) -> Tensor:
+    """Return the angles j of LRPE, 10000^(-2 j / channels); an ``Init``."""
+    channels = weight.shape[0]
+    exponents = -2 / channels * torch.arange(channels, dtype=torch.float64)
+    return (10000.0**exponents).float()[weight.part]
+
+
 class LRPE(nn.Module):
     """Linearized relative positions (Qin et al. 2023b): x -> [x cos(theta t), x sin(theta t)], twice as wide.
 
@@ -56,6 +64,8 @@ class LRPE(nn.Module):
 
     full_precision = True
     """Read by parallel/data.py and LanguageModel.cast."""
+    INIT: ClassVar[Inits] = {"theta": initial_angles}
+    SPLIT: ClassVar[Splits] = {"theta": "heads"}
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -77,6 +87,23 @@ class LRPE(nn.Module):
 
 class TokenMixer(LinearCore):
     """Projections, SiLU on queries and keys, positions in the first layer, linear attention, norm, gate, output."""
+
+    INIT: ClassVar[Inits] = {
+        "wq": "qkv",
+        "wk": "qkv",
+        "wv": "qkv",
+        "wu": "matrix",
+        "wo": "residual",
+    }
+    SPLIT: ClassVar[Splits] = {
+        "log_decay": "heads",
+        "wq": "columns",
+        "wk": "columns",
+        "wv": "columns",
+        "wu": "columns",
+        "norm": "all_heads",
+        "wo": "rows",
+    }
 
     def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
         super().__init__()
@@ -121,6 +148,9 @@ class Sinusoids(nn.Module):
 
 class LinearAttention(LinearCore):
     """Projections with biases, features, linear attention normalised by the sum of weights, output projection."""
+
+    INIT: ClassVar[Inits] = {"wq": "qkv", "wk": "qkv", "wv": "qkv", "wo": "residual"}
+    SPLIT: ClassVar[Splits] = {"wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows"}
 
     def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
         super().__init__()

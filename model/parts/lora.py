@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from model.parts.weights import Inits, input_uniform
 from runtime.errors import UserError, require
-from runtime.tensors import Part, initial_weight_slice
 
 THEIRS = {
     "q_proj": "wq",
@@ -75,13 +75,26 @@ class LoraConfig:
         return replace(self, lora_rank=None, lora_alpha=None, lora_target=())
 
 
+class AdapterA(nn.Linear):
+    """The adapter's first matrix [r, in], which begins as PEFT draws it."""
+
+    INIT: ClassVar[Inits] = {"weight": input_uniform}
+
+
+class AdapterB(nn.Linear):
+    """The adapter's second matrix [out, r], which begins at 0, so that the model begins as it
+    is."""
+
+    INIT: ClassVar[Inits] = {"weight": "zeros"}
+
+
 def add_adapters(model: nn.Module, targets: Sequence[str], rank: int, scale: float) -> None:
     """Add an adapter to every linear layer with one of these names, and freeze all else, in place."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if name.rpartition(".")[2] in targets and isinstance(module, nn.Linear):
-            module.lora_A = nn.Linear(module.in_features, rank, bias=False)
-            module.lora_B = nn.Linear(rank, module.out_features, bias=False)
+            module.lora_A = AdapterA(module.in_features, rank, bias=False)
+            module.lora_B = AdapterB(rank, module.out_features, bias=False)
             # A hook, not a forward of its own: tensor parallelism replaces the forwards of all three layers.
             module.register_forward_hook(partial(_adapt, scale))
 
@@ -95,17 +108,6 @@ def _adapt(scale: float, module: Any, inputs: tuple[Tensor, ...], out: Tensor) -
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of this name is an adapter's."""
     return name.endswith(ADAPTERS)
-
-
-def initial_adapter(name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
-    """Return the initial value (float32) of a part of an adapter's parameter, as PEFT draws it.
-
-    B is 0, so that the model begins as it is; A is uniform within 1 / sqrt(in), Kaiming's with slope sqrt(5).
-    """
-    if name.endswith(ADAPTERS[1]):
-        return torch.zeros(*shape)[part]
-    bound = 1 / math.sqrt(shape[1])
-    return initial_weight_slice(partial(nn.init.uniform_, a=-bound, b=bound), name, shape, seed, part)
 
 
 def merge(

@@ -5,10 +5,12 @@ Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residu
 
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.parts.weights import Inits, Splits
 from runtime.tensors import accum_dtype
 
 # Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
@@ -18,6 +20,8 @@ RMSNorm = nn.RMSNorm
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
     """RMS norm times 1 + weight, all in float32, since 1 + weight in bfloat16 has few of the weight's digits."""
+
+    INIT: ClassVar[Inits] = {"weight": "zeros"}
 
     scale: float = 1.0
     """A factor of the result, before it is rounded."""
@@ -32,8 +36,7 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
 class JointRMSNorm(nn.RMSNorm):
     """RMS norm over the channels of all heads at once: [B, T, H, D] -> [B, T, H, D]."""
 
-    joint = True
-    """Read by parallel/tensor/split.py."""
+    SPLIT: ClassVar[Splits] = {"weight": "all_heads"}
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(-2)).view_as(x)

@@ -1,8 +1,11 @@
 """Linear layers of the parts: one product, or two through a bottleneck."""
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from kernels.operators import linear
+from model.parts.weights import Inits, Splits
 
 
 class Linear(nn.Linear):
@@ -14,6 +17,9 @@ class Linear(nn.Linear):
 
 class Bottleneck(nn.Module):
     """A projection through few channels: [..., C] -> [..., out]."""
+
+    INIT: ClassVar[Inits] = {"narrow": "matrix", "wide": "matrix"}
+    SPLIT: ClassVar[Splits] = {"narrow": "whole", "wide": "columns"}
 
     def __init__(self, hidden_size: int, channels: int, out: int) -> None:
         super().__init__()

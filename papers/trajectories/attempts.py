@@ -35,8 +35,8 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.training import PEAK
+from train.callbacks.metrics import METRICS, read_metrics
 from train.generation import opened
-from train.watching.metrics import METRICS, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

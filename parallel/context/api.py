@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear_attention import check, linear_attention
+from kernels.linear_attention import check
+from kernels.ops import linear_attention
+from parallel.context import ops
 from parallel.context.executor import Executor, StagedExecutor
 from parallel.context.layout import ContextError, Window
 from parallel.context.linear.attention import DeltaAttention
@@ -93,15 +95,20 @@ class SoftmaxAttention:
         early: bool = False,
     ) -> Callable[[Tensor], Tensor]:
         """Return q -> attention to these keys and values, whose gathering starts now if it is ``early``."""
-        keys, values, handle = self._heads.to_heads(k), self._heads.to_heads(v), self._executor.handle
-        prefetch = torch.ops.longmesh.prefetch_kv(keys.detach(), values.detach(), handle) if early else None
+        keys, values, executor = (
+            ops.tokens_to_heads(self._heads, k),
+            ops.tokens_to_heads(self._heads, v),
+            self._executor,
+        )
+        prefetch = ops.prefetch_kv(executor, keys, values) if early else None
 
         def attention(q: Tensor) -> Tensor:
             self._check_queries(q, k, sinks)
             own = None if sinks is None else self._heads.own(sinks)
-            rest = q.shape[-1] ** -0.5 if scale is None else scale, handle, plan, list(window or ()), prefetch
-            out, _ = torch.ops.longmesh.context_attention(self._heads.to_heads(q), keys, values, own, *rest)
-            return self._heads.to_tokens(out)
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            queries = ops.tokens_to_heads(self._heads, q)
+            out = ops.context_attention(executor, queries, keys, values, own, factor, plan, window, prefetch)
+            return ops.heads_to_tokens(self._heads, out)
 
         return attention
 
@@ -269,16 +276,15 @@ class ContextParallel:
             raise ContextError(f"attend_linear: {error}") from error
         q, k, v = map(self._without_padding, (q, k, v))  # NaN there would reach tokens by products with 0
         if geometry.method.states:
-            operands = q, k, v, log_decay, self._state_executor.handle, handle.tensor
-            return self._without_padding(torch.ops.longmesh.state_attention(*operands)[0])
+            return self._without_padding(ops.state_attention(self._state_executor, q, k, v, log_decay, handle.tensor))
         geometry.check_heads(q.shape[2], q.shape[2])
         ranks, bounds = geometry.head_group(self._rank), PLANS[handle.tensor].boundaries
         own = len(log_decay) // len(ranks)
         rates = log_decay[ranks.index(self._rank) * own :][:own]
         documents = (0, *bounds, self.plan.padded_len) if bounds else None  # padding is a document
-        q, k, v = (self._heads.to_heads(x) for x in (q, k, v))
-        out = self._heads.to_tokens(linear_attention(q, k, v, rates, documents=documents, backend=self._backend)[0])
-        return self._without_padding(out)
+        q, k, v = (ops.tokens_to_heads(self._heads, x) for x in (q, k, v))
+        out, _ = linear_attention(q, k, v, rates, documents=documents, backend=self._backend)
+        return self._without_padding(ops.heads_to_tokens(self._heads, out))
 
     def _without_padding(self, x: Tensor) -> Tensor:
         """Return x [B, T_local, H, D] with ones for padding, which is last and has no gradient then."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kernels.backends import BackendName, SoftmaxBackendName
 from parallel.context.layout import BALANCED, ContextError
 from parallel.context.methods import method_of
 from parallel.context.plan import make_plan
@@ -53,11 +54,9 @@ class ContextConfig:
     the one predicted fastest."""
     cluster: str | None = None
     """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
-    attention_backend: Literal[
-        "auto", "aten", "cudnn", "flash_attn_3", "flash_attn_4", "chunked", "triton", "reference"
-    ] = "auto"
+    attention_backend: BackendName = "auto"
     """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and where cuDNN is older
-    than 9.15.1 flash_attn_3 or flash_attn_4 if installed, else aten, which is FlashAttention 2. triton is our kernel
+    than 9.15.1 FlashAttention 3 or 4 if installed, else aten, which is FlashAttention 2. triton is our kernel
     for a GPU, which takes all tiles at once. Of linear attention: chunked or triton; auto takes triton on a GPU in
     bfloat16, else chunked."""
 
@@ -131,9 +130,9 @@ class FullContextConfig(ContextConfig):
     """Communication of the attention; none is plain SDPA in one process, to compare with. striped and zigzag, which
     balance a causal mask, bring nothing here. auto takes what the cost model finds fastest on the cluster, once, as the
     run starts (docs/concepts/planner.md)."""
-    attention_backend: Literal["auto", "aten", "cudnn", "flash_attn_3", "flash_attn_4", "triton", "reference"] = "auto"
+    attention_backend: SoftmaxBackendName = "auto"
     """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and where cuDNN is older
-    than 9.15.1 flash_attn_3 or flash_attn_4 if installed, else aten, which is FlashAttention 2. triton is our kernel
+    than 9.15.1 FlashAttention 3 or 4 if installed, else aten, which is FlashAttention 2. triton is our kernel
     for a GPU, which takes all tiles at once."""
 
 

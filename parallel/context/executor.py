@@ -1,4 +1,4 @@
-"""Executor: run a plan's rounds over a process group. The only autograd code for softmax attention.
+"""Executor: run a plan's rounds over a process group, forward and backward.
 
 Partial outputs, lse and all gradients accumulate in float32 (float64 for float64 inputs, and lse on the CPU) and are
 cast once at the end, so the error against a float64 reference does not grow with the number of ranks. Every transfer is
@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.attention import (
-    AttentionBackend,
     add_gradients_,
     attend_tiles_,
     block_backward,
@@ -27,13 +25,14 @@ from kernels.attention import (
     only_block,
     select_backend,
 )
-from kernels.blocks import Keys, Rows, Tile, merged, sinks_gradient, with_sinks
+from kernels.backends.base import SIMULATED_KERNEL, AttentionKernel
+from kernels.blocks import Keys, Rows, Tile, merged, with_sinks
 from parallel.context.circulation import Needed, Whole
 from parallel.context.layout import ContextError
-from parallel.context.plan import Plan, plan_of
+from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes
 from parallel.context.transport import Arrival, HeadExchange, Tensors, Transport
-from runtime.tensors import Handles, differentiable
+from runtime.tensors import Handles
 
 
 @dataclass(eq=False)
@@ -44,7 +43,7 @@ class Executor:
     backend_name: str
 
     def __post_init__(self) -> None:
-        self.handle = _executors.add(self)
+        self.handle = EXECUTORS.add(self)
         self.geometry, self.rank = self.transport.geometry, self.transport.rank
         self._holders, self._team = self.geometry.holders(self.rank), self.geometry.teammates(self.rank)
         self._alone = self.geometry.size == self.geometry.ulysses_degree  # no other rank attends to the same heads
@@ -130,7 +129,7 @@ class Executor:
         moves: Moves,
         wide: torch.dtype,
         scale: float,
-        backend: AttentionBackend,
+        backend: AttentionKernel,
     ) -> tuple[Tensors, Tensors]:
         """Add a round's gradient of what stays to ``kept``; return it, and the round's gradient of what is held."""
         queries, columns = (stays, held) if moves == "kv" else (held, stays)
@@ -145,7 +144,9 @@ class Executor:
         add_gradients_((dq, dk, dv), rows, keys, tiles, scale, backend)
         return kept, moved
 
-    def _backend(self, plan: Plan, q: Tensor) -> AttentionBackend:
+    def _backend(self, plan: Plan, q: Tensor) -> AttentionKernel:
+        if SIMULATED_KERNEL.value is not None:
+            return SIMULATED_KERNEL.value
         return select_backend(self.backend_name, q.device.type, q.dtype, plan.documents is not None)
 
     def _take(self, prefetch: int | None) -> Arrival | None:
@@ -271,51 +272,5 @@ def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in wanted)
 
 
-_executors: Handles[Executor] = Handles()
+EXECUTORS: Handles[Executor] = Handles()
 _prefetches = count()
-
-
-# The handle is a tensor, so that a recompute policy can save it: recomputing it would gather again.
-@torch.library.custom_op("longmesh::prefetch_kv", mutates_args=())
-def _prefetch_op(k: Tensor, v: Tensor, handle: int) -> Tensor:
-    return torch.tensor(_executors[handle].prefetch_kv(k, v))
-
-
-@_prefetch_op.register_fake
-def _(k: Tensor, v: Tensor, handle: int) -> Tensor:
-    return torch.empty((), dtype=torch.int64)
-
-
-def _plan(handle: Tensor, window: list[int], executor: Executor) -> Plan:
-    plan = plan_of(handle, executor.geometry)
-    return plan.windowed((window[0], window[1])) if window else plan
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Any, scale: float, handle: int, plan: Tensor, window: Any, prefetch: Any
-) -> tuple[Tensor, Tensor]:
-    executor, taken = _executors[handle], None if prefetch is None else int(prefetch)
-    return executor.forward(_plan(plan, window, executor), q, Keys(k, v), sinks, scale, taken)
-
-
-def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-def _backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, out, lse, scale, handle, plan, window = given
-    executor = _executors[handle]
-    gradients = executor.backward(_plan(plan, window, executor), Rows(q, dout, out, lse), Keys(k, v), scale)
-    return *gradients, None if sinks is None else sinks_gradient(dout, out, lse, sinks)
-
-
-# A window is [], for none, or [left, right].
-differentiable(
-    "longmesh::context_attention",
-    "Tensor q, Tensor k, Tensor v, Tensor? sinks",
-    "float scale, int handle, Tensor plan, int[] window",
-    *(_forward, _fake, _backward),
-    unsaved=", Tensor? prefetch",
-    saves=[0, 1],
-    owner=lambda scale, handle, *_: _executors[handle],
-)

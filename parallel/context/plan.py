@@ -1,11 +1,10 @@
-"""Plans: what each rank computes in every round, for a geometry under one mask, and operators that run them.
+"""Plans: what each rank computes in every round, for a geometry under one mask.
 
 Making a plan needs no processes. A custom operator takes no Python object, so it takes handles. That of an executor is
 an integer. That of a plan is a tensor: the mask may change with every micro-batch, and torch.compile would recompile
 for each new integer.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,7 +21,7 @@ from parallel.context.sparse.balanced import ArcLayout
 from parallel.context.sparse.flow import Flow, PiecesOf, RankRound, rank_schedule
 from parallel.context.tiles import Piece, Sets, Work, pieces, tiles, work
 from parallel.context.traffic import Cost, Moves, Sizes, cheaper_backward, needed_traffic, sizes, whole_traffic
-from runtime.tensors import Handles, differentiable, kept_in_object
+from runtime.tensors import Handles, kept_in_object
 
 PLANS: Handles["Plan"] = Handles()
 """Plans by handle."""
@@ -268,41 +267,3 @@ def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
             "the same object"
         )
     return plan
-
-
-def rank_operator(
-    name: str,
-    inputs: str,
-    fake: Callable[..., tuple[Tensor, Tensor]],
-    checked: Callable[[Tensor, Geometry], Plan] = plan_of,
-    others: str = "",
-) -> Handles[Any]:
-    """Register ``forward(plan, *given)`` and ``backward(plan, dout, kept, *given)`` of executors as one operator.
-
-    It takes what is given, the inputs and others, then the handles of an executor and of a plan, and returns out and
-    what the backward needs besides.
-
-    Returns:
-        The table for the executors' handles.
-    """
-    executors: Handles[Any] = Handles()
-
-    def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        *operands, handle, plan = given
-        executor = executors[handle]
-        with torch.autocast(operands[0].device.type, enabled=False):
-            found: tuple[Tensor, Tensor] = executor.forward(checked(plan, executor.transport.geometry), *operands)
-        return found
-
-    def backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor, ...]:
-        *inputs, handle, plan = given
-        kept = inputs.pop(count)
-        with torch.autocast(dout.device.type, enabled=False):
-            found: tuple[Tensor, ...] = executors[handle].backward(PLANS[plan], dout, kept, *inputs)
-        return found
-
-    count = inputs.count(",") + 1
-    others += "int handle, Tensor plan"
-    owner = lambda *others: executors[others[-2]]  # noqa: E731
-    differentiable(name, inputs, others, forward, fake, backward, saves=[1], owner=owner)
-    return executors

@@ -6,7 +6,6 @@ waits for it, so that the caller can compute meanwhile.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -198,75 +197,45 @@ class HeadExchange:
     """Exchange of heads (DeepSpeed Ulysses) between one rank and others, by default its head group.
 
     An all-to-all in groups of U ranks goes from some tokens of all heads to all tokens of some, and back. With fewer KV
-    heads than ranks, several ranks get each head and their gradients are added. It is an operator of its own, so that
-    the backward has the exchanged q, k and v; so is the way back, so that recompute can keep its result.
+    heads than ranks, several ranks get each head and their gradients are added. Each way is an operator of its own
+    (ops.py), so that the backward has the exchanged q, k and v, and recompute can keep the result of the way back.
     """
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...] | None = None) -> None:
         self.transport = transport
         self.ranks = ranks or transport.geometry.head_group(transport.rank)
-        self.handle = _exchanges.add(self)
+        self.handle = HEAD_EXCHANGES.add(self)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """Exchange [B, T, H, D] -> [B, U * T, max(1, H / U), D]; differentiable."""
-        return x if len(self.ranks) == 1 else torch.ops.longmesh.tokens_to_heads(x, len(self.ranks), self.handle)
+        """Exchange [B, T, H, D] -> [B, U * T, max(1, H / U), D]."""
+        degree = len(self.ranks)
+        if degree == 1:
+            return x
+        copies = max(1, degree // x.shape[2])
+        heads = x.repeat_interleave(copies, 2) if copies > 1 else x
+        parts = heads.unflatten(2, (degree, -1)).permute(2, 0, 1, 3, 4)
+        parts = self.transport.exchange(parts, self.ranks)  # [U, B, T, H / U, D]
+        return parts.transpose(0, 1).flatten(1, 2).contiguous()
 
     def to_tokens(self, x: Tensor, heads: int | None = None) -> Tensor:
-        """Exchange [B, U * T, H / U, D] -> [B, T, H, D]; differentiable. ``heads`` is H, where it is less than U."""
-        if len(self.ranks) == 1:
+        """Exchange [B, U * T, H / U, D] -> [B, T, H, D].
+
+        ``heads`` is H, where it is less than U: then the parts of each head are added, which are gradients.
+        """
+        degree = len(self.ranks)
+        if degree == 1:
             return x
-        heads = heads or x.shape[2] * len(self.ranks)
-        return torch.ops.longmesh.heads_to_tokens(x, heads, len(self.ranks), self.handle)
+        heads = heads or x.shape[2] * degree
+        parts = self.transport.exchange(x.unflatten(1, (degree, -1)).transpose(0, 1), self.ranks)
+        joined = parts.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, T, heads, D]
+        if joined.shape[2] > heads:
+            wide = accum_dtype(x.dtype)
+            return joined.unflatten(2, (heads, -1)).sum(3, dtype=wide).to(x.dtype)
+        return joined.contiguous()
 
     def own(self, x: Tensor) -> Tensor:
         """Return the part of x [H] of the heads that this rank attends with; differentiable."""
         return x.chunk(len(self.ranks))[self.ranks.index(self.transport.rank)]
 
 
-_exchanges: Handles[HeadExchange] = Handles()
-
-
-@torch.library.custom_op("longmesh::tokens_to_heads", mutates_args=())
-def _to_heads(x: Tensor, degree: int, handle: int) -> Tensor:
-    copies = max(1, degree // x.shape[2])
-    parts = x.repeat_interleave(copies, 2).unflatten(2, (degree, -1)) if copies > 1 else x.unflatten(2, (degree, -1))
-    exchange = _exchanges[handle]
-    parts = exchange.transport.exchange(parts.permute(2, 0, 1, 3, 4), exchange.ranks)  # [U, B, T, H / U, D]
-    return parts.transpose(0, 1).flatten(1, 2).contiguous()
-
-
-@_to_heads.register_fake
-def _(x: Tensor, degree: int, handle: int) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] * degree, max(1, x.shape[2] // degree), x.shape[3])
-
-
-@torch.library.custom_op("longmesh::heads_to_tokens", mutates_args=())
-def _to_tokens(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
-    """Exchange back; with fewer ``heads`` than ranks, add the parts of each head: they are gradients."""
-    exchange = _exchanges[handle]
-    parts = exchange.transport.exchange(x.unflatten(1, (degree, -1)).transpose(0, 1), exchange.ranks)
-    joined = parts.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, T, heads, D]
-    if joined.shape[2] > heads:
-        wide = accum_dtype(x.dtype)
-        return joined.unflatten(2, (heads, -1)).sum(3, dtype=wide).to(x.dtype)
-    return joined.contiguous()
-
-
-@_to_tokens.register_fake
-def _(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // degree, heads, x.shape[3])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, *_, ctx.degree, ctx.handle = inputs
-    ctx.heads, ctx.exchange = x.shape[2], _exchanges[ctx.handle]  # keep it alive until the backward
-
-
-_to_heads.register_autograd(
-    lambda ctx, dx: (torch.ops.longmesh.heads_to_tokens(dx, ctx.heads, ctx.degree, ctx.handle), None, None),
-    setup_context=_save,
-)
-_to_tokens.register_autograd(
-    lambda ctx, dx: (torch.ops.longmesh.tokens_to_heads(dx, ctx.degree, ctx.handle), None, None, None),
-    setup_context=_save,
-)
+HEAD_EXCHANGES: Handles[HeadExchange] = Handles()

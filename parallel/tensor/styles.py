@@ -1,8 +1,10 @@
-"""Parallel styles, each splitting one module over the tp ranks, for the plans of parallel/tensor/split.py.
+"""Parallel styles, each splitting one module over the tp ranks, for the words of
+parallel/tensor/split.py.
 
 Shapes as in that file.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,27 +59,6 @@ class AllTokens(ParallelStyle):
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(scatter)
         return module
-
-
-class OwnHeads(AllTokens):
-    """An attention that keeps the decays or the sinks of this rank's heads, if it has any.
-
-    Learned sinks are sharded by heads; ``own_sinks`` returns this rank's.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        rates: Any = getattr(module, "log_decay", None)
-        if rates is not None:
-            own, rank = len(rates) // device_mesh.size(), device_mesh.get_local_rank()
-            module.log_decay = rates[rank * own : (rank + 1) * own]
-        part: Any = module
-        if hasattr(module, "num_heads"):
-            part.num_heads //= device_mesh.size()
-        if getattr(module, "sinks", None) is not None:
-            split = distribute_tensor(part.sinks, device_mesh, [Shard(0)])
-            module.register_parameter("sinks", nn.Parameter(split))
-            part.own_sinks = lambda like: part.sinks.to_local()  # read at every call: FSDP replaces the parameter
-        return super()._apply(module, device_mesh)
 
 
 class Matrix(ParallelStyle):
@@ -138,20 +119,44 @@ class Whole(ParallelStyle):
 
 
 class PerHead(ParallelStyle):
-    """Parameters of each head or its channels, in vectors sharded by heads; the module's forward takes this rank's."""
+    """Attributes of a module that are of heads, by their names; the module keeps those of this
+    rank's heads.
+
+    Parameters are vectors, which are sharded; the module's forward takes this rank's entries by
+    their names.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = names
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         part: Any = module
-        plain = part.forward
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-        shard_parameters(module, device_mesh)
-        # Read at every call: FSDP replaces the parameters.
-        part.forward = lambda *inputs: plain(*inputs, **{name: getattr(part, name).to_local() for name in names})
+        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+        parameters: list[str] = []
+        for name in self.names:
+            value = getattr(part, name)
+            if isinstance(value, nn.Parameter):
+                split = distribute_tensor(value, device_mesh, [Shard(0)])
+                part.register_parameter(name, nn.Parameter(split))
+                parameters.append(name)
+            elif isinstance(value, int):
+                setattr(part, name, value // size)
+            elif value is not None:
+                heads = len(value) // size
+                setattr(part, name, value[rank * heads : (rank + 1) * heads])
+        if parameters:
+            plain = part.forward
+            # Read at every call: FSDP replaces the parameters.
+            part.forward = lambda *inputs: plain(
+                *inputs, **{name: getattr(part, name).to_local() for name in parameters}
+            )
         return module
 
 
 class JointNorm(ParallelStyle):
-    """An RMS norm over the channels of all heads; each rank has [..., C / size] of them, ``joint`` ones by heads.
+    """An RMS norm over the channels of all heads; each rank has [..., C / size] of them, or [..., H
+    / size, D].
 
     Ranks sum their squares and, in the backward, the gradients of these. In float32 at least, rounded once.
     """
@@ -159,15 +164,16 @@ class JointNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
             wide = x.to(accum_dtype(x.dtype))
-            wide = wide.flatten(-2) if joint else wide
+            wide = wide if wide.shape[-1] * size == channels else wide.flatten(-2)
             squares = _Sum.apply(wide.square().sum(-1, keepdim=True), device_mesh.get_group())
-            found = wide * torch.rsqrt(squares / (wide.shape[-1] * device_mesh.size()) + eps)
+            found = wide * torch.rsqrt(squares / channels + eps)
             weight: Any = module.weight
             found = found if weight is None else found * weight.to_local().to(wide.dtype)
             return found.to(x.dtype).view_as(x)
 
         eps: Any = module.eps
-        joint = getattr(module, "joint", False)
+        normalized: Any = module.normalized_shape
+        (channels,), size = normalized, device_mesh.size()
         shard_parameters(module, device_mesh)
         module.forward = forward
         return module

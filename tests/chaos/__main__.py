@@ -32,9 +32,9 @@ from runtime.progress import clock_time
 from tests.chaos.victim import HOOKS, PLAN, marked
 from tests.starts import ROOT
 from tools.common.arguments import one_line_errors, parser_for, run_command
+from train.callbacks.metrics import METRICS, read_metrics
 from train.checkpoint.manifest import STARTS
 from train.checkpoint.search import POINTER, find_checkpoint, saved_iterations
-from train.watching.metrics import METRICS, read_metrics
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
 ON_ANY_RANK = ("shard", "asynchronous shard", "asynchronous staging", "fsync", "random")

@@ -19,9 +19,9 @@ from bench.harness import MeasureError, forward_backward, target
 from bench.linear import flops
 from bench.shapes import MaskedShape
 from kernels.attention import CAUSAL, select_backend
+from kernels.backends import SOFTMAX
 from kernels.blocks import Keys, Rows
-from kernels.delta.rule import delta_rule
-from kernels.linear_attention import linear_attention
+from kernels.ops import delta_rule, linear_attention
 from model.parts.attention import sdpa
 from model.parts.linear_attention import alibi_slopes
 from parallel.context.executor import Executor
@@ -36,7 +36,7 @@ from train.optimizers.adamw import Backend
 from train.optimizers.config import OptimizerConfig, build_optimizer
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
-BACKENDS = {"cuda": ("aten", "cudnn", "flash_attn_3", "flash_attn_4", "triton"), "cpu": ("aten",)}
+BACKENDS = {"cuda": tuple(name for name in SOFTMAX if name != "reference"), "cpu": ("aten",)}
 WORST_ERROR = 2e-2
 """Relative difference from torch's own, in the 2-norm, beyond which a kernel is not timed."""
 WORST_UPDATE = 1e-5

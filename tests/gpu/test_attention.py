@@ -11,7 +11,7 @@ import torch
 
 from kernels.attention import select_backend
 from kernels.blocks import CAUSAL, FULL, Keys, Rows
-from kernels.linear_attention import linear_attention
+from kernels.ops import linear_attention
 from model.config import ModelConfig
 from model.language import LanguageModel
 from model.parts.attention import sdpa

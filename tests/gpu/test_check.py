@@ -19,8 +19,8 @@ from tests.runtime.test_signals import runs
 from tests.starts import wait_until
 from tools.common import ceilings
 from tools.common.report import read_records
+from train.callbacks.progress import machine_line, progress_line
 from train.objectives.language import NextToken
-from train.watching.progress import machine_line, progress_line
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
 WORK = MaskedShape(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from kernels import attention
-from kernels.attention import AttentionBackend, add_gradients_, attend_tiles_, empty_results, select_backend
+from kernels.attention import add_gradients_, attend_tiles_, empty_results, select_backend
+from kernels.backends.base import AttentionKernel
 from kernels.blocks import Gradients, Keys, Rows, Tile
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionBackend | None = None
+    q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionKernel | None = None
 ) -> tuple[Tensor, Tensor]:
     backend = backend or select_backend("auto", q.device.type, q.dtype)
     if backend.forward is not None:
@@ -21,7 +22,7 @@ def block_forward(
 
 
 def block_backward(
-    rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionBackend | None = None
+    rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionKernel | None = None
 ) -> Gradients:
     backend = backend or select_backend("auto", rows.q.device.type, rows.q.dtype)
     if backend.backward is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels import reference
-from kernels.linear_attention import linear_attention
+from kernels.ops import linear_attention
 
 NAMES = ("out", "final", "dq", "dk", "dv", "dstate")
 BOUND = 1e-5

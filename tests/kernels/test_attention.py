@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from kernels import cuda, installed, reference
-from kernels.attention import ANTI, CAUSAL, FULL, pad_heads, select_backend
+from kernels import attention, reference
+from kernels.attention import ANTI, CAUSAL, FULL, select_backend
+from kernels.backends import cudnn, flash_attention
 from kernels.blocks import Keys, Rows, merge_
-from kernels.installed import Gpu
+from kernels.cuda import pad_heads
+from kernels.gpu import Gpu
 from runtime.errors import UserError
 from tests.kernels.blocks import block_backward, block_forward
 
@@ -112,12 +114,12 @@ def test_a_backend_that_cannot_serve_is_refused(arguments, message):
     ("here", "widest"), [(Gpu((9, 0), 92000), 256), (Gpu((9, 0), 90800), 128), (Gpu((10, 0), 92000), 128)]
 )
 def test_cudnn_gets_the_heads_and_keys_that_it_takes(here, widest, monkeypatch):
-    for module in (installed, cuda):
+    for module in (attention, cudnn, flash_attention):
         monkeypatch.setattr(module, "gpu", lambda: here)
-    monkeypatch.setattr(cuda, "cudnn_forward", lambda *_: ("cudnn",) * 2)
-    monkeypatch.setattr(cuda, "cudnn_backward", lambda *_: ("cudnn",) * 3)
-    monkeypatch.setattr(cuda, "flash_forward", lambda *_: ("other",) * 2)
-    monkeypatch.setattr(cuda, "flash_backward", lambda *_: ("other",) * 3)
+    monkeypatch.setattr(cudnn, "cudnn_forward", lambda *_: ("cudnn",) * 2)
+    monkeypatch.setattr(cudnn, "cudnn_backward", lambda *_: ("cudnn",) * 3)
+    monkeypatch.setattr(flash_attention, "flash_forward", lambda *_: ("other",) * 2)
+    monkeypatch.setattr(flash_attention, "flash_backward", lambda *_: ("other",) * 3)
     named, auto = (select_backend.__wrapped__(name, "cuda", torch.bfloat16) for name in ("cudnn", "auto"))
     assert auto.name == ("cudnn" if here.cudnn > 91500 else "aten")
     for width, keys in ((64, 8), (widest, 8), (widest + 8, 8), (64, 1)):

@@ -3,9 +3,8 @@ import dataclasses
 import pytest
 import torch
 
-from model.language import initial_weight
 from model.parts.attention import HybridAttention, linear, sdpa
-from model.registry import build_model
+from model.registry import build_model, initial_weight
 from runtime.errors import UserError
 from tests.model.models import GEMMA3, GPT, HYBRID, KINDS, LLAMA, OLMO3, built, tied, tokens, used
 

@@ -10,7 +10,6 @@ import torch
 from model.dit import (
     DiT,
     dit_flops_per_patch,
-    initial_dit_weight,
     multiply_adds,
     num_dit_parameters,
     patchify,
@@ -18,6 +17,7 @@ from model.dit import (
     unpatchify,
 )
 from model.dit_config import DiTConfig
+from model.registry import initial_weight
 from tests.model.models import IMAGE, VIDEO
 from tests.starts import ROOT
 
@@ -115,7 +115,7 @@ def test_a_new_model_is_the_identity_and_says_nought():
     assert torch.equal(model.layers[1](hidden, torch.randn(2, 24)), hidden)
     name = "layers.1.attention.wq.weight"
     weight = model.state_dict()[name]
-    assert torch.equal(weight, initial_dit_weight(IMAGE, name, weight.shape, 3))
+    assert torch.equal(weight, initial_weight(IMAGE, name, weight.shape, 3))
     assert weight.abs().max().item() == pytest.approx((6 / (4 * 24)) ** 0.5, rel=0.01)
     assert model.y_embedder.weight.std().item() == pytest.approx(0.02, rel=0.2)
     assert not torch.equal(weight, model.state_dict()["layers.0.attention.wq.weight"])

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import pretrain_gpt
 import tests.nccl.__main__ as nccl
 from kernels.attention import select_backend
 from parallel.context import LINEAR_METHODS, METHODS
@@ -17,6 +16,7 @@ from tools.common.cases import Case
 from tools.common.report import read_records
 from tools.parity.own import merged
 from tools.parity.rank import RankResult
+from train.config.language import parse_args, validate
 
 ROWS = [("llama", Case(cp=2, method=name)) for name in ("ring", "zigzag")]
 
@@ -100,8 +100,8 @@ def test_the_flags_suit_the_device(device):
     rows = [("llama", Case(cp=2, method=method)) for method in METHODS]
     rows += [("transnormer", Case(cp=2, method=method)) for method in LINEAR_METHODS]
     for kind, case in (*rows, ("llama", reference_of("llama")), ("transnormer", reference_of("transnormer"))):
-        config = pretrain_gpt.parse_args(nccl.flags_of(kind, case, Path("data"), 2, device))
-        pretrain_gpt.validate(config, case.ranks)
+        config = parse_args(nccl.flags_of(kind, case, Path("data"), 2, device))
+        validate(config, case.ranks)
         if kind == "llama" and case.method != "none":
             select_backend(config.context.attention_backend, config.mesh.device_type, torch.float32)
     with pytest.raises(UserError, match="takes bfloat16"):

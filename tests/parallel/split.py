@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from kernels.loss import cross_entropy_sum
 from model.config import ModelConfig
-from model.language import initial_weight
 from model.parts.attention import sdpa
-from model.registry import build_model
+from model.parts.weights import Beginning, normal
+from model.registry import build_model, initial_weight
 from parallel.context import ContextConfig, context_parallel
 from parallel.context.config import HybridConfig
 from parallel.data import (
@@ -56,8 +56,10 @@ def mesh_config(tp=1, cp=1):
 
 def weight_of(model_config, name, shape, part=()):
     """Initial weights, but for biases, sinks and adapters, which near 0 would hide what is done with them."""
-    drawn = name.replace("bias", "bias.matrix").replace("lora_B.weight", "lora_B.matrix")
-    return initial_weight(model_config, drawn, shape, SEED, part) * (50 if name.endswith("sinks") else 1)
+    if name.endswith(("bias", "lora_B.weight")):
+        return normal(model_config.init_method_std)(Beginning(name, shape, SEED, part))
+    weight = initial_weight(model_config, name, shape, SEED, part)
+    return 50 * weight if name.endswith("sinks") else weight
 
 
 def plain(model_config, attend=sdpa):
@@ -74,7 +76,7 @@ def build(mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, method="zigz
     cp, attend = context(mesh, model_config, method, hybrid)
     with torch.device("meta"):
         model = build_model(model_config, attend)
-    split_model(model, mesh.tp, head_dim=model_config.head_dim, kv_heads=model_config.query_groups)
+    split_model(model, mesh.tp)
     recompute_layers(model.layers, recompute)
     sharding = sharding_mesh(mesh.dp_cp, data_parallel)
     shard_model(model, model.layers, sharding, bf16=bf16, strategy=data_parallel.strategy)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from model.language import initial_weight
+from model.parts.weights import Beginning, initial_value
 from model.registry import build_model, num_parameters
 from parallel.data import init_parameters, set_gradient_sync, shard_model
 from parallel.mesh import distributed_mesh
@@ -61,12 +61,14 @@ def test_one_rank_of_eight_draws_about_an_eighth(tp, most, monkeypatch):
 
     with fake_process_group(5, 8, 8), distributed_mesh(split.mesh_config(tp)) as mesh, torch.device("meta"):
         model = build_model(config)
-        split_model(model, mesh.tp, head_dim=config.head_dim, kv_heads=config.query_groups)
+        split_model(model, mesh.tp)
         shard_model(model, model.layers, mesh.dp_cp, bf16=True)
         monkeypatch.setattr(torch.Tensor, "normal_", normal)  # the modules' own is for nothing
-        init_parameters(
-            model, torch.device("meta"), lambda name, shape, part: initial_weight(config, name, shape, 1, part)
-        )
+
+        def weight_of(name, shape, part):
+            return initial_value(model, Beginning(name, shape, 1, part))
+
+        init_parameters(model, torch.device("meta"), weight_of)
     assert 0.99 / 8 < count / total < most / 8
 
 

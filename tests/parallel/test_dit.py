@@ -3,8 +3,9 @@
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from model.dit import DiT, initial_dit_weight, patchify
+from model.dit import DiT, patchify
 from model.dit_config import DiTConfig
+from model.registry import initial_weight
 from parallel.data import init_parameters, shard_model
 from runtime.ranks import run_ranks
 
@@ -13,7 +14,7 @@ CONFIG = DiTConfig(num_layers=2, hidden_size=24, num_attention_heads=4, latent_s
 
 def weight_of(name, shape, part):
     """Return initial weights, random instead of zero where zeros would let nothing through."""
-    weight = initial_dit_weight(CONFIG, name, shape, 5)
+    weight = initial_weight(CONFIG, name, shape, 5)
     if not weight.any():
         weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name) + shape.numel()))
     return weight[part]

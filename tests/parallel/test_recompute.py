@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.loss
 from model.config import ModelConfig
-from model.language import LanguageModel, initial_weight
+from model.language import LanguageModel
 from model.parts.attention import sdpa
 from model.parts.rotary import Rotary
+from model.registry import initial_weight
 from parallel import offload
 from parallel.context import context_parallel
 from parallel.data import init_parameters, shard_model

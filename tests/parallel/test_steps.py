@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from kernels.loss import cross_entropy_sum
-from model.parts.attention import HybridAttention, linear, sdpa
+from model.parts.attention import Attention, HybridAttention, linear, sdpa
 from parallel.context import Traffic, context_parallel
 from parallel.context.config import HybridConfig
-from parallel.context.linear import relayout, state
+from parallel.context.linear import inside, state
 from parallel.context.transport import HeadExchange, Transport
 from parallel.data import DataParallelConfig, Strategy
 from parallel.mesh import distributed_mesh
@@ -242,18 +242,21 @@ def parts_of_the_norm(patch):
 
 def the_first_heads_decays(patch):
     """Every tensor-parallel rank takes the decays of the first heads."""
+    split = tensor_styles.PerHead._apply
 
     def first(self, module, mesh):
-        if hasattr(module, "log_decay"):
-            module.log_decay = module.log_decay[: len(module.log_decay) // mesh.size()]
-        return tensor_styles.AllTokens._apply(self, module, mesh)
+        decays = getattr(module, "log_decay", None)
+        module = split(self, module, mesh)
+        if decays is not None:
+            module.log_decay = decays[: len(decays) // mesh.size()]
+        return module
 
-    patch.setattr(tensor_styles.OwnHeads, "_apply", first)
+    patch.setattr(tensor_styles.PerHead, "_apply", first)
 
 
 def no_way_back(patch):
     """Outputs are left in the other layout."""
-    patch.setattr(relayout.Relayout, "outward", lambda self, x: x)
+    patch.setattr(inside, "relayout_out", lambda _, x: x)
 
 
 def sinks_of_other_heads(patch):
@@ -264,15 +267,12 @@ def sinks_of_other_heads(patch):
 
 def sinks_one_head_off(patch):
     """Each tensor-parallel rank takes its own, in another order."""
-    split = tensor_styles.OwnHeads._apply
+    own_sinks = Attention.own_sinks
 
-    def off(self, module, mesh):
-        module = split(self, module, mesh)
-        sinks = module.own_sinks
-        module.own_sinks = lambda like: sinks(like).roll(1)
-        return module
+    def off(self, like, sinks):
+        return own_sinks(self, like, sinks).roll(1)
 
-    patch.setattr(tensor_styles.OwnHeads, "_apply", off)
+    patch.setattr(Attention, "own_sinks", off)
 
 
 def a_window_one_off(patch):

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from kernels.loss import cross_entropy_sum
 from model.config import ModelConfig
-from model.language import LanguageModel, initial_weight
-from model.registry import build_model
+from model.language import LanguageModel
+from model.registry import build_model, initial_weight
 from parallel.data import DataParallelConfig, init_parameters, shard_model, sharding_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 

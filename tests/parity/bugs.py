@@ -10,7 +10,7 @@ from parallel.context.executor import Executor
 from parallel.context.linear.state import StateExecutor
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.tensor import styles
-from train import gradients, loop
+from train import gradients, trainer
 from train.batches import Batches
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
@@ -131,9 +131,9 @@ def copies_left_alone():
 
 def samples_skipped(count=2):
     """Start so many samples too late; one alone might be the fully masked one, replaced by another such one."""
-    batches = loop.batches
+    batches = trainer.batches
 
     def later(dataset, batching, consumed_samples):
         return batches(dataset, batching, consumed_samples + count)
 
-    loop.batches = later
+    trainer.batches = later

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,10 @@ from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.cases import Case
 from tools.parity.own import LOSS, NORM, Run, furthest, merged
 from tools.parity.rank import RankResult, train
-from train.watching.metrics import loss_name
+from train.callbacks.metrics import loss_name
+from train.tasks.diffusion import DiffusionTask
+from train.tasks.language import LanguageTask
+from train.tasks.task import Task
 
 GRADIENTS = 3e-7
 """Bound on each element of a gradient: five roundings of float32 near 1."""
@@ -106,11 +110,11 @@ def train_masked(
     world_size: int,
     flags: Sequence[str],
     sabotage: Callable[[], None] | None = None,
-    diffusion: bool = False,
+    task: type[Task[Any]] = LanguageTask,
 ) -> RankResult:
     """Train on masked samples, as ``tools.parity.rank.train``, and note by how much the process grew."""
     before = _peak_mb()
-    found = train(rank, world_size, flags, sabotage, diffusion, wrap=Masked)
+    found = train(rank, world_size, flags, sabotage, task, wrap=Masked)
     found.memory_mb = _peak_mb() - before
     return found
 
@@ -126,7 +130,8 @@ def trained(
 ) -> Run:
     """Train a kind of model on a mesh, in fresh processes."""
     flags = [*flags_of(kind, case, data, iterations), *more]
-    ranks = run_ranks(train_masked, case.ranks, flags, sabotage, kind == DIFFUSION, timeout=300.0)
+    task = DiffusionTask if kind == DIFFUSION else LanguageTask
+    ranks = run_ranks(train_masked, case.ranks, flags, sabotage, task, timeout=300.0)
     return merged(ranks)
 
 

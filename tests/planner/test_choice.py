@@ -1,7 +1,6 @@
 """The method and the layout that ``auto`` takes, and the mesh of a run on other processes."""
 
-from dataclasses import asdict, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import tomli_w
@@ -10,14 +9,13 @@ from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.context.config import FullContextConfig
 from planner import choice
-from planner.choice import fastest_method, fitted_to_world, rearranged, with_schedule
+from planner.choice import fastest_method, rearranged, with_schedule
 from planner.cluster import CLUSTERS, load_cluster
 from planner.rehearsal import fake_process_group
 from planner.search import predicted, rank
-from runtime.errors import UserError
 from tests.planner.test_search import A100, config
 from train.config import diffusion
-from train.config.derive import config_to_save, with_method
+from train.config.finalize import config_to_save, with_method
 from train.config.flags import ConfigError
 from train.config.language import parse_args, validate
 
@@ -54,7 +52,7 @@ def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kin
     node = replace(load_cluster(CLUSTERS / "cpu.toml"), gpus_per_node=16, inside_gb_per_s=1e3)
     chosen = []
     for latency in (0.0, 1e5):
-        fields = asdict(replace(node, inside_latency_us=latency))
+        fields = replace(node, inside_latency_us=latency).entries()
         path = tmp_path / f"{latency}.toml"
         path.write_bytes(tomli_w.dumps(fields).encode())
         wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
@@ -83,26 +81,15 @@ FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 25
 FLAGS += " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 --context-parallel-size 2"
 
 
-@pytest.fixture(autouse=True)
-def tokenizer(monkeypatch):
-    monkeypatch.setattr(choice, "tokenizer_of", lambda config: SimpleNamespace(vocab_size=512))
-
-
 def flagged(*more):
     return parse_args([*FLAGS.split(), *more])
-
-
-def yielded(asked, processes, monkeypatch):
-    monkeypatch.setattr(choice, "launched_world_size", lambda: processes)
-    with fitted_to_world(asked, validate) as found:
-        return found
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
 def test_every_number_of_processes_keeps_the_batch_and_the_method(method):
     asked = flagged("--context-parallel-method", method, "--data-parallel-sharding-strategy", "zero1")
     for processes in (1, 2, 4, 8):
-        found, why = rearranged(asked, processes)
+        found, why = rearranged(asked, processes, 512)
         validate(found, processes)
         dp = found.mesh.data_parallel_size(processes)
         assert found.train.micro_batches(dp) * dp * found.train.micro_batch_size == 4
@@ -116,7 +103,7 @@ def test_sharding_gives_way_where_memory_is_short(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text((CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.0045 "))
     flags = ("--data-parallel-sharding-strategy", "ddp", "--allow-resize", "--cluster", str(path))
-    found, _ = rearranged(flagged(*flags), 2)
+    found, _ = rearranged(flagged(*flags), 2, 512)
     assert (found.data_parallel, found.recompute) != (flagged(*flags[:2]).data_parallel, flagged().recompute)
     validate(found, 2)
 
@@ -126,32 +113,10 @@ def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch):
     asked = flagged("--full-world-size", "8", "--num-distributed-optimizer-instances", "2")
     line = r"^allow_resize is set, and no mesh of 3 processes suits the model and keeps global_batch_size 4 of the run "
     with pytest.raises(ConfigError, match=line + r"for 8; on 2, 4, 6, 8 there would be one$"):
-        rearranged(asked, 3)
+        rearranged(asked, 3, 512)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match=r"; on 6 there would be one$"):
-        rearranged(asked, 3)
-
-
-def test_without_the_flag_the_sizes_are_for_the_processes_here_or_the_refusal_names_it(tmp_path, monkeypatch):
-    (tmp_path / "config.toml").write_text("[mesh]\nfull_world_size = 4\n")
-    load = ("--load", str(tmp_path))
-    found, written = yielded(flagged(*load), 2, monkeypatch)
-    assert (found, written) == (flagged(*load), flagged(*load))
-    assert written.mesh.full_world_size == 2
-    with pytest.raises(
-        ConfigError, match=r"^context_parallel_size is 2, .*; or give --allow-resize: the run is for 4 "
-    ):
-        yielded(flagged(*load), 3, monkeypatch)
-    for more, processes in (
-        ((), 3),
-        (("--load", str(tmp_path / "none")), 3),
-        ((*load, "--finetune"), 3),
-        ((*load, "--global-batch-size", "5"), 3),  # which 4 processes do not suit either
-        (("--allow-resize", "--full-world-size", "3"), 1),
-    ):
-        with pytest.raises(UserError) as refused:
-            yielded(flagged(*more), processes, monkeypatch)
-        assert "or give --allow-resize" not in str(refused.value)
+        rearranged(asked, 3, 512)
 
 
 def test_prediction_and_profile_are_weighed_by_their_errors():

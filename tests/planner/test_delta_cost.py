@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-import pretrain_gpt
 from bench.memory import measured
 from parallel.context import make_plan
 from planner.cluster import DELTA, load_cluster
@@ -15,6 +14,7 @@ from planner.search import candidates_of
 from runtime.ranks import run_ranks
 from tests.planner.test_step_cost import COMPUTE, LATENCY, NETWORK
 from train.config.language import load_config, parse_args
+from train.tasks.language import LanguageTask
 
 H100 = load_cluster("h100")
 SHAPE = DeltaShape(key_heads=16, heads=32, key_dim=128, value_dim=128, taps=4)
@@ -94,5 +94,5 @@ def test_memory_is_that_of_a_real_step():
     flags = "--model-type qwen3_5 --num-layers 4 --hidden-size 128 --num-attention-heads 8 --micro-batch-size 1"
     flags += " --vocab-size 1024 --seq-length 1024 --device cpu --context-parallel-method none"
     (real,) = run_ranks(measured, 1, flags)
-    found = rehearse(parse_args(flags.split()), pretrain_gpt.resolve, 0, 1, per_node=1)
+    found = rehearse(parse_args(flags.split()), LanguageTask, 0, 1, per_node=1)
     assert found.bytes == pytest.approx(real["bytes"], rel=0.05)

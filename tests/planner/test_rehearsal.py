@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-import pretrain_gpt
 from bench.memory import measured
 from planner import recorder
 from planner.recorder import BETWEEN, INSIDE, Recorder
@@ -15,6 +14,7 @@ from runtime import tensors
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from train.config.language import parse_args
+from train.tasks.language import LanguageTask
 
 MODEL = """
     --vocab-size 2048 --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 1024 --device cpu
@@ -38,15 +38,17 @@ def broken(change):
     """Build as the entry does, with the last layer's output changed."""
 
     def build(config, mesh):
-        run = pretrain_gpt.resolve(config, mesh)
+        task = LanguageTask(config, mesh)
+        plain = task.build_model
 
         def changed():
-            model = run.build()
+            model = plain()
             for layer in model.layers:
                 layer.register_forward_hook(lambda module, inputs, out: change(out))
             return model
 
-        return replace(run, build=changed)
+        task.build_model = changed
+        return task
 
     return build
 
@@ -54,7 +56,7 @@ def broken(change):
 def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch):
     monkeypatch.setattr(tensors, "generator_of", None)  # no number is drawn
     config = parse_args(SMALL)
-    found = rehearse(config, pretrain_gpt.resolve, 0, 4, per_node=2)
+    found = rehearse(config, LanguageTask, 0, 4, per_node=2)
     assert found.memory["optimizer"] == pytest.approx(2 * found.memory["weights"], rel=0.01)
     passed_on = 32 * 16 * 4  # hidden states of half a sequence, to the next node's stage
     assert found.sent[BETWEEN] == passed_on
@@ -70,9 +72,7 @@ def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch):
 def test_documents_decide_what_an_exchange_receives():
     flags = "--context-parallel-size 4 --context-parallel-method exchange --recompute-granularity full"
     config = parse_args([*MODEL, *flags.split(), "--reset-attention-mask", "--num-layers", "1", "--vocab-size", "64"])
-    one, many = (
-        rehearse(config, pretrain_gpt.resolve, 0, 4, 4, documents).bytes for documents in (None, range(0, 1025, 64))
-    )
+    one, many = (rehearse(config, LanguageTask, 0, 4, 4, documents).bytes for documents in (None, range(0, 1025, 64)))
     assert many < 0.97 * one
 
 
@@ -80,7 +80,7 @@ def test_for_a_gpu_norms_keep_what_its_kernel_keeps():
     flags = "--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --device cpu"
     flags += " --micro-batch-size 1 --global-batch-size 1 --vocab-size 8192"  # logits are at the peak
     config = parse_args(flags.split())
-    found = {of: rehearse(config, pretrain_gpt.resolve, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")}
+    found = {of: rehearse(config, LanguageTask, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")}
     # before and after two norms; queries, keys, values and the output; in the feed-forward
     kept = 4 * 1024 * 2 * (4 * 256 + 4 * 256 + 3 * config.model.ffn_size) + 2 * 1024 * 2 * 256  # the last norm's too
     assert found["cuda"]["activations"] == pytest.approx(kept, rel=0.02)
@@ -92,11 +92,11 @@ def test_what_is_in_host_memory_is_not_on_the_device():
     flags = "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64"
     config = parse_args([*MODEL, *flags.split(), "--num-layers", "8", "--vocab-size", "64"])
     moved = replace(config, recompute=replace(config.recompute, recompute_offload=True))
-    kept, less = (rehearse(one, pretrain_gpt.resolve, 0, 2, 2) for one in (config, moved))
+    kept, less = (rehearse(one, LanguageTask, 0, 2, 2) for one in (config, moved))
     assert 6 <= (kept.bytes - less.bytes) / (4 * 1024 * 256) < 8
     assert (kept.host, less.host) == (0, 8 * 4 * 1024 * 256)
     shorter = replace(moved, train=replace(moved.train, seq_length=960))
-    assert rehearse(shorter, pretrain_gpt.resolve, 0, 2, 2).host == less.host, "torch pins powers of two"
+    assert rehearse(shorter, LanguageTask, 0, 2, 2).host == less.host, "torch pins powers of two"
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_in_a_zero_bubble_gradients_wait_for_the_weights():
 
     def taken(schedule, batch):
         config = parse_args([*flags, schedule, "--global-batch-size", str(batch)])
-        return rehearse(config, pretrain_gpt.resolve, 2, 4, per_node=2)
+        return rehearse(config, LanguageTask, 2, 4, per_node=2)
 
     whole = taken("Interleaved1F1B", 6)
     split, longer = (taken("InterleavedZeroBubble", batch) for batch in (6, 8))
@@ -120,11 +120,11 @@ def test_in_a_zero_bubble_gradients_wait_for_the_weights():
 def test_moments_in_host_memory_are_not_on_the_device_either():
     config = parse_args([*MODEL, "--vocab-size", "64", "--device", "cpu"])
     moved = replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
-    kept, less = (rehearse(one, pretrain_gpt.resolve, 0, 1, 1) for one in (config, moved))
+    kept, less = (rehearse(one, LanguageTask, 0, 1, 1) for one in (config, moved))
     assert kept.memory["optimizer"] > 1.9 * kept.memory["weights"]
     assert less.memory == {**kept.memory, "optimizer": pytest.approx(0, abs=1000)}  # steps are single numbers
     assert less.host == 2 * less.memory["weights"]
-    assert less.host < rehearse(moved, pretrain_gpt.resolve, 0, 1, 1, device="cuda").host < 1.3 * less.host
+    assert less.host < rehearse(moved, LanguageTask, 0, 1, 1, device="cuda").host < 1.3 * less.host
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_memory_is_that_of_eight_real_processes(mesh):
     flags = [*MODEL, *MESHES[mesh].split()]
     config, real = parse_args(flags), [one["bytes"] for one in run_ranks(measured, 8, " ".join(flags))]
     for rank in (0, 4):
-        found = rehearse(config, pretrain_gpt.resolve, rank, 8, per_node=8)
+        found = rehearse(config, LanguageTask, rank, 8, per_node=8)
         print(f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of {found.memory}")
         assert found.bytes == pytest.approx(real[rank], rel=0.15)
 
@@ -163,7 +163,7 @@ def test_attention_that_is_told_again_is_as_if_it_ran(flags, monkeypatch):
 
     def found():
         ran.append(Counter())
-        return rehearse(config, pretrain_gpt.resolve, 3, 4, per_node=2)
+        return rehearse(config, LanguageTask, 3, 4, per_node=2)
 
     monkeypatch.setattr(Recorder, "_by_its_code", counted)
     told = found()

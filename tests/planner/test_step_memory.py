@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-import pretrain_gpt
 from planner.cluster import CLUSTERS, default_cluster, load_cluster
 from planner.dry_run import rehearsed
 from planner.levers import MOMENTS
@@ -13,6 +12,7 @@ from planner.search import weigh
 from tests.train.optimizers.momentum import NAME, Momentum
 from train.config.language import parse_args
 from train.optimizers import OPTIMIZERS
+from train.tasks.language import LanguageTask
 
 LLAMA = (
     "--device cuda --bf16 --mock-data --model-type llama --num-layers 4 --hidden-size 1024 --num-attention-heads 16 "
@@ -83,7 +83,7 @@ def test_the_formula_is_near_what_the_code_takes(case):
     config = parse_args(shlex.split(LLAMA + flags))
     cluster = default_cluster("cpu") if "--device cpu" in flags else load_cluster(CLUSTERS / "h100_pod.toml")
     found = weigh(config, world_size, cluster, None).device
-    ran = rehearsed(config, pretrain_gpt.resolve, world_size, cluster)
+    ran = rehearsed(config, LanguageTask, world_size, cluster)
     assert found == pytest.approx(max(one.bytes for one in ran), rel=0.05)
 
 
@@ -96,7 +96,7 @@ def test_an_optimizer_of_one_state_takes_half_of_the_moments(monkeypatch):
     whole, half = (weigh(one, 1, cluster, None) for one in (config, lighter))
     parameters = whole.inputs[0].parameters
     assert whole.device - half.device == 4 * parameters
-    (ran,) = rehearsed(lighter, pretrain_gpt.resolve, 1, cluster)
+    (ran,) = rehearsed(lighter, LanguageTask, 1, cluster)
     assert half.device == pytest.approx(ran.bytes, rel=0.05)
     assert ran.memory["optimizer"] == pytest.approx(4 * parameters, rel=1e-3)
     assert MOMENTS.further(config, cluster) == [(True,)]

@@ -2,7 +2,6 @@
 
 import traceback
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from threading import current_thread, main_thread
@@ -14,8 +13,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._pytree import tree_leaves
 
-import pretrain_dit
-import pretrain_gpt
 from parallel.context.methods import LINEAR_METHODS, METHODS
 from planner import rehearsal
 from planner.recorder import Recorder
@@ -23,6 +20,8 @@ from planner.rehearsal import rehearse
 from tests.parity.cases import LINEAR as LINEAR_KINDS
 from tools.common.training import Records, trainer_of
 from train.config import diffusion, language
+from train.tasks.diffusion import DiffusionTask
+from train.tasks.language import LanguageTask
 
 SMALL = """
     --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --vocab-size 64 --device cpu
@@ -126,16 +125,18 @@ def made_anew(parse, build, flags, change=None):
         raise StopIteration  # the optimizer is not watched
 
     def built(config, mesh):
-        run = build(config, mesh)
-        run.objective.loss_sum = partial(twice, run.objective.loss_sum)
+        task = build(config, mesh)
+        task.objective.loss_sum = partial(twice, task.objective.loss_sum)
+        plain = task.build_model
 
         def changed():
-            made = run.build()
+            made = plain()
             for layer in made.layers if change else []:
                 layer.register_forward_hook(change)
             return made
 
-        return replace(run, build=changed)
+        task.build_model = changed
+        return task
 
     config = parse([*flags])
     world_size = config.mesh.context_parallel_size * config.mesh.tensor_model_parallel_size
@@ -154,7 +155,7 @@ def made_anew(parse, build, flags, change=None):
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
 def test_layers_make_and_read_nothing(name):
-    assert made_anew(language.parse_args, pretrain_gpt.resolve, [*SMALL, *CASES[name]]) == []
+    assert made_anew(language.parse_args, LanguageTask, [*SMALL, *CASES[name]]) == []
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_layers_make_and_read_nothing(name):
 )
 def test_those_of_a_diffusion_transformer_neither(method, objective):
     flags = [*DIT, *BY[method], "--objective", objective]
-    assert made_anew(diffusion.parse_args, pretrain_dit.resolve, flags) == []
+    assert made_anew(diffusion.parse_args, DiffusionTask, flags) == []
 
 
 def reads_of_a_step(monkeypatch, data, more):
@@ -192,7 +193,7 @@ def reads_of_a_step(monkeypatch, data, more):
     flags = "--config llama_tiny --num-layers 1 --hidden-size 32 --seq-length 32 --context-parallel-size 1 "
     flags += "--train-iters 4 --save none --save-interval none --eval-iters 0"
     own = ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
-    with trainer_of(pretrain_gpt, [*flags.split(), *own], Steps()) as trainer:
+    with trainer_of(LanguageTask, [*flags.split(), *own], Steps()) as trainer:
         plain = trainer.optimizer.step
         monkeypatch.setattr(trainer.optimizer, "step", lambda: (more(), plain()))
         trainer.train()
@@ -208,7 +209,7 @@ def test_a_step_reads_the_device_once(default_data, monkeypatch):
 
 
 def test_what_waits_is_found():
-    gpt = partial(made_anew, language.parse_args, pretrain_gpt.resolve, [*SMALL, *CASES["zigzag"]])
+    gpt = partial(made_anew, language.parse_args, LanguageTask, [*SMALL, *CASES["zigzag"]])
     (line,) = gpt(change=lambda module, inputs, out: out.index_select(1, torch.tensor([*range(out.shape[1])])))
     assert "test_waits.py" in line
     with pytest.raises(DataDependentOutputException):

@@ -17,8 +17,8 @@ from tests.pretraining import TINY
 from tests.slurm.cluster import PROGRAMS, missing, virtual_cluster
 from tests.slurm.test_submit import CLUSTERS, RUN
 from tests.starts import wait_until
+from train.callbacks.metrics import METRICS, read_metrics
 from train.checkpoint.manifest import STARTS
-from train.watching.metrics import METRICS, read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.needs(*PROGRAMS, unless=missing)]
 EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples")

@@ -241,7 +241,8 @@ from longmesh_attention.runtime.files import owned as é; é(torch.ops.longmesh_
 
 
 @pytest.mark.parametrize(
-    "line", ["from model import llama", "import train.loop", "from parallel import mesh", "from kernels.lost import x"]
+    "line",
+    ["from model import llama", "import train.trainer", "from parallel import mesh", "from kernels.lost import x"],
 )
 def test_an_import_of_what_stays_behind_is_refused(line):
     files = {"kernels/__init__.py": b"", "kernels/a.py": vendor.renamed(line.encode(), Path("kernels/a.py"))}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from train.batches import Clock, Prefetcher
-from train.watching import UPDATE
+from train.callbacks import UPDATE
 
 CPU = torch.device("cpu")
 

@@ -17,10 +17,10 @@ from pretrain_gpt import main
 from runtime.ranks import run_ranks
 from tests.pretraining import DIT, TINY, differences, dit_on_rank
 from tools.common.training import PEAK
+from train.callbacks.metrics import METRICS, read_metrics
 from train.config.common import validate_run
 from train.config.flags import ConfigError
 from train.config.language import parse_args
-from train.watching.metrics import METRICS, read_metrics
 
 BOUND = 2e-6
 COMPILED_AFTER = 2
@@ -56,16 +56,16 @@ def compiled_graphs(rank, world_size, arguments):
     """Train, and return how many graphs had been compiled after each iteration, and the breaks in them."""
     from torch._dynamo.utils import counters
 
-    from train.loop import Trainer
+    from train.trainer import Trainer
 
-    found, take = list[int](), Trainer.step
+    found, take = list[int](), Trainer.train_step
 
     def iteration(*given):
         record = take(*given)
         found.append(counters["stats"]["unique_graphs"])
         return record
 
-    Trainer.step = iteration
+    Trainer.train_step = iteration
     with redirect_stdout(io.StringIO()):
         main(arguments, PEAK)
     return found, sum(counters["graph_break"].values())

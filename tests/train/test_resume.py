@@ -14,10 +14,12 @@ from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, tw
 from tests.train.optimizers.momentum import NAME, Momentum
 from tests.train.test_run import with_checkpoint
 from train import resume
+from train.callbacks.health import Progress
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import CheckpointError
 from train.config.derive import IMPORTED, config_as_trained
 from train.config.entries import Config, DiTRunConfig, TrainConfig
+from train.config.finalize import lasting
 from train.config.flags import ConfigError
 from train.config.language import parse_args
 from train.optimizers import OPTIMIZERS
@@ -25,7 +27,6 @@ from train.optimizers.config import OptimizerConfig
 from train.resume import _check_allowed, changes, checkpoint_extra, find_start
 from train.run import claim_folder, open_log
 from train.schedule import schedule_of
-from train.watching.health import Progress
 
 PATH = Path("runs/x/iter_0000120")
 
@@ -211,7 +212,7 @@ def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the
     (base / "iter_0000002").mkdir(parents=True)
     run = Config(checkpoint=CheckpointConfig(save=str(save), load=str(base), finetune=True, allow_changed=("seed",)))
     claim_folder(run)
-    log = open_log(run, Progress())
+    log = open_log(run, lasting(run), Progress())
     log.write({"iteration": 1, "lm_loss": 2.0})
     assert "allow_changed = []" in (save / "config.toml").read_text()
     claim_folder(run)
@@ -225,7 +226,7 @@ def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the
 def resumed(config, model, optimizer, contents):
     start = find_start(config, ARCHITECTURE, contents)
     start.load([model], optimizer)
-    return start.config, start.progress
+    return replace(config, optimizer=start.optimizer), start.progress
 
 
 def test_nothing_to_load_starts_afresh_unless_it_must_be_there(tmp_path, capsys):

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stderr
-from dataclasses import replace
 
 import pytest
 
@@ -16,16 +15,16 @@ from runtime.ranks import run_ranks
 from runtime.slurm import AGAIN, ENDINGS
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, ROOT, free_port
+from train.callbacks.health import Progress
+from train.callbacks.metrics import METRICS
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import STARTS, CheckpointError
 from train.checkpoint.search import find_checkpoint
 from train.config.entries import Config
+from train.config.finalize import lasting
 from train.config.flags import ConfigError
 from train.config.language import load_config
-from train.optimizers.config import OptimizerConfig
 from train.run import claim_folder, exit_status, open_log, reserve_run_folder
-from train.watching.health import Progress
-from train.watching.metrics import METRICS
 
 
 def fail_with(error):
@@ -132,7 +131,7 @@ def test_what_can_be_no_folder_is_refused_before_any_work(save, said, tmp_path):
 def test_the_folder_tells_what_ran_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cret")
     config = with_checkpoint(save=str(tmp_path / "run"), save_interval=5)
-    log = open_log(config, Progress())
+    log = open_log(config, config, Progress())
     assert log is not None
     assert load_config(tmp_path / "run" / "config.toml") == config
     assert all(b"s3cret" not in path.read_bytes() for path in (tmp_path / "run").iterdir())
@@ -147,7 +146,7 @@ def test_a_start_with_nothing_left_to_do_writes_nothing(evaluated, tmp_path):
     (tmp_path / "ended").mkdir()
     (tmp_path / "ended" / METRICS).write_text(json.dumps(record) + "\n")
     for config in (ended, new):
-        assert open_log(config, Progress(iteration=last)) is not None
+        assert open_log(config, config, Progress(iteration=last)) is not None
     kept = [METRICS] if evaluated else [METRICS, STARTS]  # a validation that the last start was ended in
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")) == [
         f"ended/{name}" for name in kept
@@ -158,7 +157,7 @@ def test_a_start_with_nothing_left_to_do_writes_nothing(evaluated, tmp_path):
 @pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])
 def test_the_folder_keeps_no_flag_that_is_for_one_start(flag, tmp_path):
     config = with_checkpoint(save=str(tmp_path))
-    assert open_log(replace(config, optimizer=OptimizerConfig(**{flag: True})), Progress()) is not None
+    assert open_log(config, lasting(config.updated(**{flag: True})), Progress()) is not None
     assert load_config(tmp_path / "config.toml") == config
 
 

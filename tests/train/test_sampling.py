@@ -9,15 +9,15 @@ from model.diffusion import Diffusion, DiffusionConfig
 from model.dit_config import DiTConfig
 from parallel.context.config import FullContextConfig
 from parallel.mesh import MeshConfig, distributed_mesh
-from pretrain_dit import resolve
 from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
 from train.checkpoint.api import CheckpointConfig
 from train.config.common import LoopConfig
-from train.config.diffusion import diffusion_of, validate
+from train.config.diffusion import validate
 from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError
-from train.sampling import Sampler, SamplingConfig, by_class, picture_writer, write_grid
+from train.sampling import SamplingConfig, by_class, picture_writer, write_grid
+from train.tasks.diffusion import DiffusionTask
 
 MODEL = DiTConfig(
     num_layers=2,
@@ -42,11 +42,9 @@ def run_of(joined=0, **mesh):
 def drawn_on(rank, world_size, config, sampling):
     """The samples that ranks draw with weights that are no noughts."""
     with distributed_mesh(config.mesh) as mesh:
-        run = replace(
-            resolve(config, mesh),
-            weight_of=lambda name, shape, part: 0.2 * torch.randn(shape, generator=generator_of(7, name))[part],
-        )
-        sampler = Sampler(run, diffusion_of(config), sampling, 11)
+        task = DiffusionTask(replace(config, sampling=sampling), mesh)
+        task.initial_weight = lambda name, shape, part: 0.2 * torch.randn(shape, generator=generator_of(7, name))[part]
+        sampler = task.sampler(task.build_parts(), 11)
         return sampler.draw(LABELS, batch_size=3)
 
 

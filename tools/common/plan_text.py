@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from kernels.backends import RATED
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, largest_public_error
 from planner.dry_run import tightly
@@ -16,13 +17,11 @@ from planner.search import Candidate, Ranking
 from runtime.progress import amount, counted, duration
 from tools.common.report import aligned
 from train.config.derive import beyond_rope, rope_flags
-from train.config.entries import Config
 from train.config.flags import spelled
+from train.tasks.registry import task_of
 
 BAR, WIDTH = 40, 116
 NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
-KERNELS = {"cudnn": "cuDNN", "flash_attn": "FlashAttention 2", "flash_attn_3": "FlashAttention 3"}
-KERNELS |= {"flash_attn_4": "FlashAttention 4"}
 OTHERS = 3
 """Plans to show after the first."""
 ALIKE = 0.01
@@ -168,7 +167,7 @@ def alike(rows: Sequence[Row]) -> list[str]:
 
 def notes(config: Any, scaled: bool = False) -> list[str]:
     """Say where sequences are longer than the model's positions; ``scaled`` if a command above scales rope to them."""
-    note = beyond_rope(config) if isinstance(config, Config) else None
+    note = beyond_rope(config)
     if note and scaled:
         note = re.sub(
             r"scale rope with .*, or set --max-position-embeddings",
@@ -187,13 +186,11 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
         own, base = getattr(best, section.name), getattr(config, section.name)
         names = [entry.name for entry in fields(own)] if own != base else []
         flags += [spelled(name, getattr(own, name)) for name in names if getattr(own, name) != getattr(base, name)]
-    flags += rope_flags(best) if isinstance(best, Config) else []
+    flags += rope_flags(best)
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" * (nodes > 1)
     launch = f"torchrun --nproc-per-node {world_size // nodes}{several}"
-    text = isinstance(best, Config)
-    words = [launch, f"pretrain_{'gpt' if text else 'dit'}.py --config {file}", *flags]
-    words += ["--data-path PREFIX", "--tokenizer-model FILE"] if text else ["--data-path FOLDER"]
-    words += ["--save runs/NAME"]
+    task = task_of(best)
+    words = [launch, f"{task.entry} --config {file}", *flags, *task.data_flags, "--save runs/NAME"]
     lines = [""]
     for word in words:
         if len(lines[-1]) + len(word) > WIDTH - 4:
@@ -205,7 +202,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
 def sources(best: Any, cluster: Cluster) -> list[str]:
     """Say where the numbers of a plan come from, and how far predictions were off elsewhere."""
     cluster = cluster.running(best.context.attention_backend, best.packed)
-    kernel = KERNELS.get(cluster.attention_kernel, "attention")
+    kernel = RATED[cluster.attention_kernel].title if cluster.attention_kernel else "attention"
     known = f"unknown: no published run of such a model on this card by {kernel} is there to compare with"
     recurrent = getattr(best.model, "recurrent", False)
     delta = recurrent and best.model.traits.delta

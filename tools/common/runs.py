@@ -1,7 +1,7 @@
 """Open a run's folder to use its model at any length, on the mesh that a command line asks for."""
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +135,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
         raise ConfigError(f"{named}: tokenizer_model is not set; name the run's tokenizer there, under [data]")
     if not Path(path).exists() and (beside := folder / HF_FOLDER / Path(path).name).is_file():
         path = str(beside)  # of an import that was moved
-        config = replace(config, data=replace(config.data, tokenizer_model=path))
+        config = config.updated(tokenizer_model=path)
     tokenizer = load_tokenizer(path)
     checkpoint = checkpoint_of(folder, step)
     manifest, now = read_manifest(checkpoint), digest(Path(path))

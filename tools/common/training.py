@@ -8,21 +8,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from parallel.mesh import distributed_mesh
-from pretrain_gpt import build_trainer
+from parallel.mesh import Mesh, distributed_mesh
+from planner.choice import PLANNER
 from runtime.processes import launched_world_size
 from runtime.progress import duration
 from runtime.together import from_first, is_first
+from train.callbacks.metrics import RunLog
 from train.checkpoint.api import CheckpointConfig
+from train.config.common import CommonConfig
 from train.config.entries import Config
-from train.loop import Trainer
-from train.watching.metrics import RunLog
+from train.config.finalize import finalize
+from train.run import open_log
+from train.tasks.registry import task_of
+from train.tasks.task import Task
+from train.trainer import Trainer
 
 PEAK = 1e9
 """MFU is not needed, and measuring the peak takes longer than these steps."""
@@ -45,21 +49,32 @@ class Records(RunLog):
 
 
 @contextmanager
-def trainer_of(entry: ModuleType, flags: Sequence[str], log: RunLog) -> Iterator[Trainer]:
-    """Yield the trainer that ``entry``, pretrain_gpt or pretrain_dit, builds from ``flags``, with ``log`` on the first
-    rank.
+def trainer_of(task: type[Task[Any]], flags: Sequence[str], log: RunLog) -> Iterator[Trainer]:
+    """Yield the trainer of a task with these flags, and with ``log`` on the first rank.
 
     Progress lines are discarded; the mesh lasts as long as the context. Collective.
     """
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no warning that gathering is slow
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes to it
-    config = entry.parse_args(list(flags))
-    entry.validate(config, launched_world_size())
+    config = task.parse_args(list(flags))
+    task.validate(config, launched_world_size())
     with redirect_stdout(StringIO()), distributed_mesh(config.mesh) as mesh:
-        trainer = entry.build_trainer(config, mesh, PEAK)
-        if trainer.log is not None:
-            trainer.log = log
-        yield trainer
+        yield build_trainer(config, mesh, PEAK, lambda *given: log if open_log(*given) else None)
+
+
+def build_trainer(
+    config: CommonConfig,
+    mesh: Mesh,
+    peak_flops: float | None = None,
+    open_log: Callable[..., RunLog | None] = open_log,
+) -> Trainer:
+    """Build and load everything for training on a mesh of a validated configuration; collective.
+
+    Other arguments are those of ``Trainer``.
+    """
+    task = task_of(config)
+    final = finalize(config, task, PLANNER)
+    return Trainer(task(final.config, mesh), final, peak_flops=peak_flops, open_log=open_log)
 
 
 def measure(
@@ -73,20 +88,17 @@ def measure(
     found = []
     with distributed_mesh(configs[0].mesh):
         for number, config in enumerate(configs, 1):
-            train, optimizer = config.train, config.optimizer
-            few: dict[str, Any] = {
-                "train_iters": iterations + 1,
-                "eval_iters": 0,
-                "exit_interval": None,
-                "exit_duration_in_mins": None,
-            }
-            whole = max(optimizer.lr_decay_iters or train.train_iters, iterations + 1)
-            short = replace(  # the run saves nothing, with the learning rates of the whole one
-                config,
-                train=replace(train, **few),
-                optimizer=replace(optimizer, lr_decay_iters=whole),
-                checkpoint=CheckpointConfig(),
-                logging=replace(config.logging, tensorboard_dir=None, wandb_project=None, wandb_exp_name=None),
+            whole = max(config.optimizer.lr_decay_iters or config.train.train_iters, iterations + 1)
+            # The run saves nothing, with the learning rates of the whole one.
+            short = replace(config, checkpoint=CheckpointConfig()).updated(
+                train_iters=iterations + 1,
+                eval_iters=0,
+                exit_interval=None,
+                exit_duration_in_mins=None,
+                lr_decay_iters=whole,
+                tensorboard_dir=None,
+                wandb_project=None,
+                wandb_exp_name=None,
             )
             if is_first() and not quiet:
                 print(f"profiling {number} of {len(configs)}: {config.context.title}", flush=True)

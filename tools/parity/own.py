@@ -12,10 +12,10 @@ from runtime.ranks import run_ranks
 from tools.parity.modules import GRADIENT, Piece, furthest_of_modules
 from tools.parity.rank import RankResult, samples_of, train
 from tools.parity.shrink import shrunk
+from train.callbacks.metrics import loss_name
 from train.config.common import CommonConfig
-from train.config.entries import Config
 from train.config.flags import write_toml
-from train.watching.metrics import loss_name
+from train.tasks.registry import task_of
 
 LOSS, NORM = 2e-6, 1e-6
 """Bounds on the loss, and relative on the gradient norm."""
@@ -108,8 +108,8 @@ def compared(
         for config, size, broken in ((alone, 1, None), (small, ranks, sabotage)):
             say(f"two steps and a validation, processes: {size} ...")
             toml.write_text(write_toml(config), encoding="utf-8")
-            dit, flags = not isinstance(config, Config), ["--config", str(toml)]
-            runs.append(merged(run_ranks(train, size, flags, broken, dit, file, timeout=SECONDS)))
+            flags = ["--config", str(toml)]
+            runs.append(merged(run_ranks(train, size, flags, broken, task_of(config), file, timeout=SECONDS)))
     return list(_differences(runs[1], runs[0]))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import singledispatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,27 +11,27 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import pretrain_dit
-import pretrain_gpt
 from data.latents.dataset import DIGITS, build_latent_datasets
 from data.loader import Batch, Samples
 from data.text.config import blend
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
-from model.dit import initial_dit_weight
-from model.language import initial_weight
+from model.registry import initial_weight
 from runtime.files import sha256
 from runtime.tensors import Part, generator_of
 from tools.common.training import Records, trainer_of
 from tools.parity.modules import Notes, Piece
-from train import gradients
+from train import gradients, tasks
 from train.checkpoint import saving
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
-from train.loop import Trainer
 from train.objectives import language
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
+from train.tasks.diffusion import DiffusionTask
+from train.tasks.language import LanguageTask
+from train.tasks.task import Data, Task
+from train.trainer import Trainer
 
 Sample = dict[str, Tensor]
 
@@ -50,22 +51,44 @@ def samples_of(asked: Any, small: Any, number: int) -> tuple[list[Sample], str]:
 
     Raises DataError: data that are there and cannot be read.
     """
-    own: Any = None
-    data, seed = asked.data, asked.train.seed
-    dit, paths = isinstance(asked, DiTRunConfig), data.data_path
-    digits = dit and asked.model.latent_shape == (1, 8, 8)
-    if dit and all(Path(path).is_dir() or (digits and path == DIGITS) for path in paths):
-        own = build_latent_datasets(data, asked.model.latent_shape, asked.model.num_classes, seed)[0]
-    if not dit and data.tokenizer_model and paths and all(Path(f"{path}.idx").exists() for path in blend(paths)[0]):
-        own = build_datasets(data, asked.train.seq_length, seed, load_tokenizer(data.tokenizer_model))[0]
+    own: Any = _own_samples(asked)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        cut: Any = _latents if dit else _text
-        found = [cut(None if own is None else own[n], small, n) for n in range(number)]
-    return found, "made-up samples, as there are no data yet" if own is None else " ".join(data.data_path)
+        torch.manual_seed(asked.train.seed)
+        found = [_shrunk_sample(small, None if own is None else own[n], n) for n in range(number)]
+    return found, "made-up samples, as there are no data yet" if own is None else " ".join(asked.data.data_path)
 
 
-def _text(whole: Sample | None, small: Config, number: int) -> Sample:
+@singledispatch
+def _own_samples(asked: Any) -> Any:
+    """Return the samples of the run's own data; None if these are not there."""
+
+
+@_own_samples.register
+def _(asked: Config) -> Any:
+    data, train = asked.data, asked.train
+    if not (data.tokenizer_model and data.data_path):
+        return None
+    if not all(Path(f"{path}.idx").exists() for path in blend(data.data_path)[0]):
+        return None
+    return build_datasets(data, train.seq_length, train.seed, load_tokenizer(data.tokenizer_model))[0]
+
+
+@_own_samples.register
+def _(asked: DiTRunConfig) -> Any:
+    shape = asked.model.latent_shape
+    if not all(Path(path).is_dir() or (shape == (1, 8, 8) and path == DIGITS) for path in asked.data.data_path):
+        return None
+    return build_latent_datasets(asked.data, shape, asked.model.num_classes, asked.train.seed)[0]
+
+
+@singledispatch
+def _shrunk_sample(small: Any, whole: Sample | None, number: int) -> Sample:
+    """Return a sample for the shrunken run, of the whole one or made up, that tells its places."""
+    raise TypeError(f"no samples of {type(small)}")
+
+
+@_shrunk_sample.register
+def _text(small: Config, whole: Sample | None, number: int) -> Sample:
     """Return a sample of seq_length tokens, with the numbers of its places."""
     length, entries = small.train.seq_length, small.model.vocabulary
     if whole is None:
@@ -82,7 +105,8 @@ def _text(whole: Sample | None, small: Config, number: int) -> Sample:
     return found | {"place": number * length + torch.arange(length)}
 
 
-def _latents(whole: Sample | None, small: DiTRunConfig, number: int) -> Sample:
+@_shrunk_sample.register
+def _latents(small: DiTRunConfig, whole: Sample | None, number: int) -> Sample:
     """Return a sample of latent_shape, with its number."""
     shape, classes = small.model.latent_shape, small.model.num_classes
     if whole is None:
@@ -100,13 +124,13 @@ def feed(path: Path, notes: Notes) -> None:
 
     The last third is for validation.
     """
-    train = OwnSamples(torch.load(path))
+    train: Any = OwnSamples(torch.load(path))
     valid = train[len(train) * 2 // 3 :]
-    gpt: Any = pretrain_gpt
-    dit: Any = pretrain_dit
-    gpt.build_datasets, dit.build_latent_datasets = lambda *_: (train, valid, None), lambda *_: (train, valid)
-    gpt.tokenizer_of, gpt.corpus_entropy = lambda _: SimpleNamespace(vocab_size=1), lambda _: {}
-    gpt.validate = dit.validate = lambda *_: None  # done as it was shrunk
+    text: Any = LanguageTask
+    latents: Any = DiffusionTask
+    text.load_data, latents.load_data = (lambda *_: Data(train, valid),) * 2
+    text.load_tokenizer = staticmethod(lambda _: SimpleNamespace(vocab_size=1))
+    text.validate = latents.validate = staticmethod(lambda *_: None)  # done as it was shrunk
     Config.contents = DiTRunConfig.contents = CommonConfig.contents  # type: ignore[method-assign]
     language.PADDING["place"] = -1
     local = Denoising.local
@@ -151,7 +175,7 @@ def train(
     world_size: int,
     flags: Sequence[str],
     sabotage: Callable[[], None] | None = None,
-    diffusion: bool = False,
+    task: type[Task[Any]] = LanguageTask,
     samples: Path | None = None,
     wrap: Callable[[Samples], Samples] = lambda data: data,
 ) -> RankResult:
@@ -160,17 +184,17 @@ def train(
     On ``samples`` (a file of ``samples_of``) in the place of the data, if given, with a note of what modules return;
     otherwise on the data as ``wrap`` returns them.
     """
-    pretrain_dit.initial_dit_weight = _alive(initial_dit_weight)
-    if samples is not None:  # adapters and biases begin at zero too
-        pretrain_gpt.initial_weight = _alive(initial_weight)
+    if task is DiffusionTask or samples is not None:  # modulations, adapters and biases begin at zero
+        module: Any = tasks.task
+        module.initial_weight = _alive(initial_weight)
     if sabotage is not None:
         sabotage()
     log, notes = Records(), Notes()
     found = RankResult(log.records, pieces=notes.pieces)
     if samples is not None:
         feed(samples, notes)
-    with trainer_of(pretrain_dit if diffusion else pretrain_gpt, flags, log) as trainer:
-        mesh = trainer.run.mesh
+    with trainer_of(task, flags, log) as trainer:
+        mesh = trainer.mesh
         if samples is None:
             trainer.train_data = wrap(trainer.train_data)
         else:

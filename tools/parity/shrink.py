@@ -1,19 +1,19 @@
 """A run shrunk in width but not in kind: the small one, and the same in one process, to compare it with."""
 
 import math
-from dataclasses import replace
+from functools import singledispatch
 from typing import Any
 
 from model.traits import SIZES as DELTA_SIZES
 from parallel.mesh import SIZES
 from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
-from train.config import diffusion, language
 from train.config.common import CommonConfig
-from train.config.entries import Config
+from train.config.entries import Config, DiTRunConfig
 from train.config.flags import build, config_fields
 from train.optimizers import OPTIMIZERS
 from train.optimizers.config import OptimizerConfig
+from train.tasks.registry import task_of
 
 PP, CP, TP = SIZES
 COPIES = "num_distributed_optimizer_instances"
@@ -45,7 +45,7 @@ def shrunk(asked: CommonConfig, world_size: int | None = None) -> tuple[CommonCo
     new = {name: value for name, value in old.items() if sections[name] not in ELSEWHERE}
     new["compile"] = False  # modules are looked at one by one
     ranks = _mesh(old, new, world_size)
-    short = _shrink_text(asked, old, new) if isinstance(asked, Config) else _shrink_latents(asked, old, new)
+    short = _shrink_samples(asked, old, new)
     _shrink_layers(asked, old, new)
     _shrink_run(old, new, ranks, short / new[CP] / (asked.sequence_length / old[CP]))
     config = _with_heads(asked, old, new, ranks)
@@ -91,6 +91,13 @@ def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:
     return max(least, min(cp, room, 4)) if least < 4 <= min(cp, room) or cp == 3 <= room else least
 
 
+@singledispatch
+def _shrink_samples(asked: CommonConfig, old: Values, new: Values) -> int:
+    """Shrink the samples and what is measured by them; return the tokens of one."""
+    raise TypeError(f"no small samples of {type(asked)}")
+
+
+@_shrink_samples.register
 def _shrink_text(asked: Config, old: Values, new: Values) -> int:
     """Shrink the sequence and what is measured by it, the vocabulary and adapters. Return the tokens."""
     length = old["seq_length"]
@@ -109,7 +116,8 @@ def _shrink_text(asked: Config, old: Values, new: Values) -> int:
     return short
 
 
-def _shrink_latents(asked: Any, old: Values, new: Values) -> int:
+@_shrink_samples.register
+def _shrink_latents(asked: DiTRunConfig, old: Values, new: Values) -> int:
     """Shrink the latents to a few patches along each axis, and the classes. Return the patches."""
     *time, height, width = asked.model.patch_grid[0 if asked.model.video else 1 :]
     grid = [*(min(frames, 2) for frames in time), min(height, 4 if time or height < width else 8), min(width, 8)]
@@ -126,14 +134,14 @@ def _shrink_layers(asked: CommonConfig, old: Values, new: Values) -> None:
         new |= {name: getattr(PipelineConfig, name) for name in PipelineConfig.__dataclass_fields__}
     virtual = new["num_virtual_stages_per_pipeline_rank"] = min(new["num_virtual_stages_per_pipeline_rank"], 2)
     stages, every, windows = pp * virtual, None, tuple(asked.windows)
-    if isinstance(asked, Config):
+    if "softmax_every" in old:
         every = new["softmax_every"] = asked.model.softmax_period and 2
     uneven = len(set(old["pipeline_layers"])) > 1 or layers % asked.pipeline.stages(old[PP])
     fewest = max(2, stages + bool(uneven and pp > 1), len(windows) * (every or 1))
     new["num_layers"] = fewest = min(layers, fewest + (fewest % 2 if every else 0))
     if old["pipeline_layers"] and pp > 1:
         new["pipeline_layers"] = (*[1] * (stages - 1), fewest - stages + 1)
-    if isinstance(asked, Config):
+    if "window_attn_skip_freq" in old:
         new["window_attn_skip_freq"] = None
     if len(windows) > 1:
         new["window_attn_skip_freq"] = str([int(bool(windows[n // (every or 1) % 2])) for n in range(fewest)])
@@ -169,16 +177,14 @@ def _with_heads(asked: CommonConfig, old: Values, new: Values, ranks: int) -> Co
             wide["kv_channels"] = HEAD if same else 3 * HEAD // 2
         if old["ffn_hidden_size"] is not None:
             wide["ffn_hidden_size"] = 8 * math.ceil(width * shape.ffn_size / shape.hidden_size / 8)
-        if isinstance(asked, Config) and asked.model.traits.delta:
+        if asked.delta:
             value_dim = HEAD if shape.value_dim == shape.key_dim else 3 * HEAD // 2  # as many value heads to a key's
             sizes = (found * ratio, found * ratio * shape.value_heads // shape.key_heads, HEAD, value_dim)
             wide |= dict(zip(DELTA_SIZES, sizes, strict=True))
         try:
             config = _built(asked, new | wide)
             # A small run may offload to what the CPU has already, and have adapters beside random weights.
-            recompute = replace(config.recompute, recompute_offload=False)
-            run: Any = replace(config, recompute=recompute, checkpoint=replace(config.checkpoint, load="."))
-            (language if isinstance(config, Config) else diffusion).validate(run, ranks)
+            task_of(config).validate(config.updated(recompute_offload=False, load="."), ranks)
         except UserError as error:
             refused.append(error)
         else:

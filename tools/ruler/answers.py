@@ -3,7 +3,7 @@
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ from tools.ruler.choices import makers_of
 from tools.ruler.examples import Maker
 from tools.ruler.tasks import TASKS
 from tools.ruler.texts import Essays
+from train.callbacks import say
 from train.config.derive import beyond_rope
 from train.config.flags import ConfigError
 from train.generation import Writer, opened
 from train.run import check_writable
-from train.watching import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,8 +72,7 @@ def score_run(args: argparse.Namespace) -> None:
         with raise_together():
             if is_first():
                 check_writable(_folder(args), "save")
-        longest = replace(run.config, train=replace(run.config.train, seq_length=lengths[-1]))
-        if note := beyond_rope(longest):
+        if note := beyond_rope(run.config.updated(seq_length=lengths[-1])):
             say(note)
         cells, started = list[Cell](), time.monotonic()
         for maker in makes:

@@ -3,28 +3,28 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from shutil import which
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from data.text.config import split_shares
-from kernels.installed import VERSIONS
+from kernels.backends import BACKENDS, LINEAR, SOFTMAX, listed
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from runtime.errors import at_least, require
+from train.callbacks.health import HealthConfig
+from train.callbacks.metrics import LoggingConfig
+from train.callbacks.profile import ProfileConfig
 from train.checkpoint.api import CheckpointConfig
 from train.config.flags import ConfigError, value_of
 from train.float8 import Float8Config
 from train.optimizers.config import OptimizerConfig
 from train.schedule import schedule_of
-from train.watching.health import HealthConfig
-from train.watching.metrics import LoggingConfig
-from train.watching.profile import ProfileConfig
 
 NEEDS = (
     *((name, "save") for name in ("save_interval", "async_save", "keep_last", "keep_every")),
@@ -156,6 +156,52 @@ class CommonConfig(ABC):
         """Tokens of what context parallelism shards as one sequence: a sample, or a micro-batch's joined ones."""
         return self.sequence_length * (self.train.micro_batch_size if self.packed else 1)
 
+    @property
+    def rotates(self) -> bool:
+        """True if positions are rotary, and may be scaled."""
+        return False
+
+    @property
+    def delta(self) -> bool:
+        """True if layers have a delta rule, whose states pass along consecutive tokens."""
+        return False
+
+    @property
+    def hybrid_layouts(self) -> bool:
+        """True if layers of softmax attention have a layout of their own beside linear attention."""
+        return False
+
+    @property
+    def ema_decay(self) -> float | None:
+        """The decay of averages of the weights; None if the run keeps none."""
+        return None
+
+    @property
+    def sample_ends(self) -> tuple[int, ...] | None:
+        """Cumulative lengths of a micro-batch's joined samples, if each attends apart; None if the data decide."""
+        return None
+
+    def updated(self, **values: Any) -> Self:
+        """Return the configuration with other values of these fields, whatever their sections."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            owner = next(one.name for one in fields(self) if name in getattr(self, one.name).__dataclass_fields__)
+            sections.setdefault(owner, {})[name] = value
+        return replace(self, **{name: replace(getattr(self, name), **changed) for name, changed in sections.items()})
+
+    @property
+    def reads_text(self) -> bool:
+        """True if the data are text, of a tokenizer."""
+        return False
+
+    def with_file_names(self) -> Self:
+        """Return the configuration with a name for each file that a run must have, and that it does not name."""
+        return self.updated(save=self.checkpoint.save or "RUN")
+
+    def files(self) -> list[tuple[str, str]]:
+        """Return the files of the data, each after the field that names it."""
+        return [("data_path", path) for path in self.data.data_path]
+
     def contents(self) -> dict[str, str]:
         """Return a digest of each training file by name; fast. Raises OSError if one is gone."""
         return {}
@@ -231,22 +277,22 @@ def _check_backend(config: CommonConfig) -> None:
     """Check that the attention kernel is used, fits the model's kind of attention and supports the run."""
     backend, method = config.context.attention_backend, config.context.context_parallel_method
     linear, kind = getattr(config.model, "linear_attention", False), getattr(config.model, "model_type", None)
-    if linear and backend in ("aten", "cudnn", *VERSIONS):
+    if linear and backend not in ("auto", *LINEAR):
         raise ConfigError(
             f"attention_backend is {backend}, which is softmax attention, and model_type {kind} has linear attention; "
-            "use auto, chunked, triton or reference"
+            f"use {listed(LINEAR)}"
         )
-    if kind and not linear and backend == "chunked":
+    if kind and not linear and backend not in ("auto", *SOFTMAX):
         raise ConfigError(
             f"attention_backend is {backend}, which is linear attention, and model_type {kind} has softmax attention; "
-            "use auto, aten, cudnn, flash_attn_3, flash_attn_4, triton or reference"
+            f"use {listed(SOFTMAX)}"
         )
     if not linear and method == "none" and backend != "auto":
         raise ConfigError(
             f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
             "choose a method, or leave the backend out"
         )
-    if backend in VERSIONS and not config.train.bf16:
+    if backend != "auto" and not config.train.bf16 and torch.float32 not in BACKENDS[backend].dtypes:
         raise ConfigError(
             f"attention_backend is {backend}, which has no float32; give --bf16 or --attention-backend auto"
         )

@@ -5,7 +5,7 @@ A section is the frozen dataclass beside the code it configures; flags.py turns 
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from data.fingerprint import digest, fingerprint
 from data.latents.dataset import DIGITS, LatentDataConfig
@@ -63,6 +63,35 @@ class Config(CommonConfig):
         layers = filter(self.model.has_softmax, range(self.model.num_layers))
         return tuple(dict.fromkeys(map(self.model.window, layers)))
 
+    @property
+    def rotates(self) -> bool:
+        return self.model.rotates
+
+    @property
+    def delta(self) -> bool:
+        return self.model.traits.delta
+
+    @property
+    def hybrid_layouts(self) -> bool:
+        return self.model.own_softmax_layout
+
+    @property
+    def reads_text(self) -> bool:
+        return True
+
+    def with_file_names(self) -> Self:
+        named = super().with_file_names()
+        if not self.data.mock_data:
+            prefixes = self.data.data_path or ("PREFIX",)
+            named = named.updated(data_path=prefixes, tokenizer_model=self.data.tokenizer_model or "FILE")
+        return named.updated(load=self.checkpoint.load or "RUN") if self.model.lora_rank else named
+
+    def files(self) -> list[tuple[str, str]]:
+        if self.data.mock_data:
+            return []
+        indices = [("data_path", f"{prefix}.idx") for prefix in blend(self.data.data_path)[0]]
+        return [*indices, ("tokenizer_model", str(self.data.tokenizer_model))]
+
     def contents(self) -> dict[str, str]:
         tokenizer = self.data.tokenizer_model
         found: dict[str, str] = {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
@@ -108,9 +137,15 @@ class DiTRunConfig(CommonConfig):
         return self.data.pack_samples
 
     @property
-    def sample_ends(self) -> tuple[int, ...]:
-        """Cumulative lengths of a micro-batch's joined samples."""
+    def ema_decay(self) -> float | None:
+        return self.ema.ema_decay or None
+
+    @property
+    def sample_ends(self) -> tuple[int, ...] | None:
         return tuple(range(0, self.joined_length + 1, self.sequence_length))
+
+    def files(self) -> list[tuple[str, str]]:
+        return [("data_path", path) for path in self.data.data_path if path != DIGITS]
 
     def contents(self) -> dict[str, str]:
         folders = [path for path in self.data.data_path if path != DIGITS]

@@ -13,7 +13,7 @@ class Objective(ABC):
     """The way from a batch to its loss: sharding, loss, and its name in records and progress lines."""
 
     loss_name: ClassVar[str]
-    """A record's field for the training loss, one of ``train.watching.metrics.LOSSES``."""
+    """A record's field for the training loss, one of ``train.callbacks.metrics.LOSSES``."""
     unit: ClassVar[str]
     """The unit that the rate counts; a record has it as ``UNIT_per_second``."""
 

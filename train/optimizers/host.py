@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel import offload
 from parallel.data import to_local
 from parallel.offload import HostCopies, Slabs
+from runtime.simulation import allocates
 
 PIECE = 1 << 24
 """Elements of a parameter that are updated at once.
@@ -118,6 +120,7 @@ class HostAdamW(torch.optim.AdamW):
             compute.wait_event(event)
 
 
+@allocates(offload.MOMENTS)
 def on_host(parameter: Tensor, slabs: Slabs) -> Tensor:
     """Return zeros in host memory, sharded as the parameter; beside a GPU in ``slabs``."""
     if parameter.device.type == "cpu":

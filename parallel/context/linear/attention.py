@@ -1,6 +1,5 @@
 """Calls of a layer of the gated delta rule, over one rank's shard of every sequence."""
 
-import torch
 from torch import Tensor
 
 from kernels.delta.convolution import check as check_convolution
@@ -8,6 +7,7 @@ from kernels.delta.rule import check
 from parallel.context.layout import ContextError
 from parallel.context.linear.delta import DeltaExecutor
 from parallel.context.linear.halo import Convolution
+from parallel.context.ops import context_convolution, delta_attention
 from parallel.context.plan import PLANS, Plan, PlanHandle
 
 
@@ -40,7 +40,7 @@ class DeltaAttention:
             ContextError: a striped layout, a window or a full mask; shapes, dtypes or heads that do not fit.
         """
         plan = self._checked(q, k, v, g, beta, mask)
-        out: Tensor = torch.ops.longmesh.delta_attention(q, k, v, g, beta, self._executor.handle, plan)[0]
+        out, _ = delta_attention(self._executor, q, k, v, g, beta, plan)
         return out
 
     def with_state(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class DeltaAttention:
             Out, and the state ``[B, H, D, E]`` after the last document on the rank that ends it, zeros on the others.
         """
         plan = self._checked(q, k, v, g, beta, None)
-        out, kept = torch.ops.longmesh.delta_attention(q, k, v, g, beta, self._executor.handle, plan)
+        out, kept = delta_attention(self._executor, q, k, v, g, beta, plan)
         return out, self._executor.final(PLANS[plan], kept, k, v)
 
     def _checked(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None) -> Tensor:
@@ -81,8 +81,7 @@ class DeltaAttention:
         except ValueError as error:
             raise ContextError(f"convolve: {error}") from error
         plan = (mask or self._handle).tensor
-        out: Tensor = torch.ops.longmesh.context_convolution(x, weight, self._convolution.handle, plan)[0]
-        return out
+        return context_convolution(self._convolution, x, weight, plan)
 
     def _check_length(self, called: str, name: str, x: Tensor) -> None:
         if x.shape[1] != self._local_len:

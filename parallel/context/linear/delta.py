@@ -1,4 +1,4 @@
-"""Executor of the gated delta rule over segments on several ranks. The only autograd code for it.
+"""Executor of the gated delta rule over segments on several ranks.
 
 A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without (kernels/delta/rule.py).
 So one that continues a document is computed before S arrives: one product is left, and U + M S goes on at once, or the
@@ -12,15 +12,16 @@ Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.backends import LINEAR
 from kernels.delta import rule
-from parallel.context.linear.segments import Message, Part, Parts, chains, cut, parts, rounds_of, state_plan
-from parallel.context.plan import Plan, rank_operator
+from parallel.context.linear.segments import Message, Part, Parts, chains, cut, parts, rounds_of
+from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles, accum_dtype
 
@@ -48,9 +49,9 @@ class DeltaExecutor:
     """As for ``select_delta_backend``; that of softmax attention, its Triton kernel too, leaves it to ``auto``."""
 
     def __post_init__(self) -> None:
-        if self.backend == "triton" or self.backend not in rule.DELTA_BACKENDS:
+        if self.backend == "triton" or self.backend not in LINEAR:
             self.backend = "auto"
-        self.handle, self.rank = _executors.add(self), self.transport.rank
+        self.handle, self.rank = DELTA_EXECUTORS.add(self), self.transport.rank
 
     def _waves(self, plan: Plan, inputs: Tensors, *more: Tensor, gradient: bool) -> Iterator[Wave]:
         """Cut inputs and more tensors ``[B, T, heads, ..]`` into groups of heads that take their turns.
@@ -258,14 +259,4 @@ def _unpacked(mine: Parts, kept: Tensor, k: Tensor, v: Tensor) -> tuple[dict[Par
     return saved, rest
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    kept = torch.library.get_ctx().new_dynamic_size()  # the plan's
-    return v.new_empty(v.shape), v.new_empty(kept, dtype=accum_dtype(v.dtype))
-
-
-_executors: Handles[DeltaExecutor] = rank_operator(
-    "longmesh::delta_attention",
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta",
-    _fake,
-    partial(state_plan, "attend_delta"),
-)
+DELTA_EXECUTORS: Handles[DeltaExecutor] = Handles()

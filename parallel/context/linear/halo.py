@@ -7,17 +7,18 @@ again with them, to the same bits as in one process. The backward sends the halo
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.delta.convolution import convolve, spaced
-from parallel.context.linear.segments import Segment, cut, segments, state_plan
-from parallel.context.plan import Plan, rank_operator
+from kernels.delta.convolution import spaced
+from kernels.ops import convolve, convolve_backward
+from parallel.context.linear.segments import Segment, cut, segments
+from parallel.context.plan import Plan
 from parallel.context.traffic import Traffic
 from parallel.context.transport import Transport
 from runtime.tensors import Handles, accum_dtype
@@ -82,7 +83,7 @@ class Convolution:
     transport: Transport
 
     def __post_init__(self) -> None:
-        self.handle, self.rank = _convolutions.add(self), self.transport.rank
+        self.handle, self.rank = CONVOLUTIONS.add(self), self.transport.rank
 
     def forward(self, plan: Plan, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return out like x, zero in padding, and the halos ``[B, rows, C]``, one after the other."""
@@ -114,7 +115,7 @@ class Convolution:
         for before, gap, _ in self._gaps(plan, halo, reach):
             rows[:, gap] = arrived[:, before]
         drows = spaced(dout[:, : bounds[-1]], bounds, reach)[0][:, reach:]
-        drows, dweight = torch.ops.longmesh.causal_convolution_backward(drows, rows, weight)
+        drows, dweight = convolve_backward(drows, rows, weight)
         dx = x.new_zeros(x.shape)
         dx[:, : bounds[-1]] = drows.index_select(1, at + reach)
         ends: dict[int, Tensor] = {}  # gradients of the rows that others read, to be rounded once
@@ -160,11 +161,4 @@ class Convolution:
         return wait
 
 
-def _fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()  # the plan's
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], rows, x.shape[2])
-
-
-_convolutions: Handles[Convolution] = rank_operator(
-    "longmesh::context_convolution", "Tensor x, Tensor weight", _fake, partial(state_plan, "convolve")
-)
+CONVOLUTIONS: Handles[Convolution] = Handles()

@@ -4,19 +4,15 @@ States pass in the fewest hops where each rank has one block of tokens; the zigz
 attention. One all-to-all moves q, k and v into the other layout, another moves the output back.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.context.api import ContextParallel
 from parallel.context.geometry import Geometry
 from parallel.context.layout import ContextError
-from parallel.context.plan import PLANS, Plan, PlanHandle
 from parallel.context.transport import Transport
 from runtime.tensors import Handles
 
@@ -78,18 +74,10 @@ class Relayout:
         self.transport = transport
         self._ways = tuple(token_route(*pair, transport.rank) for pair in ((outside, inside), (inside, outside)))
         self._placed: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        self.handle = _exchanges.add(self)
-
-    def inward(self, x: Tensor) -> Tensor:
-        """Move x [B, T, ...] from the outer layout to the inner one; differentiable."""
-        return torch.ops.longmesh.relayout_in(x, self.handle)
-
-    def outward(self, x: Tensor) -> Tensor:
-        """Move x [B, T, ...] from the inner layout to the outer one; differentiable."""
-        return torch.ops.longmesh.relayout_out(x, self.handle)
+        self.handle = RELAYOUTS.add(self)
 
     def exchange(self, x: Tensor, way: int) -> Tensor:
-        """Exchange tokens; ``way`` 0 is inward, 1 outward."""
+        """Move x [B, T, ...] inward (``way`` 0), from the outer layout to the inner one, or outward (1)."""
         if x.device not in self._placed:  # once, since a copy in a layer makes the device wait for the host
             self._placed[x.device] = [(way.order.to(x.device), way.places.to(x.device)) for way in self._ways]
         order, places = self._placed[x.device][way]
@@ -98,77 +86,4 @@ class Relayout:
         return torch.empty_like(come).index_copy_(0, places, come).transpose(0, 1).contiguous()
 
 
-class InsideAttention:
-    """The softmax attention of ``inside`` for tensors and masks of ``outside``, over the same ranks.
-
-    Equal layouts need no exchange.
-    """
-
-    def __init__(self, inside: ContextParallel, outside: ContextParallel) -> None:
-        """Raise ContextError as ``token_route`` does."""
-        geometries = outside.plan.geometry, inside.plan.geometry
-        equal = geometries[0].layout == geometries[1].layout
-        self.inside = inside
-        self._relayout = None if equal else Relayout(*geometries, inside.transport)
-        self._masked: WeakKeyDictionary[Plan, ContextParallel] = WeakKeyDictionary()
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **settings: Any) -> Tensor:
-        """Return the attention, as ``SoftmaxAttention`` does; ``mask`` is a handle of ``outside``."""
-        mask = None if mask is None else self.own(mask)
-        if self._relayout is None:
-            return self.inside.attend(q, k, v, mask, **settings)
-        heads = [x.shape[2] for x in (q, k, v)]
-        q, k, v = self._relayout.inward(torch.cat((q, k, v), 2)).split(heads, 2)  # one exchange for all three
-        out = self.inside.attend(q.contiguous(), k.contiguous(), v.contiguous(), mask, **settings)
-        return self._relayout.outward(out)
-
-    def prefetch_kv(
-        self, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **settings: Any
-    ) -> Callable[[Tensor], Tensor]:
-        """Do as ``SoftmaxAttention.prefetch_kv``; between two layouts nothing starts before q is there."""
-        if self._relayout is None:
-            own = None if mask is None else self.own(mask)
-            return self.inside.attend.prefetch_kv(k, v, own, **settings)
-        return lambda q: self(q, k, v, mask, **settings)
-
-    def own(self, mask: PlanHandle) -> PlanHandle:
-        """Return the handle of ``inside`` for the documents of a handle of ``outside``; it lives as long as that."""
-        plan = PLANS[mask.tensor]
-        return mask if plan.geometry == self.inside.plan.geometry else self.under(plan).handle
-
-    def under(self, plan: Plan) -> ContextParallel:
-        """Return ``inside`` under the documents of a plan of ``outside``; made once for a plan of another geometry."""
-        inside = self.inside
-        if plan.geometry == inside.plan.geometry:  # the same plan, which must not keep itself alive
-            return inside.under(documents=plan.documents, window=plan.mask.window)
-        if plan not in self._masked:
-            self._masked[plan] = inside.under(documents=plan.documents, window=inside.plan.mask.window)
-        return self._masked[plan]
-
-
-# Operators, as in parallel/context/transport.py, so that recompute policies can keep the second's result.
-_exchanges: Handles[Relayout] = Handles()
-
-
-@torch.library.custom_op("longmesh::relayout_in", mutates_args=())
-def _inward(x: Tensor, handle: int) -> Tensor:
-    return _exchanges[handle].exchange(x, 0)
-
-
-@torch.library.custom_op("longmesh::relayout_out", mutates_args=())
-def _outward(x: Tensor, handle: int) -> Tensor:
-    return _exchanges[handle].exchange(x, 1)
-
-
-_inward.register_fake(lambda x, handle: x.new_empty(x.shape))
-_outward.register_fake(lambda x, handle: x.new_empty(x.shape))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.handle = inputs
-    ctx.exchange = _exchanges[ctx.handle]  # keep it alive until the backward
-
-
-# A permutation of tokens: its transpose is the way back.
-_inward.register_autograd(lambda ctx, dx: (torch.ops.longmesh.relayout_out(dx, ctx.handle), None), setup_context=_save)
-_outward.register_autograd(lambda ctx, dx: (torch.ops.longmesh.relayout_in(dx, ctx.handle), None), setup_context=_save)
+RELAYOUTS: Handles[Relayout] = Handles()

@@ -1,4 +1,4 @@
-"""Executor of methods that pass states on. The only autograd code for linear attention over several ranks.
+"""Executor of methods that pass states on: linear attention over several ranks.
 
 A scan is linear in the incoming state (kernels/linear_attention.py), so a rank computes all but one matrix product
 while the state is in transit. The backward reuses that state, so that dq needs no other rank; the state's gradient goes
@@ -11,14 +11,14 @@ Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.linear_attention import Scan, backward, decayed_state, from_state, scan_of, select_linear_backend
+from kernels.backends.base import Scan
+from kernels.linear_attention import backward, decayed_state, from_state, scan_of, select_linear_backend
 from parallel.context.layout import Passage, passages
-from parallel.context.plan import Plan, rank_operator
+from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Transport
 from runtime.tensors import Handles, accum_dtype
 
@@ -31,7 +31,7 @@ class StateExecutor:
     backend_name: str
 
     def __post_init__(self) -> None:
-        self.handle = _executors.add(self)
+        self.handle = STATE_EXECUTORS.add(self)
         self.geometry, self.rank = self.transport.geometry, self.transport.rank
 
     def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class StateExecutor:
         def enter(way: Passage, state: Tensor) -> None:
             outs[way.slot] += from_state(way.of(q), state, log_decay, way.seen)
 
-        like = _state_like(k, v)
+        like = empty_state(k, v)
         states = self._pass_states(plan, like, log_decay, intra, alone, enter)
         kept = like.new_zeros(len(outs), *like.shape)
         for slot, state in states.items():
@@ -76,7 +76,7 @@ class StateExecutor:
             dk[way.slot] += from_state(way.of(v), dstate.transpose(-1, -2), log_decay, way.seen, reverse=True)
             dv[way.slot] += from_state(way.of(k), dstate, log_decay, way.seen, reverse=True)
 
-        self._pass_states(plan, _state_like(k, v), log_decay, intra, alone, enter, reverse=True)
+        self._pass_states(plan, empty_state(k, v), log_decay, intra, alone, enter, reverse=True)
         return _joined(dq), _joined(dk), _joined(dv)
 
     def _pass_states(
@@ -166,17 +166,10 @@ def _joined(stretches: dict[int, Tensor]) -> Tensor:
     return torch.cat([stretches[slot] for slot in range(len(stretches))], 1) if len(stretches) > 1 else stretches[0]
 
 
-def _state_like(k: Tensor, v: Tensor) -> Tensor:
+def empty_state(k: Tensor, v: Tensor) -> Tensor:
     """Allocate a state, uninitialised."""
     wide = accum_dtype(k.dtype)
     return k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, _: Any, handle: int, __: Tensor) -> tuple[Tensor, Tensor]:
-    like, slots = _state_like(k, v), _executors[handle].geometry.slots
-    return v.new_empty(v.shape), like.new_empty(slots, *like.shape)
-
-
-_executors: Handles[StateExecutor] = rank_operator(
-    "longmesh::state_attention", "Tensor q, Tensor k, Tensor v", _fake, others="float[] log_decay, "
-)
+STATE_EXECUTORS: Handles[StateExecutor] = Handles()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import pretrain_gpt
 from data.text.blend import MockTokenizer, cumulative_lengths, positions_in_documents
 from data.text.config import DataConfig
 from data.text.megatron import build_datasets
@@ -12,6 +11,8 @@ from tests.data.text.corpora import EOD, document_starts
 from tests.pretraining import TINY
 from tools.common.runs import open_run
 from tools.common.training import Records, trainer_of
+from train.config.language import parse_args
+from train.tasks.language import LanguageTask
 
 
 def test_an_end_belongs_to_the_document_before_it_and_rows_are_apart():
@@ -43,7 +44,7 @@ def test_a_sample_is_a_function_of_the_seed_and_its_index():
 
 def test_a_run_on_drawn_tokens_learns():
     log = Records()
-    with trainer_of(pretrain_gpt, [*TINY, "--vocab-size", "64", *FLAGS], log) as trainer:
+    with trainer_of(LanguageTask, [*TINY, "--vocab-size", "64", *FLAGS], log) as trainer:
         trainer.train()
     losses = [record["lm_loss"] for record in log.records if "lm_loss" in record]
     assert len(losses) == 8
@@ -53,7 +54,7 @@ def test_a_run_on_drawn_tokens_learns():
 @pytest.mark.parametrize("flags", [("--data-path", "a"), ("--tokenizer-model", "a.model"), ("--reset-attention-mask",)])
 def test_drawn_tokens_go_with_no_file_and_no_documents(flags):
     with pytest.raises((DataError, UserError), match="mock_data"):
-        pretrain_gpt.parse_args([*TINY, *FLAGS, "--vocab-size", "64", *flags])
+        parse_args([*TINY, *FLAGS, "--vocab-size", "64", *flags])
 
 
 def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path):
@@ -67,13 +68,13 @@ def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path, capsys):
     names.write_text('[data]\ndata_path = ["a"]\ntokenizer_model = "a.model"\nsft = true\nsplit = "9,1,0"\n')
     drawn.write_text("[data]\nmock_data = true\n")
     both.write_text(names.read_text() + drawn.read_text().partition("\n")[2])
-    found = pretrain_gpt.parse_args(["--config", str(names), "--mock-data"])
+    found = parse_args(["--config", str(names), "--mock-data"])
     assert found.data == DataConfig(mock_data=True, split="9,1,0")
     said = f"note: --mock-data takes the place of data_path, tokenizer_model, sft of {names}\n"
     assert capsys.readouterr().err == said
-    assert pretrain_gpt.parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(data_path=("b",))
+    assert parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(data_path=("b",))
     assert capsys.readouterr().err == f"note: --data-path takes the place of mock_data of {drawn}\n"
-    assert pretrain_gpt.parse_args(["--config", str(names), "--no-mock-data"]).data.data_path == ("a",)
+    assert parse_args(["--config", str(names), "--no-mock-data"]).data.data_path == ("a",)
     assert capsys.readouterr().err == ""
     for refused in (
         (both,),
@@ -82,4 +83,4 @@ def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path, capsys):
         (names, "--mock-data", "--sft"),
     ):
         with pytest.raises(DataError, match="mock_data draws tokens"):
-            pretrain_gpt.parse_args(["--config", *map(str, refused)])
+            parse_args(["--config", *map(str, refused)])

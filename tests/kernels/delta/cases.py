@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.delta import rule
-from kernels.delta.rule import delta_rule
+from kernels.ops import delta_rule
 
 NAMES = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 BOUND = 5e-6

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.delta import convolution
-from kernels.delta.convolution import causal_convolution
+from kernels.ops import causal_convolution
 
 CHANNELS = 5
 CASES = [

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
+from kernels.backends import triton
 from kernels.delta import rule
-from kernels.delta.rule import delta_rule, gates_with_resets, select_delta_backend
+from kernels.delta.rule import gates_with_resets, select_delta_backend
+from kernels.ops import delta_rule
 from runtime.errors import UserError
 from tests.kernels.delta.cases import PACKED, Case, errors, inputs, results
 
@@ -181,7 +183,7 @@ def test_wrong_documents_and_backends_are_named():
 def test_a_backend_fits_its_inputs():
     auto = partial(select_delta_backend, "auto")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rule, "has_triton", lambda: True)
+        patch.setattr(triton, "has_triton", lambda: True)
         assert auto("cuda", torch.bfloat16) == "triton"
         assert auto("cuda", torch.bfloat16, per_channel=True) == "chunked"
         assert auto("cuda", torch.bfloat16, width=264) == "chunked"
@@ -195,6 +197,6 @@ def test_a_backend_fits_its_inputs():
         ):
             with pytest.raises(UserError, match=reason):
                 refused(device, dtype, **more)
-        patch.setattr(rule, "has_triton", lambda: False)
+        patch.setattr(triton, "has_triton", lambda: False)
         with pytest.raises(UserError, match="not installed"):
             refused("cuda", torch.float16)

@@ -160,7 +160,7 @@ def test_kernel_equals_the_reference_on_a_gpu(case):
 
 
 def test_without_an_interpreter_the_cpu_is_refused():
-    from kernels.linear_attention import linear_attention
+    from kernels.ops import linear_attention
 
     x = torch.zeros(1, 4, 1, 16)
     with pytest.raises(ValueError, match="attention_backend triton needs a cuda device and this one is cpu"):

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.language import initial_weight
 from model.parts.lora import is_adapter, merge
-from model.registry import architecture_of, build_model, flops_per_token, num_parameters, num_trained
+from model.registry import architecture_of, build_model, flops_per_token, initial_weight, num_parameters, num_trained
 from runtime.errors import UserError
 from tests.model.models import GEMMA3, GPT, KDA, LINEAR, LLAMA, OLMO3, QWEN3_5, TRANSNORMER, tied
 
@@ -91,9 +90,11 @@ def test_a_model_begins_as_it_is_and_by_name_and_seed():
     base = build_model(LLAMA)
     base.init_weights(5)
     assert torch.equal(model(TOKENS), base(TOKENS))
-    first = initial_weight(LLAMA, "layers.0.mlp.down.lora_A.weight", (3, 64), 5)
+    config = adapted(LLAMA)
+    first = initial_weight(config, "layers.0.mlp.down.lora_A.weight", (3, 64), 5)
     assert 0.9 / 8 < first.abs().max() < 1 / 8
-    assert not torch.equal(first, initial_weight(LLAMA, "layers.1.mlp.down.lora_A.weight", (3, 64), 5))
+    other = initial_weight(config, "layers.1.mlp.down.lora_A.weight", (3, 64), 5)
+    assert not torch.equal(first, other)
 
 
 def test_flops_are_those_that_torch_counts():

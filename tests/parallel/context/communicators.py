@@ -123,9 +123,6 @@ def timelines(plan, compute):
             patch.object(transport, "all_gather_single", noted.all_gather),
             patch.object(attention, "merge_", _merge),
             patch.object(cuda, "merge_", _merge),
-            # operators on such tensors would take the shape functions instead
-            patch.object(HeadExchange, "to_heads", _to_heads),
-            patch.object(HeadExchange, "to_tokens", _to_tokens),
         ):
             compute(plan, rank, GpuTransport(plan.geometry, everyone, rank))
         found.append(noted.operations)
@@ -137,15 +134,6 @@ def _merge(out, lse, block_out, block_lse):
     assert out.shape == block_out.shape == (*lse.shape, out.shape[-1])
     assert lse.shape == block_lse.shape
     assert out.dtype == lse.dtype == block_lse.dtype == torch.float32
-
-
-def _to_heads(self, x):
-    return x if len(self.ranks) == 1 else transport._to_heads._init_fn(x, len(self.ranks), self.handle)
-
-
-def _to_tokens(self, x, count=None):
-    count = count or x.shape[2] * len(self.ranks)
-    return x if len(self.ranks) == 1 else transport._to_tokens._init_fn(x, count, len(self.ranks), self.handle)
 
 
 def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):

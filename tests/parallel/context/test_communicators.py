@@ -8,10 +8,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-import pretrain_dit
-import pretrain_gpt
-from kernels import cuda, installed
-from kernels.attention import AttentionBackend, select_backend
+from kernels import attention, cuda
+from kernels.attention import select_backend
+from kernels.backends import cudnn, flash_attention
+from kernels.backends.base import AttentionKernel
+from kernels.backends.flash_attention import FlashAttention
+from kernels.gpu import Gpu
+from parallel import apply
 from parallel.context import executor, make_plan
 from parallel.data import shard_model
 from parallel.mesh import distributed_mesh
@@ -32,8 +35,8 @@ from tests.parallel.context.communicators import (
 )
 from tests.parity.cases import DIFFUSION, chosen_cases, flags_of
 from tools.common.cases import DIMENSIONS, Case
-from train import assemble
-from train.config import diffusion, language
+from train.tasks.diffusion import DiffusionTask
+from train.tasks.language import LanguageTask
 
 LENGTH = 251
 DOCUMENTS = (0, 9, 100, 101, LENGTH)
@@ -66,9 +69,10 @@ def taking(kind, patch):
     """Have one of ``KINDS`` taken; return its name in a configuration."""
     patch.setattr(executor, "select_backend", select_backend.__wrapped__)
     if kind == "auto on Hopper":  # cuDNN, but for the shapes that it does not take, and for documents
-        patch.setattr(installed, "gpu", lambda: installed.Gpu((9, 0), 92000))
-    patch.setattr(installed, "problem", lambda name: None)
-    patch.setattr(cuda, "put", lambda impl: None)  # versions differ behind the same operators
+        for module in (attention, cudnn):
+            patch.setattr(module, "gpu", lambda: Gpu((9, 0), 92000))
+    patch.setattr(FlashAttention, "problem", lambda own: None)
+    patch.setattr(flash_attention, "put", lambda impl: None)  # versions differ behind the same operators
     return kind.partition(" ")[0]
 
 
@@ -125,7 +129,7 @@ def with_layout(change, kernel):
 
     def called(*given):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda, "heads_first", change)
+            patch.setattr(flash_attention, "heads_first", change)
             return kernel(*given)
 
     return called
@@ -133,13 +137,17 @@ def with_layout(change, kernel):
 
 def wrong_kernels():
     """Backends each of which gets one thing wrong that shape functions take, and the width that shows it."""
-    forward, backward, plain = cuda.flash_forward, cuda.flash_backward, cuda.heads_first
+    forward, backward, plain = (
+        flash_attention.flash_forward,
+        flash_attention.flash_backward,
+        flash_attention.heads_first,
+    )
     as_given = with_layout(lambda *some: [x.transpose(1, 2) for x in some], forward)
     turned = with_layout(lambda *some: [x if x.ndim == 3 else plain(x)[0] for x in some], backward)  # all but lse
     return {
-        "heads of 100 are not padded": (100, AttentionBackend("", forward, backward)),
-        "channels of q have stride 8": (64, AttentionBackend("", as_given, backward)),
-        r"lse is torch.float32 \(2, 63, 8\)": (64, AttentionBackend("", forward, turned)),
+        "heads of 100 are not padded": (100, AttentionKernel("", forward, backward)),
+        "channels of q have stride 8": (64, AttentionKernel("", as_given, backward)),
+        r"lse is torch.float32 \(2, 63, 8\)": (64, AttentionKernel("", forward, turned)),
     }
 
 
@@ -231,18 +239,19 @@ def groups_of(kind, case):
 
     A stage has one layer of few parameters, without values: they bring no groups of their own.
     """
-    entry = (diffusion, pretrain_dit) if kind == DIFFUSION else (language, pretrain_gpt)
+    task_class = DiffusionTask if kind == DIFFUSION else LanguageTask
     layers = str(sum(case.layers) or case.pp * case.virtual)
-    config = entry[0].parse_args([*flags_of(kind, case, Path("none")), "--num-layers", layers])
+    config = task_class.parse_args([*flags_of(kind, case, Path("none")), "--num-layers", layers])
     counts, made = [], list[Timeline]()
     for rank in range(case.ranks):
         with (
             fake_process_group(rank, case.ranks, 8),
             distributed_mesh(config.mesh) as mesh,
-            patch.object(assemble, "shard_model", sharded),
-            patch.object(assemble, "init_parameters"),
+            patch.object(apply, "shard_model", sharded),
+            patch.object(apply, "init_parameters"),
         ):
-            assemble.build_runner(entry[1].resolve(config, mesh))
+            task = task_class(config, mesh)
+            task.build_runner(task.build_parts())
             world = dist.distributed_c10d._world
             counts.append(world.group_count)
             names = {group: name for group, name in world.pg_names.items() if group is not dist.group.WORLD}

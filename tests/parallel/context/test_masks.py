@@ -49,7 +49,7 @@ def compare_case(method, options, linear, made):
     by_mask = [steps([join(mask)] * 3, linear)[::3] for mask in MASKS]
     want = [found for micro_batch in zip(*by_mask, strict=True) for found in micro_batch]
     one = join(MASKS[0])
-    registries = executor._executors, state._executors, transport._exchanges
+    registries = executor.EXECUTORS, state.STATE_EXECUTORS, transport.HEAD_EXCHANGES
     gc.collect()  # those made above are gone
     before = len(made), [len(registry) for registry in registries]
     masked = [one, *(one.under(documents=mask) for mask in MASKS[1:])]

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from kernels.delta.rule import delta_rule
+from kernels.ops import delta_rule
 from parallel.context import METHODS, context_parallel
 from runtime.ranks import run_ranks
 

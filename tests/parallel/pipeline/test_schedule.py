@@ -2,13 +2,11 @@
 
 import weakref
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from model.language import initial_weight
 from model.registry import build_model
 from parallel.context import ContextError
 from parallel.data import DataParallelConfig, finish_gradients
@@ -16,14 +14,12 @@ from parallel.mesh import MeshConfig, distributed_mesh
 from parallel.pipeline import schedule
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.pipeline.stages import PipelineConfig
-from parallel.tensor.split import split_model
 from runtime.ranks import run_ranks
 from tests.parallel.split import GRADIENT, LOSS, config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import full
-from train.assemble import Run, build_runner
+from tests.train.tiny import TinyTask
 from train.config.entries import Config, TrainConfig
-from train.objectives.language import NextToken
 
 LAYERS = 5
 SEED = 3
@@ -63,16 +59,9 @@ def built(model, pipeline, strategy, bf16=False, **sizes):
     with distributed_mesh(mesh_config) as mesh:
         method = "lasp" if model.linear_attention else "zigzag"
         cp, attend = context(mesh, model, method)
-        resolved = Run(
-            config=run,
-            mesh=mesh,
-            cp=cp,
-            objective=NextToken(cp, mesh.device),
-            build=partial(build_model, model, attend),
-            split=lambda part: split_model(part, mesh.tp, head_dim=model.head_dim, kv_heads=model.query_groups),
-            weight_of=lambda name, shape, part: initial_weight(model, name, shape, SEED, part),
-        )
-        parts, runner = resolved.parts, build_runner(resolved)
+        task = TinyTask(run, mesh, cp, attend)
+        parts = task.build_parts()
+        runner = task.build_runner(parts)
         assert isinstance(runner, PipelineRunner)
         tokens, labels = own_batch(mesh, cp)
         batches = [{"tokens": t[None], "labels": y[None]} for t, y in zip(tokens, labels, strict=True)]

@@ -1,19 +1,25 @@
 """A model split over ranks is the whole model: its weights, loss, gradients, their norm and its checkpoints."""
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.dit import DiT
 from model.language import LanguageModel
-from model.parts.attention import sdpa
+from model.parts.attention import Attention, sdpa
+from model.parts.weights import Split
 from model.registry import build_model
 from parallel.data import init_parameters, shard_model
 from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor import styles as tensor_styles
-from parallel.tensor.split import split_model
+from parallel.tensor.split import WORDS, split_model, split_words
 from runtime.ranks import run_ranks
+from tests.model.models import DELTAS, GEMMA3, IMAGE, KINDS, OLMO3
 from tests.parallel.split import (
     BATCH,
     GRADIENT,
@@ -103,7 +109,7 @@ def masks_seen(rank, world_size):
             seen.append([])
             with torch.device("meta"):
                 model = build_model(config(), attend)
-            split_model(model, mesh.tp, head_dim=config().head_dim, kv_heads=config().query_groups)
+            split_model(model, mesh.tp)
             recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
             shard_model(model, model.layers, mesh.dp_cp, bf16=True)
             init_parameters(model, mesh.device, lambda name, shape, part: weight_of(config(), name, shape, part))
@@ -132,6 +138,13 @@ def parts_for_wholes(patch):
     patch.setattr(DTensor, "to_local", lambda tensor, **_: to_local(tensor))
 
 
+def a_wrong_word(patch):
+    """Keys and values are stated to be whole on every rank, so that queries attend to those of
+    other heads."""
+    patch.setitem(Attention.SPLIT, "wk", "whole")
+    patch.setitem(Attention.SPLIT, "wv", "whole")
+
+
 def a_local_mean(patch):
     """Each rank divides by its number of labels: a setting of the step."""
 
@@ -142,6 +155,7 @@ FAULTS = {
         (a_bias_of_every_rank, GPTS[0], {}),
         (parts_for_wholes, GPTS[0], {}),
         (parts_for_wholes, GPTS[0], {"recompute": CHUNKS}),
+        (a_wrong_word, LLAMAS[0], {}),
     ],
     4: [(a_local_mean, LLAMAS[0], {"local_mean": True})],
 }
@@ -196,9 +210,39 @@ def of_another_kind(rank, world_size):
     with distributed_mesh(mesh_config(tp=2)) as mesh, torch.device("meta"):
         model = LanguageModel(GPTS[0])
         model.layers[1].mlp.router = torch.nn.Linear(24, 2)
-        with pytest.raises(ValueError, match=r"layers\.1\.mlp\.router\.weight, layers\.1\.mlp\.router\.bias;"):
-            split_model(model, mesh.tp, head_dim=6, kv_heads=2)
+        message = r"layers\.1\.mlp\.router\.weight: MLP \(model/parts/feed_forward\.py\)"
+        with pytest.raises(ValueError, match=message):
+            split_model(model, mesh.tp)
 
 
-def test_a_module_that_the_plan_does_not_know_is_refused():
+def test_a_module_whose_part_states_no_split_is_refused():
     run_ranks(of_another_kind, 2)
+
+
+class Scaled(torch.nn.Module):
+    """A part whose author forgot its words."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.empty(3))
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ({}, r"mlp\.scale: Scaled \(tests/parallel/tensor/test_split\.py\) states none in SPLIT"),
+        ({"scale": "diagonals"}, r"Scaled splits scale by diagonals; the words are columns, "),
+    ],
+)
+def test_a_part_without_a_word_or_with_an_unknown_one_is_refused(monkeypatch, splits, message):
+    monkeypatch.setattr(Scaled, "SPLIT", splits, raising=False)
+    with pytest.raises(ValueError, match=message):
+        split_words(torch.nn.ModuleDict({"mlp": Scaled()}))
+
+
+@pytest.mark.parametrize("model", [*KINDS, *DELTAS, GEMMA3, OLMO3, IMAGE])
+def test_every_part_states_its_split_in_words_that_have_a_style(model):
+    with torch.device("meta"):
+        built = DiT(model) if model is IMAGE else build_model(replace(model, lora_rank=2))
+    words = {word for part in split_words(built).values() for word in part.values()}
+    assert words <= set(WORDS) == set(get_args(Split))

@@ -9,11 +9,11 @@ from data.text.prepare import Request, prepare
 from runtime.errors import DataError
 from tests.parallel.tiny import build, save, train
 from tests.starts import ended
+from train.callbacks.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 from train.checkpoint import api as checkpoint
 from train.checkpoint.manifest import CheckpointError
 from train.checkpoint.search import find_checkpoint
 from train.config.flags import ConfigError
-from train.watching.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 
 SIZE = 1 << 20
 

@@ -25,7 +25,7 @@ from tests.parallel.tiny import (
 from train.checkpoint.api import load_checkpoint, load_model
 from train.checkpoint.manifest import CheckpointError, describe, read_manifest
 from train.checkpoint.search import what_is_broken
-from train.checkpoint.tensors import Shards, _DataUnpickler, tensors_of
+from train.checkpoint.tensors import Shards, _DataUnpickler, spread_copies, tensors_of
 
 
 @pytest.fixture
@@ -52,6 +52,24 @@ def test_tensors_that_do_not_fit_are_named(path):
     halved = Tiny().bfloat16()
     with pytest.raises(CheckpointError, match=r"is torch.float32 instead of torch.bfloat16"):
         load_checkpoint(path, halved, torch.optim.AdamW(halved.parameters()), ARCHITECTURE)
+
+
+def test_both_copies_of_a_tied_weight_have_the_moments_that_were_read():
+    """A rank holds two where it has the first stage and the last, as with virtual stages."""
+    torch.manual_seed(0)
+    first, last = Tiny(), Tiny()
+    optimizer = torch.optim.AdamW([*first.parameters(), *last.parameters()], lr=0.1)
+    for parameter in [*first.parameters(), *last.parameters()]:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    assert not equal(first.state_dict(), last.state_dict())
+
+    with torch.no_grad():
+        spread_copies([first, last], optimizer)
+
+    assert equal(first.state_dict(), last.state_dict())
+    for copy, source in zip(first.parameters(), last.parameters(), strict=True):
+        assert equal(optimizer.state[copy], optimizer.state[source])
 
 
 class Bomb:

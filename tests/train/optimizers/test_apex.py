@@ -17,13 +17,13 @@ from tests.parallel.split import build, config, mesh_config, own_batch
 from tests.pretraining import flags_of, on_rank
 from tests.train.optimizers import apex_stub
 from tests.train.optimizers.test_host import everything, model, steps
+from train.callbacks.metrics import METRICS
 from train.checkpoint.api import load_checkpoint
 from train.checkpoint.manifest import checkpoint_folder
 from train.objectives.language import NextToken
 from train.optimizers import apex
 from train.optimizers.adamw import Backend
 from train.optimizers.config import OptimizerConfig, build_optimizer
-from train.watching.metrics import METRICS
 
 STRATEGIES = get_args(Strategy)
 TORCH, APEX = (OptimizerConfig(lr=1e-2, optimizer_backend=backend) for backend in get_args(Backend))

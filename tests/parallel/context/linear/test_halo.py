@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels.delta.convolution import causal_convolution
+from kernels.ops import causal_convolution
 from parallel.context import ContextError, Traffic, context_parallel, make_plan
 from parallel.context.linear import halo
 from parallel.context.linear.halo import halo_traffic, halos

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.context import ContextError, context_parallel, make_plan, plan
-from parallel.context.linear.relayout import InsideAttention, Relayout, moved_tokens, token_route
+from parallel.context import ContextError, context_parallel, make_plan, ops, plan
+from parallel.context.linear.inside import InsideAttention
+from parallel.context.linear.relayout import Relayout, moved_tokens, token_route
 from parallel.context.plan import PLANS
 from runtime.ranks import run_ranks
 
@@ -31,10 +32,10 @@ def both(rank, world_size, wrong=False):
         if wrong:
             relayout._ways = tuple(way._replace(places=torch.arange(len(way.places))) for way in relayout._ways)
         values, gradients = (whole(inside.plan.padded_len, seed) for seed in (1, 2))
-        for go, source, target in ((relayout.inward, outside, inside), (relayout.outward, inside, outside)):
+        for go, source, target in ((ops.relayout_in, outside, inside), (ops.relayout_out, inside, outside)):
             x = source.shard(values, 1).requires_grad_()
             before = inside.transport.traffic.total
-            y = go(x)
+            y = go(relayout, x)
             sent = inside.transport.traffic.total - before
             y.backward(target.shard(gradients, 1))
             assert x.grad is not None

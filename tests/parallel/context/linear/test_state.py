@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from kernels import reference
-from kernels.linear_attention import linear_attention
+from kernels.ops import linear_attention
 from parallel.context import STATE_METHODS, ContextError, Traffic, context_parallel
 from parallel.context.linear import state
 from parallel.context.transport import Transport

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from runtime.ranks import run_ranks
-from tests.train.test_loop import checkpoints, infinite_in, run_with, settings
+from tests.train.test_trainer import checkpoints, infinite_in, run_with, settings
+from train.callbacks.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
+from train.callbacks.metrics import METRICS, read_metrics
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.search import find_checkpoint
-from train.watching.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
-from train.watching.metrics import METRICS, read_metrics
 
 ALWAYS = partial(infinite_in, iterations=range(4, 100))
 

@@ -16,9 +16,9 @@ from runtime.errors import UserError, require
 from runtime.files import read_regular, write_text
 from runtime.together import from_first
 from runtime.watchdog import Watchdog
+from train.callbacks import Callback, Step
 from train.checkpoint.manifest import is_count
 from train.checkpoint.search import saved_iterations
-from train.watching import Step, Watcher
 
 MOST_SKIPPED_IN_A_ROW = 10
 MOST_FAILURES = 3
@@ -90,13 +90,13 @@ class HealthConfig:
         require(self, self.watchdog_min_seconds > 0, "watchdog_min_seconds", "it must be above 0")
 
 
-class Heartbeat(Watcher):
+class Heartbeat(Callback):
     """Tells a rank's watchdog of every step: if no other comes for long, it ends all ranks."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
 
-    def after(self, step: Step) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Tell that a step is made, and its seconds, by which the next is waited for."""
         self._watchdog.beat(step.record["iteration_time_ms"] / 1e3)
 

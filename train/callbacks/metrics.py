@@ -14,9 +14,9 @@ from typing import Any
 
 from runtime.errors import at_least
 from runtime.files import read_regular, reason, replacing, write_text
+from train.callbacks.profile import PHASES
 from train.checkpoint.manifest import STARTS, is_count
 from train.config.flags import ConfigError
-from train.watching.profile import PHASES
 
 METRICS = "metrics.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}

@@ -1,4 +1,4 @@
-"""Watchers stand beside the training step: their one small interface, its moments in the order of the calls."""
+"""Callbacks act beside the training step, at four moments of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,19 +33,19 @@ class Step:
         return int(self.record["iteration"])
 
 
-class Watcher:
-    """Something that stands beside the training step. All ranks call its moments together: each may be collective."""
+class Callback:
+    """Acts beside the training step. All ranks call its moments together: each may be collective."""
 
-    def begin(self, iteration: int) -> None:
+    def on_train_begin(self, iteration: int) -> None:
         """Act before the first step of this start, which goes on from ``iteration``."""
 
-    def before(self, iteration: int) -> None:
+    def on_step_begin(self, iteration: int) -> None:
         """Act before an iteration takes its batch."""
 
-    def after(self, step: Step) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Act after an iteration's update."""
 
-    def end(self, iteration: int) -> None:
+    def on_train_end(self, iteration: int) -> None:
         """Act after the last step of this start, ``iteration``."""
 
 

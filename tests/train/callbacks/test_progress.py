@@ -8,11 +8,11 @@ import torch
 
 from parallel.context import context_parallel
 from runtime.ranks import run_ranks
-from tests.train.test_loop import run_with, settings
-from tests.train.watching.test_metrics import record
+from tests.train.callbacks.test_metrics import record
+from tests.train.test_trainer import run_with, settings
+from train.callbacks.progress import COLUMNS, Report, machine_line, progress_line
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
-from train.watching.progress import COLUMNS, Report, machine_line, progress_line
 
 
 def test_a_line_has_the_means_since_the_last_one():

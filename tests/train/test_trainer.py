@@ -1,4 +1,4 @@
-"""The training loop on a tiny LLaMA and made-up samples: steps, skips, stops, validations and records."""
+"""The trainer on a tiny LLaMA and made-up samples: steps, skips, stops, validations and records."""
 
 import io
 import math
@@ -16,7 +16,7 @@ from torch import nn
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
 from model.config import ModelConfig
-from model.language import LanguageModel, initial_weight
+from model.language import LanguageModel
 from model.registry import architecture_of, flops_per_token
 from parallel.context import context_parallel
 from parallel.mesh import MeshConfig, distributed_mesh
@@ -24,16 +24,16 @@ from runtime.errors import DataError
 from runtime.ranks import run_ranks
 from runtime.signals import StopRequest
 from tests.starts import ROOT
-from train.assemble import Run
+from tests.train.tiny import TinyTask
+from train.callbacks.health import Progress, TrainingError
+from train.callbacks.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import read_manifest
 from train.config.entries import Config, TrainConfig
-from train.loop import Trainer, what_is_left
-from train.objectives.language import NextToken
+from train.config.finalize import Final
 from train.optimizers.config import OptimizerConfig
 from train.resume import Start
-from train.watching.health import Progress, TrainingError
-from train.watching.metrics import METRICS, LoggingConfig, RunLog, read_metrics
+from train.trainer import Trainer, files_left
 
 LENGTH, VOCABULARY = 8, 31
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
@@ -60,7 +60,14 @@ class Samples:
 
 
 def settings(**train):
-    wanted = {"seq_length": LENGTH, "global_batch_size": 4, "train_iters": 3, "eval_interval": 100, "eval_iters": 1}
+    wanted = {
+        "seq_length": LENGTH,
+        "global_batch_size": 4,
+        "train_iters": 3,
+        "eval_interval": 100,
+        "eval_iters": 1,
+        "seed": 5,
+    }
     return Config(
         model=MODEL,
         mesh=MeshConfig(device="cpu"),
@@ -76,23 +83,17 @@ def run_with(rank, world_size, config, folder=None, prepare=None, valid_data=Non
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
     with distributed_mesh(config.mesh) as mesh:
         cp = context_parallel("ring", seq_len=LENGTH)
-        run = Run(
-            config=config,
-            mesh=mesh,
-            cp=cp,
-            objective=NextToken(cp, mesh.device),
-            build=partial(LanguageModel, MODEL),
-            split=lambda part: None,
-            weight_of=lambda name, shape, part: initial_weight(MODEL, name, shape, 5, part),
-        )
+        task = TinyTask(config, mesh, cp, train=train_data or Samples(), valid=valid_data)
         trainer = Trainer(
-            run=run,
-            start=Start(config, architecture_of(MODEL), {}, Progress()),
-            train_data=train_data or Samples(),
-            valid_data=valid_data,
-            flops_per_token=partial(flops_per_token, MODEL),
-            log=RunLog(folder, config.logging, {}, 0) if rank == 0 else None,
+            task,
+            Final(
+                config=config,
+                saved=config,
+                start=Start(config.checkpoint, config.optimizer, architecture_of(MODEL), {}, Progress()),
+                tokenizer=None,
+            ),
             peak_flops=PEAK,  # the measurement takes longer than all the rest
+            open_log=lambda *_: RunLog(folder, config.logging, {}, 0) if rank == 0 else None,
         )
         if prepare is not None:
             prepare(trainer)
@@ -223,7 +224,7 @@ def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path, 
     assert checkpoints(tmp_path / "run") == [2, 4, 6, 7]
     assert (tmp_path / "run" / "loss.png").is_file()
     left = "loss.png (the curve), metrics.jsonl (every iteration), 4 checkpoints, the newest of iteration 7"
-    assert what_is_left(tmp_path / "run") == f"{tmp_path}/run holds {left}"
+    assert files_left(tmp_path / "run") == f"{tmp_path}/run holds {left}"
 
 
 @pytest.mark.parametrize(("limit", "last"), [({"exit_interval": 2}, 2), ({"exit_duration_in_mins": 1e-9}, 1), ({}, 5)])

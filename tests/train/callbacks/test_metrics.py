@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from tests import starts
+from train.callbacks.metrics import METRICS, LoggingConfig, RunLog, check_services, plot_loss, read_metrics
 from train.checkpoint.manifest import STARTS
 from train.config.flags import ConfigError
-from train.watching.metrics import METRICS, LoggingConfig, RunLog, check_services, plot_loss, read_metrics
 
 
 def record(iteration, **more):
@@ -157,8 +157,8 @@ def in_a_process_of_its_own(code, folder, **environment):
 ROLLED_BACK = """
 import sys
 from pathlib import Path
-from tests.train.watching.test_metrics import record
-from train.watching.metrics import LoggingConfig, RunLog
+from tests.train.callbacks.test_metrics import record
+from train.callbacks.metrics import LoggingConfig, RunLog
 config = LoggingConfig(wandb_project="longmesh-test", wandb_exp_name="offline")
 log = RunLog(Path(sys.argv[1]), config, {"train": {"seed": 7}}, 0)
 for i in range(1, 7):
@@ -218,7 +218,7 @@ def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_a
 @pytest.mark.slow
 def test_wandb_without_a_key_is_one_message(tmp_path):
     pytest.importorskip("wandb")
-    write_first = "from train.watching.metrics import *; from pathlib import Path; import sys\n"
+    write_first = "from train.callbacks.metrics import *; from pathlib import Path; import sys\n"
     code = (
         write_first + "try:\n    RunLog(Path(sys.argv[1]), LoggingConfig(wandb_project='p'), {}, 0)\n"
         "except ConfigError as error:\n    print('MESSAGE', error)"

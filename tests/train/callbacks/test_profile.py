@@ -17,10 +17,10 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
-from tests.train.test_loop import run_with, settings
-from train.watching import DATA, SAVING
-from train.watching.metrics import METRICS, LoggingConfig, read_metrics
-from train.watching.profile import PHASES, ProfileConfig, covered, slowest, spent, table
+from tests.train.test_trainer import run_with, settings
+from train.callbacks import DATA, SAVING
+from train.callbacks.metrics import METRICS, LoggingConfig, read_metrics
+from train.callbacks.profile import PHASES, ProfileConfig, covered, slowest, spent, table
 
 
 def event(name, start, length, where="DeviceType.CPU", size=0, annotation=False):

@@ -7,6 +7,7 @@ is one behind the same operators.
 import importlib
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,22 +15,16 @@ import torch
 from torch.nn import attention as registry
 from torch.nn.attention import _registry
 
-from kernels import cuda, installed, reference
-from kernels.attention import block_backward, block_forward, select_backend
+import train.attention
+from kernels import attention, gpu, reference
+from kernels.attention import automatic_backend, block_backward, block_forward, select_backend
+from kernels.backends import SOFTMAX, cudnn, flash_attention
+from kernels.backends.advice import describe_kernel, warning
+from kernels.backends.cudnn import prefers_cudnn
+from kernels.backends.flash_attention import ABSENT, FlashAttention, put
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows
 from kernels.cuda import Lengths
-from kernels.installed import (
-    ABSENT,
-    H20_SHARES,
-    OWN,
-    SHARES,
-    Gpu,
-    describe_kernel,
-    fastest,
-    prefers_cudnn,
-    version_of,
-    warning,
-)
+from kernels.gpu import Gpu, family_of, version_of
 from parallel.context.config import ContextConfig
 from parallel.mesh import MeshConfig
 from planner.cluster import CLUSTERS, load_cluster
@@ -72,8 +67,8 @@ CUDA = ("cuda", torch.bfloat16)
 )
 def test_the_fastest_right_kernel_is_taken(here, documents, usable, taken, monkeypatch):
     asked = []
-    monkeypatch.setattr(installed, "problem", lambda name: asked.append(name) or (None if usable else ABSENT))
-    assert fastest(here, documents) == taken
+    monkeypatch.setattr(FlashAttention, "problem", lambda own: asked.append(own) or (None if usable else ABSENT))
+    assert automatic_backend("cuda", here, documents).name == taken
     assert len(asked) <= 1, "the others' packages, which take seconds to import, are left alone"
     assert not prefers_cudnn(here) or taken == "cudnn" or documents
 
@@ -98,12 +93,12 @@ def test_versions_of_cudnn():
 def test_the_cudnn_that_came_with_torch(asked, there, found, monkeypatch):
     def version(name):
         if name not in there:
-            raise installed.metadata.PackageNotFoundError(name)
+            raise gpu.metadata.PackageNotFoundError(name)
         return there[name]
 
-    monkeypatch.setattr(installed.metadata, "requires", lambda _: asked)
-    monkeypatch.setattr(installed.metadata, "version", version)
-    assert installed.bundled_cudnn() == found
+    monkeypatch.setattr(gpu.metadata, "requires", lambda _: asked)
+    monkeypatch.setattr(gpu.metadata, "version", version)
+    assert gpu.bundled_cudnn() == found
 
 
 def test_a_gpu_is_detected_though_torch_refuses_its_cudnn(monkeypatch):
@@ -112,16 +107,16 @@ def test_a_gpu_is_detected_though_torch_refuses_its_cudnn(monkeypatch):
     def refused():
         raise RuntimeError("cuDNN version incompatibility")
 
-    assert installed.gpu.__wrapped__() == Gpu()
+    assert gpu.gpu.__wrapped__() == Gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H20")
-    monkeypatch.setattr(installed, "bundled_cudnn", lambda: 92000)
+    monkeypatch.setattr(gpu, "bundled_cudnn", lambda: 92000)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
-    assert installed.gpu.__wrapped__() == H100._replace(name="NVIDIA H20")
+    assert gpu.gpu.__wrapped__() == H100._replace(name="NVIDIA H20")
     monkeypatch.setattr(torch.backends.cudnn, "version", refused)
     monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getRuntimeVersion=lambda: (9, 10, 2)), raising=False)
-    assert installed.gpu.__wrapped__() == SHADOWED._replace(name="NVIDIA H20")
+    assert gpu.gpu.__wrapped__() == SHADOWED._replace(name="NVIDIA H20")
 
 
 CARDS = {path.stem: re.search(r"(?:^|_)(g?[hb]\d+)", path.stem) for path in sorted(CLUSTERS.glob("*.toml"))}
@@ -130,9 +125,17 @@ CARDS = {path.stem: re.search(r"(?:^|_)(g?[hb]\d+)", path.stem) for path in sort
 @pytest.mark.parametrize(("file", "card"), [(file, found[1].upper()) for file, found in CARDS.items() if found])
 def test_shares_are_those_that_the_planner_has(file, card):
     cluster, major = load_cluster(CLUSTERS / f"{file}.toml"), 9 if card.startswith("H") else 10
-    has = H20_SHARES if Gpu(name=f"NVIDIA {card}").is_h20 else SHARES[major]
-    own = getattr(cluster, f"{OWN[major]}_fraction")
-    assert has == {"aten": cluster.flash_attn_fraction, "cudnn": cluster.cudnn_fraction, OWN[major]: own}
+    family = Gpu((major, 0), name=f"NVIDIA {card}").family
+    assert family_of(cluster.name) == family
+    stated = {
+        backend.rate_name or name: backend.shares[family]
+        for name, backend in SOFTMAX.items()
+        if family in backend.shares
+    }
+    assert cluster.kernel_fractions == stated
+    unstated = replace(cluster, kernel_fractions={})
+    for name in SOFTMAX:
+        assert unstated.running(name) == replace(cluster.running(name), kernel_fractions={})
 
 
 FASTER = "at about 0.31 of this GPU's peak, where cuDNN reaches 0.53 and FlashAttention 3 0.66, and takes at least 1.7"
@@ -144,18 +147,20 @@ FASTER = "at about 0.31 of this GPU's peak, where cuDNN reaches 0.53 and FlashAt
         ("cudnn", H100, {}, ()),
         ("cudnn", Gpu((9, 0), 92500, 92000), {}, ()),
         ("flash_attn_3", OLD, {}, ()),
-        ("aten", B200, {"width": 256}, ()),  # which nothing else takes
+        ("aten", B200, {"head_dim": 256}, ()),  # which nothing else takes
         ("aten", OLD, {}, (FASTER, "606 s", "9.10.2 is loaded: install 9.15.1 or newer", "or install Flash")),
         ("aten", SHADOWED, {}, (FASTER, "in the place of torch's own 9.20.0: take its folder out of LD_LIB")),
-        ("aten", H100, {"asked": "aten"}, (FASTER, "leave --attention-backend out")),
+        ("aten", H100, {"requested": "aten"}, (FASTER, "leave --attention-backend out")),
         ("aten", H100, {"documents": True, "why_not": "its import fails (X)"}, (FASTER, "its import fails (X)")),
         ("aten", B200, {"documents": True}, ("about 0.15 of", "4 0.6, and takes at least 4.0 times as long. p")),
         ("aten", OLD._replace(name="NVIDIA H20"), {}, ("about 0.6 of", "takes at least 1.3 times as long. c",)),
-        ("cudnn", SHADOWED, {"asked": "cudnn"}, ("torch's own 9.20.0", "128 does not divide can come out wrong")),
+        ("cudnn", SHADOWED, {"requested": "cudnn"}, ("torch's own 9.20.0", "128 does not divide can come out wrong")),
     ],
 )  # fmt: skip
-def test_a_slower_kernel_is_warned_of_with_the_factor_and_the_fix(kernel, here, more, words):
-    said = warning(kernel, here, **{"why_not": ABSENT} | more)
+def test_a_slower_kernel_is_warned_of_with_the_factor_and_the_fix(kernel, here, more, words, monkeypatch):
+    reason = more.get("why_not", ABSENT)
+    monkeypatch.setattr(FlashAttention, "problem", lambda own: reason)
+    said = warning(kernel, here, **{name: value for name, value in more.items() if name != "why_not"})
     assert (said is None) == (not words), said
     assert all(one in (said or "") for one in words), said
     assert "\n" not in (said or "")
@@ -167,7 +172,7 @@ def at(monkeypatch):
     """Set the GPU of the test."""
 
     def set_to(here):
-        for module in (installed, cuda):
+        for module in (gpu, attention, cudnn, flash_attention, train.attention):
             monkeypatch.setattr(module, "gpu", lambda: here)
         forget()
 
@@ -182,8 +187,8 @@ def forget():
     for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
         del sys.modules[name]
     importlib.invalidate_caches()
-    installed.put(None)
-    installed.problem.cache_clear()
+    put(None)
+    FlashAttention.problem.cache_clear()
     select_backend.cache_clear()
     registry._fa4._fa4_import_module.cache_clear()
 
@@ -250,7 +255,7 @@ def test_torchs_registry_puts_an_installed_version_in_place(at, tmp_path, monkey
     assert select_backend("flash_attn_4", *CUDA).name == "flash_attn_4"
     assert registry.current_flash_attention_impl() is None, "the trial leaves torch's own"
     for impl in ("FA3", "FA4", None):
-        installed.put(impl)
+        put(impl)
         assert registry.current_flash_attention_impl() == impl
 
 

@@ -10,16 +10,16 @@ import torch
 from kernels.operators import linear
 from runtime.machine import card_of
 from runtime.progress import clock_time
+from train.callbacks import Callback, Step, say
+from train.callbacks.metrics import RunLog
 from train.config.common import LoopConfig
 from train.objectives import Objective
-from train.watching import Step, Watcher, say
-from train.watching.metrics import RunLog
 
 COLUMNS = 110
 """Maximum width of a training line."""
 
 
-class Report(Watcher):
+class Report(Callback):
     """Writes each step's record to the log; prints a line after the first, every log_interval, and at the end.
 
     The first line is for a person who waits: it shows that the run is alive and how long it will take.
@@ -36,7 +36,7 @@ class Report(Watcher):
         self._started: tuple[int, float] | None = None
         self._machine_told = False
 
-    def after(self, step: Step) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Write a step's record, and print its lines where they are due."""
         if self._log is None:
             return

@@ -23,7 +23,7 @@ from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.processes import NODE
 from runtime.together import raise_together
-from train.watching import DATA, SAVING, Step, Watcher, say
+from train.callbacks import DATA, SAVING, Callback, Step, say
 
 Interval = tuple[int, int]
 """Start and end in nanoseconds."""
@@ -81,7 +81,7 @@ class Spent:
         return max(0.0, self.iteration - self.compute - self.exposed - self.data - self.saving)
 
 
-class Profiler(Watcher):
+class Profiler(Callback):
     """Follows some iterations on every rank, with --profile."""
 
     def __init__(self, config: ProfileConfig, save: str | None, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class Profiler(Watcher):
             raise UserError(f"profile_ranks has {missing[0]}; there are ranks 0 to {world - 1}")
         self._folder = Path(save) / FOLDER
 
-    def before(self, iteration: int) -> None:
+    def on_step_begin(self, iteration: int) -> None:
         """Begin or end before this iteration, where it is the one to do so. Collective at the end."""
         if iteration == self._config.profile_step_start:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
@@ -107,9 +107,9 @@ class Profiler(Watcher):
                 warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
                 self._profile.start()
         elif iteration == self._config.profile_step_end:
-            self.end(iteration - 1)
+            self.on_train_end(iteration - 1)
 
-    def end(self, iteration: int) -> None:
+    def on_train_end(self, iteration: int) -> None:
         """Write what was followed up to this iteration, if anything is; collective."""
         if self._profile is None:
             return
@@ -204,7 +204,7 @@ def table(ranks: list[Spent]) -> str:
     return "\n".join([*lines, "", f"Milliseconds per iteration. {said}"]) + "\n"
 
 
-class Stragglers(Watcher):
+class Stragglers(Callback):
     """Adds the ranks' times to the record of an interval's last step, and warns of a rank that stays behind."""
 
     def __init__(
@@ -243,7 +243,7 @@ class Stragglers(Watcher):
         event.record()
         return event
 
-    def after(self, step: Step) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Count a step; at an interval's end compare the ranks, with one sum of three numbers of each."""
         self._steps.append(step.record["iteration_time_ms"])
         size = dist.get_world_size()

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-import pretrain_gpt
 from data.loader import IGNORE_INDEX
 from runtime.ranks import run_ranks
 from tests.pretraining import flags_of
 from tools.common.training import Records, trainer_of
 from tools.ruler.examples import RulerConfig
+from train.config.language import parse_args
 from train.objectives.language import count_wrong
+from train.tasks.language import LanguageTask
 
 
 def test_wrong_tokens_are_counted_by_example():
@@ -54,12 +55,12 @@ def test_lengths_are_those_of_the_model_or_less():
 def test_none_on_the_command_line_leaves_out_the_curve_of_a_file(tmp_path, capsys):
     file = tmp_path / "curve.toml"
     file.write_text('[ruler]\nruler_interval = 5\nruler_lengths = [512]\nruler_tasks = ["vt"]\n')
-    assert pretrain_gpt.parse_args(["--config", str(file)]).ruler.ruler_lengths == (512,)
+    assert parse_args(["--config", str(file)]).ruler.ruler_lengths == (512,)
     assert capsys.readouterr().err == ""
-    assert pretrain_gpt.parse_args(["--config", str(file), "--ruler-interval", "none"]).ruler == RulerConfig()
+    assert parse_args(["--config", str(file), "--ruler-interval", "none"]).ruler == RulerConfig()
     assert capsys.readouterr().err == f"note: --ruler-interval none leaves out ruler_lengths, ruler_tasks of {file}\n"
     with pytest.raises(ValueError, match="ruler_lengths is 640; it is of a curve"):
-        pretrain_gpt.parse_args(["--config", str(file), "--ruler-interval", "none", "--ruler-lengths", "640"])
+        parse_args(["--config", str(file), "--ruler-interval", "none", "--ruler-lengths", "640"])
 
 
 ASKED = (
@@ -73,13 +74,13 @@ def answered(rank, world_size, runs, labels=None):
     """Measure the curve of each run's flags, with these answers if given: what it says, and wrong tokens by example."""
     found = []
     for flags in runs:
-        with trainer_of(pretrain_gpt, flags, Records()) as trainer:
+        with trainer_of(LanguageTask, flags, Records()) as trainer:
             rows = trainer.curve._rows
             for row, tokens in zip(rows, labels or [], strict=labels is not None):
                 learned = row["labels"] != IGNORE_INDEX
                 row["tokens"][learned.nonzero()[1:].flatten()], row["labels"][learned] = tokens[:-1], tokens
             shares = trainer.curve.measure(trainer.runner)
-            found.append((shares, trainer.run.objective.wrong.tolist()))
+            found.append((shares, trainer.task.objective.wrong.tolist()))
             written = [greedy(trainer.runner.parts[0], row) for row in rows] if world_size == 1 else None
     return found, rows, written
 

@@ -1,0 +1,44 @@
+"""Attention backends by name: the kernels among which --attention-backend chooses."""
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from kernels.backends.aten import Aten
+from kernels.backends.base import Backend
+from kernels.backends.chunked import Chunked
+from kernels.backends.cudnn import Cudnn
+from kernels.backends.flash_attention import FlashAttention3, FlashAttention4
+from kernels.backends.reference import Reference
+from kernels.backends.triton import Triton
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Aten(),
+        Cudnn(),
+        FlashAttention3(),
+        FlashAttention4(),
+        Chunked(),
+        Triton(),
+        Reference(),
+    )
+}
+"""``auto`` takes the first that is automatic where it runs."""
+SOFTMAX = {name: backend for name, backend in BACKENDS.items() if backend.softmax}
+"""Backends of softmax attention."""
+LINEAR = {name: backend for name, backend in BACKENDS.items() if backend.linear}
+"""Backends of linear attention and of the delta rule."""
+RATED = {backend.rate_name or name: backend for name, backend in SOFTMAX.items() if backend.shares}
+"""Backends whose rates the planner knows, by their names in a cluster file."""
+
+if TYPE_CHECKING:
+    BackendName: TypeAlias = str
+    SoftmaxBackendName: TypeAlias = str
+else:  # choices of a flag
+    BackendName = Literal["auto", *BACKENDS]
+    SoftmaxBackendName = Literal["auto", *SOFTMAX]
+
+
+def listed(names: dict[str, Backend]) -> str:
+    """List the choices among these backends in words."""
+    *first, last = ["auto", *names]
+    return f"{', '.join(first)} or {last}"

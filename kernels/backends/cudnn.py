@@ -1,0 +1,74 @@
+"""cuDNN's attention, the fastest from Hopper on."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kernels.backends.base import AttentionKernel, GpuBackend, Shares, pair_of
+from kernels.backends.flash_attention import flash
+from kernels.blocks import Gradients, Keys, Rows, heads_first
+from kernels.cuda import Packed, pad_heads, with_fallback
+from kernels.gpu import BLACKWELL, HOPPER, Gpu, gpu
+
+aten = torch.ops.aten
+FAST_CUDNN = 91501
+"""The first cuDNN whose attention torch itself prefers (check_prefer_cudnn_attention in sdp_utils.cpp): an older one is
+wrong at some lengths that 128 does not divide."""
+
+
+class Cudnn(GpuBackend):
+    """cuDNN's kernels of single tiles; packed ones go by FlashAttention, as cuDNN would pad to the longest."""
+
+    name = "cudnn"
+    title = "cuDNN"
+    shares: ClassVar[Shares] = {"hopper": 0.53, "h20": 0.8, "blackwell": 0.6}
+
+    def is_automatic(self, here: Gpu, documents: bool) -> bool:
+        """Return whether it is the fastest, with tiles of the same shapes in every micro-batch.
+
+        torch has it build a graph for every new shape, forward and backward, and keeps them all.
+        """
+        return prefers_cudnn(here) and not documents
+
+    def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
+        """Return its kernels of tiles, and FlashAttention's of packed ones; ``other`` takes wider heads."""
+        limit = f"takes heads of up to {max_head_dim()} channels here and more than one key"
+        kernel = with_fallback(self.name, limit, takes_cudnn, (cudnn_forward, cudnn_backward), pair_of(other))
+        _, packed = flash(None)
+        return AttentionKernel(self.name, *pad_heads(*kernel), packed=Packed(*pad_heads(*packed)))
+
+
+def prefers_cudnn(here: Gpu) -> bool:
+    """Return whether cuDNN's attention is right and the fastest on this GPU, as torch itself has it."""
+    return here.capability[0] in (HOPPER, BLACKWELL) and here.cudnn >= FAST_CUDNN
+
+
+def max_head_dim() -> int:
+    """Return the most channels of a head that cuDNN's kernel takes here (torch's check_cudnn_tensor_shapes)."""
+    return 256 if gpu().capability == (HOPPER, 0) and gpu().cudnn >= 91000 else 128
+
+
+def takes_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Return whether cuDNN's kernel, a GPU's fastest from Hopper on, takes these shapes."""
+    return q.shape[-1] <= max_head_dim() and k.shape[1] > 1
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the attention of a tile, and its log-sum-exp, by cuDNN."""
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
+    )
+    out, lse = heads_first(out, lse.reshape(lse.shape[:3]))
+    return out, lse
+
+
+def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    """Return the gradients through a tile by cuDNN."""
+    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # unused without dropout
+    lengths = (rows.q.shape[1], keys.k.shape[1])
+    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
+    given = dout, q, k, v, out, lse.contiguous()[..., None], no_seed, no_seed, None, None, None, *lengths, 0.0, causal
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
+    dq, dk, dv = heads_first(dq, dk, dv)
+    return dq, dk, dv

@@ -1,0 +1,167 @@
+"""FlashAttention: torch's own version 2, and versions 3 and 4 through torch's registry.
+
+The registry puts a version in the place of FlashAttention 2 behind aten's operators, for the whole process. So every
+call of a backend sees to it that its version is in place.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import attention
+
+from kernels.backends.base import AttentionKernel, GpuBackend, Shares, pair_of
+from kernels.blocks import Gradients, Keys, Rows, heads_first
+from kernels.cuda import Kernel, Lengths, Packed, pad_heads, with_fallback
+from kernels.gpu import BLACKWELL, HOPPER, Gpu, gpu
+
+aten = torch.ops.aten
+ABSENT = "it is not installed"
+
+
+class FlashAttention(GpuBackend):
+    """A version of FlashAttention that torch can put in place."""
+
+    impl: str
+    """Its name in torch's registry."""
+    package: str
+    """Python package that the registry imports."""
+    capabilities: tuple[int, ...]
+    """Major compute capabilities that it takes."""
+    native: int
+    """The one that it was written for."""
+    max_head_dim: int
+    install: str
+
+    def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
+        """Say what the device or the dtype lacks, or why the version cannot run here."""
+        if refusal := super().refusal(requested, device_type, dtype):
+            return refusal
+        if reason := self.problem():
+            return f"attention_backend is {self.name}, and {reason}; install {self.install}, or use auto"
+        return None
+
+    def is_automatic(self, here: Gpu, documents: bool) -> bool:
+        """Return whether it was written for this GPU and can run."""
+        return here.capability[0] == self.native and self.problem() is None
+
+    def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
+        """Return its kernels of tiles and packed tiles; ``other`` takes wider heads."""
+        kernel, packed = flash(self.impl)
+        limit = f"takes heads of up to {self.max_head_dim} channels"
+
+        def fits(q: Tensor, _: Tensor) -> bool:
+            return q.shape[-1] <= self.max_head_dim
+
+        tiles = with_fallback(self.name, limit, fits, kernel, pair_of(other))
+        tiles_packed = with_fallback(self.name, limit, fits, packed, pair_of(other and other.packed))
+        return AttentionKernel(self.name, *pad_heads(*tiles), packed=Packed(*pad_heads(*tiles_packed)))
+
+    @cache  # noqa: B019  # a backend is one object for the whole process
+    def problem(self) -> str | None:
+        """Say why it cannot run here, by putting it in place once; None if it can."""
+        capability = gpu().capability
+        if capability[0] not in self.capabilities:
+            fitting = " or ".join(f"{major}.x" for major in self.capabilities)
+            return f"it takes a GPU of compute capability {fitting}, and this one has {capability[0]}.{capability[1]}"
+        if not hasattr(attention, "activate_flash_attention_impl"):
+            return f"torch {torch.__version__} cannot put it in place, and 2.11 and newer can"
+        try:
+            put(self.impl)
+            put(None)
+        except Exception as error:  # a build for another torch raises ImportError or OSError, a stub anything
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == self.package:
+                return ABSENT
+            return "its import fails ({})".format(" ".join(f"{type(error).__name__}: {error}".split()))
+        return None
+
+
+class FlashAttention3(FlashAttention):
+    """FlashAttention 3, for Hopper."""
+
+    name = "flash_attn_3"
+    title = "FlashAttention 3"
+    impl = "FA3"
+    package = "flash_attn_interface"
+    shares: ClassVar[Shares] = {"hopper": 0.66, "h20": 0.8}
+    capabilities = (HOPPER,)
+    native = HOPPER
+    max_head_dim = 256
+    install = "python setup.py install in hopper/ of github.com/Dao-AILab/flash-attention"
+
+
+class FlashAttention4(FlashAttention):
+    """FlashAttention 4, for Blackwell, and Hopper too."""
+
+    name = "flash_attn_4"
+    title = "FlashAttention 4"
+    impl = "FA4"
+    package = "flash_attn"
+    shares: ClassVar[Shares] = {"blackwell": 0.6}
+    capabilities = (HOPPER, BLACKWELL)
+    native = BLACKWELL
+    max_head_dim = 128
+    install = "pip install flash-attn-4"
+
+
+def put(impl: str | None) -> None:
+    """Put a version in place by its name in torch's registry; None is torch's own FlashAttention 2."""
+    if getattr(attention, "current_flash_attention_impl", lambda: None)() == impl:
+        return
+    if impl is None:
+        attention.restore_flash_attention_impl()
+    else:
+        attention.activate_flash_attention_impl(impl)
+
+
+def flash(impl: str | None) -> tuple[Kernel, Kernel]:
+    """Return flash attention of a tile, and of packed ones, by a version of it; None is FlashAttention 2."""
+
+    def placed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            put(impl)
+            return function(*args)
+
+        return call
+
+    return (placed(flash_forward), placed(flash_backward)), (placed(packed_forward), placed(packed_backward))
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the attention of a tile, and its log-sum-exp, by FlashAttention."""
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
+    out, lse = heads_first(out, lse)
+    return out, lse
+
+
+def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
+    """Return the gradients through a tile by FlashAttention."""
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # unused without dropout
+    lengths = (rows.q.shape[1], keys.k.shape[1])
+    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
+    )
+    dq, dk, dv = heads_first(dq, dk, dv)
+    return dq, dk, dv
+
+
+def packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of packed tiles, and its log-sum-exp, by FlashAttention."""
+    # Flash attention, for cuDNN's backend too, which would pad to the longest.
+    out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
+    return out, lse.transpose(0, 1)
+
+
+def packed_backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float) -> Gradients:
+    """Return the gradients through packed tiles by FlashAttention."""
+    q, dout, out, lse = rows
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
+    lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
+    return aten._flash_attention_backward(
+        dout, q, *keys, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
+    )

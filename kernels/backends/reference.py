@@ -1,0 +1,21 @@
+"""The naive twins of all kernels, for small exact runs."""
+
+import torch
+
+from kernels import reference
+from kernels.backends.base import AttentionKernel
+from kernels.backends.chunked import Chunked
+
+
+class Reference(Chunked):
+    """Every pair, or token by token.
+
+    Linear attention is so where a process has whole sequences; what ranks pass on is computed in chunks.
+    """
+
+    name = "reference"
+    softmax = True
+
+    def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
+        """Return the naive block."""
+        return AttentionKernel(self.name, reference.block_forward, reference.block_backward)

@@ -1,0 +1,280 @@
+"""Operators of context parallelism: each with its call, forward, fake and backward.
+
+torch.compile, recompute policies and the planner see one of them as a whole. An operator takes no Python object, so it
+takes handles (``parallel.context.plan``); its call takes the object.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.blocks import Keys, Rows, sinks_gradient
+from parallel.context.executor import EXECUTORS, Executor
+from parallel.context.geometry import Geometry
+from parallel.context.layout import Window
+from parallel.context.linear.delta import DELTA_EXECUTORS, DeltaExecutor
+from parallel.context.linear.halo import CONVOLUTIONS, Convolution
+from parallel.context.linear.relayout import RELAYOUTS, Relayout
+from parallel.context.linear.segments import state_plan
+from parallel.context.linear.state import STATE_EXECUTORS, StateExecutor, empty_state
+from parallel.context.plan import PLANS, Plan, plan_of
+from parallel.context.transport import HEAD_EXCHANGES, HeadExchange
+from runtime.tensors import Handles, accum_dtype, differentiable
+
+
+def prefetch_kv(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
+    """Start gathering k and v; return the handle for the next ``context_attention``.
+
+    It is a tensor, so that a recompute policy can save it: recomputing it would gather again.
+    """
+    return torch.ops.longmesh.prefetch_kv(k.detach(), v.detach(), executor.handle)
+
+
+@torch.library.custom_op("longmesh::prefetch_kv", mutates_args=())
+def _prefetch_kv(k: Tensor, v: Tensor, handle: int) -> Tensor:
+    return torch.tensor(EXECUTORS[handle].prefetch_kv(k, v))
+
+
+@_prefetch_kv.register_fake
+def _(k: Tensor, v: Tensor, handle: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def context_attention(
+    executor: Executor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    plan: Tensor,
+    window: Window | None,
+    prefetch: Tensor | None,
+) -> Tensor:
+    """Compute a rank's softmax attention under a plan, by its handle; differentiable, collective.
+
+    Shapes as in ``parallel.context.executor``; ``prefetch`` is what ``prefetch_kv`` returned.
+    """
+    others = scale, executor.handle, plan, list(window or ()), prefetch
+    out, _ = torch.ops.longmesh.context_attention(q, k, v, sinks, *others)
+    return out
+
+
+def _attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, scale: float, handle: int, plan: Tensor, window: Any, prefetch: Any
+) -> tuple[Tensor, Tensor]:
+    executor, taken = EXECUTORS[handle], None if prefetch is None else int(prefetch)
+    return executor.forward(_windowed(plan, window, executor), q, Keys(k, v), sinks, scale, taken)
+
+
+def _attention_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accum_dtype(q.dtype))
+
+
+def _attention_backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, out, lse, scale, handle, plan, window = given
+    executor = EXECUTORS[handle]
+    gradients = executor.backward(_windowed(plan, window, executor), Rows(q, dout, out, lse), Keys(k, v), scale)
+    return *gradients, None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+
+
+def _windowed(handle: Tensor, window: list[int], executor: Executor) -> Plan:
+    """Return the plan under a window: [] for none, or [left, right]."""
+    plan = plan_of(handle, executor.geometry)
+    return plan.windowed((window[0], window[1])) if window else plan
+
+
+differentiable(
+    "longmesh::context_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks",
+    "float scale, int handle, Tensor plan, int[] window",
+    *(_attention_forward, _attention_fake, _attention_backward),
+    unsaved=", Tensor? prefetch",
+    saves=[0, 1],
+    owner=lambda scale, handle, *_: EXECUTORS[handle],
+)
+
+
+def tokens_to_heads(exchange: HeadExchange, x: Tensor) -> Tensor:
+    """Exchange [B, T, H, D] -> [B, U * T, max(1, H / U), D]; differentiable."""
+    degree = len(exchange.ranks)
+    return x if degree == 1 else torch.ops.longmesh.tokens_to_heads(x, degree, exchange.handle)
+
+
+def heads_to_tokens(exchange: HeadExchange, x: Tensor) -> Tensor:
+    """Exchange [B, U * T, H / U, D] -> [B, T, H, D]; differentiable."""
+    degree = len(exchange.ranks)
+    if degree == 1:
+        return x
+    return torch.ops.longmesh.heads_to_tokens(x, x.shape[2] * degree, degree, exchange.handle)
+
+
+@torch.library.custom_op("longmesh::tokens_to_heads", mutates_args=())
+def _tokens_to_heads(x: Tensor, degree: int, handle: int) -> Tensor:
+    return HEAD_EXCHANGES[handle].to_heads(x)
+
+
+@_tokens_to_heads.register_fake
+def _(x: Tensor, degree: int, handle: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * degree, max(1, x.shape[2] // degree), x.shape[3])
+
+
+@torch.library.custom_op("longmesh::heads_to_tokens", mutates_args=())
+def _heads_to_tokens(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
+    return HEAD_EXCHANGES[handle].to_tokens(x, heads)
+
+
+@_heads_to_tokens.register_fake
+def _(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // degree, heads, x.shape[3])
+
+
+def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *_, ctx.degree, ctx.handle = inputs
+    ctx.heads, ctx.exchange = x.shape[2], HEAD_EXCHANGES[ctx.handle]  # keep it alive until the backward
+
+
+_tokens_to_heads.register_autograd(
+    lambda ctx, dx: (torch.ops.longmesh.heads_to_tokens(dx, ctx.heads, ctx.degree, ctx.handle), None, None),
+    setup_context=_save_exchange,
+)
+_heads_to_tokens.register_autograd(
+    lambda ctx, dx: (torch.ops.longmesh.tokens_to_heads(dx, ctx.degree, ctx.handle), None, None, None),
+    setup_context=_save_exchange,
+)
+
+
+def relayout_in(relayout: Relayout, x: Tensor) -> Tensor:
+    """Move x [B, T, ...] from the outer layout to the inner one; differentiable."""
+    return torch.ops.longmesh.relayout_in(x, relayout.handle)
+
+
+def relayout_out(relayout: Relayout, x: Tensor) -> Tensor:
+    """Move x [B, T, ...] from the inner layout to the outer one; differentiable."""
+    return torch.ops.longmesh.relayout_out(x, relayout.handle)
+
+
+@torch.library.custom_op("longmesh::relayout_in", mutates_args=())
+def _relayout_in(x: Tensor, handle: int) -> Tensor:
+    return RELAYOUTS[handle].exchange(x, 0)
+
+
+@torch.library.custom_op("longmesh::relayout_out", mutates_args=())
+def _relayout_out(x: Tensor, handle: int) -> Tensor:
+    return RELAYOUTS[handle].exchange(x, 1)
+
+
+def _save_relayout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.handle = inputs
+    ctx.relayout = RELAYOUTS[ctx.handle]  # keep it alive until the backward
+
+
+_relayout_in.register_fake(lambda x, handle: x.new_empty(x.shape))
+_relayout_out.register_fake(lambda x, handle: x.new_empty(x.shape))
+# A permutation of tokens: its transpose is the way back.
+_relayout_in.register_autograd(
+    lambda ctx, dx: (torch.ops.longmesh.relayout_out(dx, ctx.handle), None), setup_context=_save_relayout
+)
+_relayout_out.register_autograd(
+    lambda ctx, dx: (torch.ops.longmesh.relayout_in(dx, ctx.handle), None), setup_context=_save_relayout
+)
+
+
+def rank_operator(
+    name: str,
+    inputs: str,
+    fake: Callable[..., tuple[Tensor, Tensor]],
+    executors: Handles[Any],
+    checked: Callable[[Tensor, Geometry], Plan] = plan_of,
+    others: str = "",
+) -> None:
+    """Register ``forward(plan, *given)`` and ``backward(plan, dout, kept, *given)`` of executors as one operator.
+
+    It takes what is given, the inputs and others, then the handles of an executor and of a plan, and returns out and
+    what the backward needs besides.
+    """
+
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        *operands, handle, plan = given
+        executor = executors[handle]
+        with torch.autocast(operands[0].device.type, enabled=False):
+            results: tuple[Tensor, Tensor] = executor.forward(checked(plan, executor.transport.geometry), *operands)
+        return results
+
+    def backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor, ...]:
+        *operands, handle, plan = given
+        kept = operands.pop(count)
+        with torch.autocast(dout.device.type, enabled=False):
+            gradients: tuple[Tensor, ...] = executors[handle].backward(PLANS[plan], dout, kept, *operands)
+        return gradients
+
+    count = inputs.count(",") + 1
+    others += "int handle, Tensor plan"
+    owner = lambda *others: executors[others[-2]]  # noqa: E731
+    differentiable(name, inputs, others, forward, fake, backward, saves=[1], owner=owner)
+
+
+def state_attention(
+    executor: StateExecutor, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], plan: Tensor
+) -> Tensor:
+    """Compute a rank's linear attention by states, ``[B, T, H, E]``; differentiable, collective."""
+    out, _ = torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle, plan)
+    return out
+
+
+def _state_fake(q: Tensor, k: Tensor, v: Tensor, _: Any, handle: int, __: Tensor) -> tuple[Tensor, Tensor]:
+    state, slots = empty_state(k, v), STATE_EXECUTORS[handle].geometry.slots
+    return v.new_empty(v.shape), state.new_empty(slots, *state.shape)
+
+
+rank_operator(
+    "longmesh::state_attention",
+    "Tensor q, Tensor k, Tensor v",
+    _state_fake,
+    STATE_EXECUTORS,
+    others="float[] log_decay, ",
+)
+
+
+def delta_attention(
+    executor: DeltaExecutor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute a rank's gated delta rule; differentiable, collective. Returns what ``DeltaExecutor.forward`` does."""
+    return torch.ops.longmesh.delta_attention(q, k, v, g, beta, executor.handle, plan)
+
+
+def _delta_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    kept = torch.library.get_ctx().new_dynamic_size()  # the plan's
+    return v.new_empty(v.shape), v.new_empty(kept, dtype=accum_dtype(v.dtype))
+
+
+rank_operator(
+    "longmesh::delta_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta",
+    _delta_fake,
+    DELTA_EXECUTORS,
+    partial(state_plan, "attend_delta"),
+)
+
+
+def context_convolution(convolution: Convolution, x: Tensor, weight: Tensor, plan: Tensor) -> Tensor:
+    """Compute a rank's causal convolution, ``[B, T, C]``; differentiable, collective."""
+    out, _ = torch.ops.longmesh.context_convolution(x, weight, convolution.handle, plan)
+    return out
+
+
+def _convolution_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()  # the plan's
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], rows, x.shape[2])
+
+
+rank_operator(
+    "longmesh::context_convolution",
+    "Tensor x, Tensor weight",
+    _convolution_fake,
+    CONVOLUTIONS,
+    partial(state_plan, "convolve"),
+)

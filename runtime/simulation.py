@@ -1,0 +1,66 @@
+"""Settings of the planner's rehearsal for the code that it runs: shapes without data, as on another device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Generic, TypeVar, cast
+
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+class Setting(Generic[T]):
+    """A value that is set while a rehearsal runs, and None at all other times."""
+
+    def __init__(self) -> None:
+        self.value: T | None = None
+
+    @contextmanager
+    def set_to(self, value: T | None) -> Iterator[None]:
+        """Set the value until the block ends."""
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
+
+
+SIMULATED_DEVICE = Setting[str]()
+"""Kind of device that tensors of a CPU stand for."""
+ALLOCATION_CAUSE = Setting[str]()
+"""Cause of the memory that is being allocated, where the code that allocates it states one."""
+
+
+def device_type_of(x: Tensor) -> str:
+    """Return the kind of device whose sizes hold for a tensor: the simulated one, or the tensor's own."""
+    return SIMULATED_DEVICE.value or x.device.type
+
+
+def allocates(cause: str) -> Callable[[F], F]:
+    """State the cause of the memory that a function allocates."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            with ALLOCATION_CAUSE.set_to(cause):
+                return function(*args)
+
+        return cast(F, call)
+
+    return decorate
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Put a function in the place of one of torch's until the block ends, where torch has no hook for it."""
+    inherited, before = name not in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -1,0 +1,171 @@
+"""The interface of a task: a configuration on a mesh becomes a model, an objective and data."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.loader import Samples
+from model.registry import initial_weight
+from parallel.apply import parallelize
+from parallel.context import ContextParallel
+from parallel.data import Runner
+from parallel.mesh import Mesh
+from runtime.tensors import Part
+from runtime.together import is_first
+from train.callbacks.ruler import Curve
+from train.config.common import CommonConfig
+from train.objectives import Objective
+
+C = TypeVar("C", bound=CommonConfig)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The samples of a run, and what is known of them."""
+
+    train: Samples
+    valid: Samples | None
+    """None if the run makes no validations."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Figures recorded with each validation loss, such as the corpus's unigram entropy."""
+    curve: Curve | None = None
+    """The small curve of RULER that a language model's run draws."""
+
+
+class Task(ABC, Generic[C]):
+    """The model, the objective and the data of a run. Making one builds no model."""
+
+    entry: ClassVar[str]
+    """The program that trains it."""
+    data_writer: ClassVar[str]
+    """The program that writes its data."""
+    data_flags: ClassVar[tuple[str, ...]]
+    """The flags that name its data, with placeholders."""
+
+    def __init__(self, config: C, mesh: Mesh, cp: ContextParallel, objective: Objective) -> None:
+        """Keep a configuration that is complete and valid, with what follows from it on this mesh."""
+        self.config, self.mesh, self.cp, self.objective = config, mesh, cp, objective
+
+    @staticmethod
+    @abstractmethod
+    def parse_args(arguments: Sequence[str]) -> Any:
+        """Parse a command line, as ``flags.parse`` does."""
+
+    @staticmethod
+    @abstractmethod
+    def validate(config: Any, world_size: int) -> None:
+        """Check the sections against each other; raise UserError for the first contradiction."""
+
+    @staticmethod
+    def load_tokenizer(config: Any) -> Any:
+        """Load the tokenizer of the data; None if they are no text."""
+        return None
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """Build the whole model on torch's default device."""
+
+    def split(self, part: Any) -> None:
+        """Apply tensor parallelism to a part of the model."""
+        from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
+
+        split_model(part, self.mesh.tp)
+
+    def initial_weight(self, name: str, shape: Sequence[int], part: Part) -> Tensor:
+        """Return a part of a parameter's initial value."""
+        return initial_weight(self.config.model, name, shape, self.config.train.seed, part)
+
+    @abstractmethod
+    def load_data(self, tokenizer: Any) -> Data:
+        """Open the data; collective. Raises UserError: they are missing or do not suit the run."""
+
+    @abstractmethod
+    def flops_per_token(self, length: int) -> float:
+        """Return the training FLOPs per token of a document of this length."""
+
+    @abstractmethod
+    def description(self, data: Data) -> str:
+        """Describe the run in one line: the model, the mesh and the data."""
+
+    def after_validation(self, parts: Sequence[Any]) -> Callable[[int], None] | None:
+        """Return what all ranks call with the iteration after each validation, if anything."""
+        return None
+
+    def build_parts(self, *, initialize: bool = True) -> list[Any]:
+        """Build this rank's parts of the model, one for each of its pipeline stages; collective.
+
+        Without ``initialize`` weights are what the memory holds.
+        """
+        weight_of = self.initial_weight if initialize else None
+        return parallelize(self.build_model, self.mesh, self.config, split=self.split, weight_of=weight_of)
+
+    def build_runner(self, parts: Sequence[Any], micro_batches: int | None = None) -> Runner:
+        """Build the runner that takes a step's micro-batches through ``parts``; collective.
+
+        ``micro_batches`` is their number on this rank, by default the configuration's.
+        """
+        mesh, objective, pipeline, train = self.mesh, self.objective, self.config.pipeline, self.config.train
+        strategy, ranks = self.config.data_parallel.strategy, mesh.pp.size()
+        if ranks == 1:
+            return Runner(parts, objective.loss_sum, strategy)
+        schedule = pipeline.pipeline_schedule
+        if is_first() and schedule == "Interleaved1F1B" and pipeline.num_virtual_stages_per_pipeline_rank == 1:
+            print(
+                f"note: pipeline_schedule {schedule} with 1 virtual stage per process interleaves nothing: it is 1F1B; "
+                "--num-virtual-stages-per-pipeline-rank 2 shortens the bubbles",
+                flush=True,
+            )
+        from parallel.pipeline.schedule import PipelineRunner  # takes a second, for torch.compile
+
+        return PipelineRunner(
+            parts,
+            objective.loss_sum,
+            strategy,
+            config=pipeline,
+            mesh=mesh.pp,
+            device=mesh.device,
+            micro_batches=micro_batches or train.micro_batches(mesh.dp.size()),
+            first_input=objective.first_input(train.micro_batch_size),
+            hidden=self.hidden_states,
+            tied=objective.tied(parts[0], pipeline.stages(ranks)),
+        )
+
+    @property
+    def batch_samples(self) -> int:
+        """The sequences, or samples, per iteration."""
+        return self.config.train.batch_size(self.mesh.dp.size())
+
+    @property
+    def batch_tokens(self) -> int:
+        """The tokens per iteration."""
+        return self.batch_samples * self.config.sequence_length
+
+    @property
+    def validation_samples(self) -> int:
+        """The samples of a validation, if there are as many."""
+        return self.config.train.eval_iters * self.batch_samples
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """A meta tensor like what a micro-batch's pipeline stages send each other, [B, T, C]."""
+        train = self.config.train
+        sequences, tokens = self.objective.first_input(train.micro_batch_size)[1].shape[:2]
+        shape = (sequences, tokens // self.mesh.tp.size(), self.config.model.hidden_size)
+        return torch.empty(shape, dtype=train.dtype, device="meta")
+
+    def _summary(self, model: str, method: str, samples: str) -> str:
+        """Describe in one line the model, the mesh and the data."""
+        shape, mesh = self.config.model, self.mesh
+        pipeline = f"pipeline parallel {mesh.pp.size()} x " if mesh.pp.size() > 1 else ""
+        tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
+        layers = f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)} of {shape.hidden_size}"
+        processes = f"{mesh.device.type} process{'es' * (dist.get_world_size() > 1)}"
+        return (
+            f"{model} ({layers}) on {dist.get_world_size()} {processes}: {pipeline}data parallel {mesh.dp.size()} x "
+            f"context parallel {mesh.cp.size()} ({method}){tensor}, {samples}"
+        )

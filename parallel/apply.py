@@ -37,21 +37,15 @@ class Arranged(Protocol):
         """Has ``bf16`` and ``compile``."""
 
 
-def parallelize(
-    build: Callable[[], nn.Module],
-    mesh: Mesh,
-    config: Arranged,
-    *,
-    split: Callable[[Any], None],
-    weight_of: WeightOf | None,
-) -> list[Any]:
+def parallelize(build: Callable[[], nn.Module], mesh: Mesh, config: Arranged, weight_of: WeightOf | None) -> list[Any]:
     """Build and arrange this rank's part of the model for each of its pipeline stages; collective.
 
     Args:
         build: builds the whole model, which has ``layers`` and ``keep``, on torch's default device.
-        split: applies tensor parallelism to a part.
         weight_of: gives any part of a parameter's initial value; with None weights are what the memory holds.
     """
+    from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
+
     sharding = sharding_mesh(mesh.dp_cp, config.data_parallel)
     layers_of = stage_layers(config.pipeline, config.model.num_layers, mesh.pp.size())
     parts = []
@@ -65,7 +59,7 @@ def parallelize(
 
         # Before everything that replaces a forward: tensor parallelism hooks the plain modules, and a layer's inputs
         # and outputs are then as the other steps see them.
-        split(part)
+        split_model(part, mesh.tp)
 
         # Before compilation, which is to see the rounded products.
         config.float8.convert(part.layers)

@@ -77,7 +77,7 @@ def _hybrid_context_of(
     outer, inner = None, None
     if like is not None and isinstance(like[1], HybridAttention) and isinstance(like[1].softmax, InsideAttention):
         outer, inner = like[0].transport, like[1].softmax.inside.transport
-    inside, softmax = softmax_context(replace(config, context=context), group, sdpa, inner)
+    inside, softmax = softmax_context(config, group, sdpa, inner, context)
     # Padded to the same length, so that tokens can change layout.
     outside, linear = _linear_context_of(config, group, inside.plan.local_len, outer)
     return outside, HybridAttention(linear, softmax if alone else InsideAttention(inside, outside))
@@ -129,13 +129,22 @@ def plan_ahead(config: Config, attend: Attend | LinearAttend | HybridAttention, 
 
 
 def softmax_context(
-    config: CommonConfig, group: dist.ProcessGroup | None, alone: Attend, links: Transport | None = None
+    config: CommonConfig,
+    group: dist.ProcessGroup | None,
+    alone: Attend,
+    links: Transport | None = None,
+    context: ContextConfig | None = None,
 ) -> tuple[ContextParallel, Attend]:
-    """Return the configuration's context parallelism, and the attention that the model calls.
+    """Return context parallelism of softmax attention, and the attention that the model calls.
 
-    ``alone`` is the attention of one process without a method. Raises UserError if the backend cannot run here.
+    Args:
+        alone: the attention of one process without a method.
+        context: the method, by default the configuration's.
+
+    Raises UserError if the backend cannot run here.
     """
-    method, backend = config.context.context_parallel_method, config.context.attention_backend
+    context = context or config.context
+    method, backend = context.context_parallel_method, context.attention_backend
     length, tp = config.joined_length, config.mesh.tensor_model_parallel_size
     if method == "none":
         cp = context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal)
@@ -159,7 +168,7 @@ def softmax_context(
         backend=backend,
         timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
         links=links,
-        **config.context.plan_arguments(config.mesh.context_ranks_per_node),
+        **context.plan_arguments(config.mesh.context_ranks_per_node),
     )
     if (
         config.mesh.context_parallel_size > 1

@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.backends import LINEAR
 from kernels.backends.base import SIMULATED_SLAB, Slab
 from kernels.delta.chunks import CHUNK
-from kernels.linear_attention import check_sequence
+from kernels.linear_attention import check_sequence, select_linear_backend
 from runtime.errors import UserError
 from runtime.simulation import device_type_of
 from runtime.tensors import accum_dtype
@@ -59,26 +59,16 @@ def select_delta_backend(
     per_channel: bool = False,
     width: int = 128,
 ) -> str:
-    """Return the backend; ``auto`` takes the fastest available, and ``chunked`` for what that does not take.
+    """Return the backend, as ``select_linear_backend``; ``auto`` takes ``chunked`` for what the fastest does not take.
 
     Raises:
         UserError: the backend does not exist, or cannot take these inputs.
     """
-    if name == "auto":
-        automatic = (
-            other
-            for other, backend in LINEAR.items()
-            if backend.is_automatic_linear(device_type, dtype)
-            and not backend.delta_refusal(per_channel=per_channel, key_dim=width)
-        )
-        return next(automatic, "chunked")
-    if name not in LINEAR:
-        raise UserError(f"attention_backend is {name!r}, which has no delta rule; use auto, {', '.join(LINEAR)}")
-    if refusal := LINEAR[name].refusal(name, device_type, dtype):
-        raise UserError(refusal)
-    if problem := LINEAR[name].delta_refusal(per_channel=per_channel, key_dim=width):
-        raise UserError(f"attention_backend {name} {problem}; use auto or chunked")
-    return name
+    backend = select_linear_backend(name, device_type, dtype)
+    refusal = LINEAR[backend].delta_refusal(per_channel=per_channel, key_dim=width)
+    if refusal and name != "auto":
+        raise UserError(f"attention_backend {name} {refusal}; use auto or chunked")
+    return "chunked" if refusal else backend
 
 
 def gates_with_resets(g: Tensor, documents: Sequence[int] | None) -> Tensor:

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import linear
 from bench.linear import LABELS, exponent, fits, flops, lengths_between, main, markdown, overtakes
-from kernels import linear_attention
+from kernels import linear_attention, linear_scan
 from tools.common.report import read_records
 from tools.common.shapes import AttentionShape
 
@@ -25,8 +25,8 @@ def chunked_outside_of_its_operator(work):
     """The counter does not look into an operator, so what runs in it is called by itself."""
     q, k, v, dout = work.tensors()
     rates = (-0.1, -0.2, -0.3, -0.4)
-    linear_attention.scan(q, k, v, rates)
-    linear_attention.backward(linear_attention.scan, dout, None, q, k, v, rates)
+    linear_scan.scan(q, k, v, rates)
+    linear_attention.backward(linear_scan.scan, dout, None, q, k, v, rates)
 
 
 @pytest.mark.parametrize("length", [128, 200])

@@ -37,7 +37,7 @@ def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
         assert times.pop("auto") == times[wanted] == min(times.values())
     assert with_schedule(run(1)) == run(1)
     with fake_process_group(0, 16, 8):
-        assert config_to_save(run(16, "tree"), run(16)) == run(16), "other ranks that go on choose again"
+        assert config_to_save(run(16, "tree"), run(16), 16) == run(16), "other ranks that go on choose again"
     unread = replace(run(16), data=replace(run(16).data, reset_attention_mask=True, data_path=["/nowhere/data"]))
     assert with_schedule(unread, slow_start).context.delta_rule_schedule == "tree", "whole samples"
     assert with_schedule(run(16, "chain"), slow_start) == run(16, "chain")

@@ -21,7 +21,7 @@ from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import STARTS, CheckpointError
 from train.checkpoint.search import find_checkpoint
 from train.config.entries import Config
-from train.config.finalize import lasting
+from train.config.finalize import config_to_save
 from train.config.flags import ConfigError
 from train.config.language import load_config
 from train.run import claim_folder, exit_status, open_log, reserve_run_folder
@@ -157,7 +157,7 @@ def test_a_start_with_nothing_left_to_do_writes_nothing(evaluated, tmp_path):
 @pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])
 def test_the_folder_keeps_no_flag_that_is_for_one_start(flag, tmp_path):
     config = with_checkpoint(save=str(tmp_path))
-    assert open_log(config, lasting(config.updated(**{flag: True})), Progress()) is not None
+    assert open_log(config, config_to_save(config.updated(**{flag: True}), config, 1), Progress()) is not None
     assert load_config(tmp_path / "config.toml") == config
 
 

@@ -3,10 +3,12 @@
 import io
 import math
 import signal
+import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import read_manifest
 from train.config.entries import Config, TrainConfig
 from train.config.finalize import Final
-from train.optim import OptimizerConfig
+from train.optimizers.config import OptimizerConfig
 from train.resume import Start
 from train.trainer import Trainer, files_left
 
@@ -84,24 +86,21 @@ def run_with(rank, world_size, config, folder=None, prepare=None, valid_data=Non
     with distributed_mesh(config.mesh) as mesh:
         cp = context_parallel("ring", seq_len=LENGTH)
         task = TinyTask(config, mesh, cp, train=train_data or Samples(), valid=valid_data)
-        trainer = Trainer(
-            task,
-            Final(
-                config=config,
-                saved=config,
-                start=Start(config.checkpoint, config.optimizer, architecture_of(MODEL), {}, Progress()),
-                tokenizer=None,
-            ),
-            peak_flops=PEAK,  # the measurement takes longer than all the rest
-            open_log=lambda *_: RunLog(folder, config.logging, {}, 0) if rank == 0 else None,
-        )
-        if prepare is not None:
-            prepare(trainer)
+        progress = Progress()
+        start = Start(config.checkpoint, config.optimizer, architecture_of(MODEL), {}, progress)
         try:
+            trainer = Trainer(
+                task,
+                Final(config=config, saved=config, start=start, tokenizer=None),
+                peak_flops=PEAK,  # the measurement takes longer than all the rest
+                open_log=lambda *_: RunLog(folder, config.logging, {}, 0) if rank == 0 else None,
+            )
+            if prepare is not None:
+                prepare(trainer)
             trainer.train()
         except (TrainingError, RuntimeError, DataError) as error:
-            return trainer.progress, f"{type(error).__name__}: {error}"
-        return trainer.progress, ""
+            return progress, f"{type(error).__name__}: {error}"
+        return progress, ""
 
 
 def trained(folder, world_size=1, **settings_):
@@ -203,6 +202,31 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path):
     assert error.endswith(f"--load {tmp_path}/run --ckpt-step 2 and another --save")
 
 
+def traced(trainer):
+    """Note every file of ours that the second step enters, after what is made once."""
+    plain, entered = trainer.train_step, set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(ROOT)):
+            entered.add(Path(frame.f_code.co_filename).relative_to(ROOT).as_posix())
+
+    def step(prefetched):
+        sys.setprofile(note if trainer.progress.iteration == 1 else None)
+        try:
+            return plain(prefetched)
+        finally:
+            sys.setprofile(None)
+            if trainer.progress.iteration == 2:
+                assert {"train/trainer.py", "model/language.py"} < entered, "the control: something is noted"
+                assert len(entered - {"tests/train/test_trainer.py"}) <= 14, sorted(entered)
+
+    trainer.train_step = step
+
+
+def test_one_step_enters_few_files():
+    assert run_ranks(run_with, 1, settings(), None, traced)[0][1] == ""
+
+
 def idle_weight(trainer, frozen=False):
     trainer.runner.parts[0].register_parameter("idle", nn.Parameter(torch.ones(2), requires_grad=not frozen))
 
@@ -276,6 +300,23 @@ def expected_validation(samples):
     loss, count = cross_entropy_sum(model(tokens), labels.masked_fill(mask == 0, IGNORE_INDEX))
     assert count < labels.numel()
     return (loss / count).item()
+
+
+def half_rate(trainer):
+    """Have the second group learn at half of the rate; the run ends by the rates that its last step had."""
+    matrices, vectors = trainer.optimizer.param_groups
+    vectors["lr_factor"], train = 0.5, trainer.train
+
+    def checked():
+        train()
+        raise RuntimeError(f"rates {matrices['lr']} {vectors['lr']}")
+
+    trainer.train = checked
+
+
+def test_a_groups_rate_is_the_schedules_times_its_factor():
+    for _, end in run_ranks(run_with, 1, settings(), None, half_rate):
+        assert end == "RuntimeError: rates 0.01 0.005"
 
 
 def frozen(trainer):

@@ -44,9 +44,8 @@ def with_vocabulary(config: C, entries: int) -> C:
     return config.updated(vocab_size=size or entries)
 
 
-def beyond_vocabulary(config: CommonConfig, entries: int) -> str | None:
+def beyond_vocabulary(size: int, entries: int) -> str | None:
     """Return a note if a tokenizer has more entries than the model."""
-    size = config.model.vocab_size
     if entries <= size:
         return None
     return (

@@ -92,15 +92,20 @@ def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
     with raise_together():
         tokenizer = task.load_tokenizer(requested)
     entries = None if tokenizer is None else tokenizer.vocab_size
-    config, requested = _for_launched(requested, task.validate, planner, entries)
-    config = complete(config, entries, planner)
+
+    processes = launched_world_size()
+    full, config = processes, requested
+    if requested.mesh.allow_resize:  # the first process chooses for all
+        full, config, line = from_first(lambda: _rearranged(requested, processes, task.validate, planner, entries))
+        with raise_together():
+            task.validate(config, processes)
+        if is_first() and line:
+            print(line, flush=True)
+    config = complete(config.updated(full_world_size=full), entries, planner)
+
     start = find_start(config, architecture_of(config.model), from_first(config.contents))
-    return Final(
-        config=replace(config, optimizer=start.optimizer),
-        saved=config_to_save(config, requested),
-        start=start,
-        tokenizer=tokenizer,
-    )
+    saved = config_to_save(config, requested.updated(full_world_size=full), dist.get_world_size())
+    return Final(config=replace(config, optimizer=start.optimizer), saved=saved, start=start, tokenizer=tokenizer)
 
 
 def complete(config: C, entries: int | None, planner: Planner) -> C:
@@ -111,13 +116,14 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
 
     Raises UserError: the vocabulary has fewer entries, or a choice cannot be made.
     """
+    notes: list[str | None] = []
     with raise_together():
         config = with_joined_ranks(config, dist.get_world_size())
         if entries is not None:
             config = with_vocabulary(config, entries)
+            notes.append(beyond_vocabulary(config.model.vocab_size, entries))
     config = with_rope_length(config)
-    notes = [beyond_rope(config)] if entries is None else [beyond_vocabulary(config, entries), beyond_rope(config)]
-    for note in filter(None, notes):
+    for note in filter(None, [*notes, beyond_rope(config)]):
         if is_first():
             print(note, flush=True)
     config = with_method(config, dist.get_world_size(), planner.method)
@@ -150,47 +156,27 @@ def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[Cont
     return choose(config, world_size)
 
 
-def config_to_save(config: C, requested: C) -> C:
-    """Return the configuration to write: another start may have other processes to lay out and join, and lengths."""
+def config_to_save(config: C, requested: C, world_size: int) -> C:
+    """Return the configuration to write: another start may have other processes to lay out and join, and lengths.
+
+    Checkpoints keep the resumed schedule. The flags that choose it and finetune are left out, as they hold for this
+    start alone, and so is a load that only finetune takes.
+    """
     sections: Any = {name: getattr(requested, name) for name in ("mesh", "train", "data_parallel", "recompute")}
     if isinstance(config, Config) and isinstance(requested, Config):
         sections["hybrid"] = requested.hybrid
         sections["context"] = replace(config.context, delta_rule_schedule=requested.context.delta_rule_schedule)
         sections["model"] = replace(requested.model, vocab_size=config.model.vocab_size)
-    if requested.mesh.joined(dist.get_world_size()) != config.mesh:
+    if requested.mesh.joined(world_size) != config.mesh:
         sections["context"] = requested.context
-    return lasting(replace(config, **sections))
-
-
-def lasting(config: C) -> C:
-    """Return the configuration without what holds for one start alone, and without a load that only finetune takes.
-
-    Checkpoints keep the resumed schedule, and flags choose it.
-    """
     checkpoint = config.checkpoint
-    return config.updated(
+    return replace(config, **sections).updated(
         override_opt_param_scheduler=False,
         use_checkpoint_opt_param_scheduler=False,
         finetune=False,
         allow_changed=(),
         load=checkpoint.load if checkpoint.hugging_face is None else None,
     )
-
-
-def _for_launched(requested: C, validate: Validate[C], planner: Planner, entries: int | None) -> tuple[C, C]:
-    """Return the configuration for the launched processes, and the requested one, both with full_world_size.
-
-    Without allow_resize the two are the same. With it the first process chooses for all.
-    """
-    processes = launched_world_size()
-    if not requested.mesh.allow_resize:
-        return (requested.updated(full_world_size=processes),) * 2
-    full, config, line = from_first(lambda: _rearranged(requested, processes, validate, planner, entries))
-    with raise_together():
-        validate(config, processes)
-    if is_first() and line:
-        print(line, flush=True)
-    return config, requested.updated(full_world_size=full)
 
 
 def _rearranged(

@@ -70,12 +70,6 @@ class Task(ABC, Generic[C]):
     def build_model(self) -> nn.Module:
         """Build the whole model on torch's default device."""
 
-    def split(self, part: Any) -> None:
-        """Apply tensor parallelism to a part of the model."""
-        from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
-
-        split_model(part, self.mesh.tp)
-
     def initial_weight(self, name: str, shape: Sequence[int], part: Part) -> Tensor:
         """Return a part of a parameter's initial value."""
         return initial_weight(self.config.model, name, shape, self.config.train.seed, part)
@@ -102,7 +96,7 @@ class Task(ABC, Generic[C]):
         Without ``initialize`` weights are what the memory holds.
         """
         weight_of = self.initial_weight if initialize else None
-        return parallelize(self.build_model, self.mesh, self.config, split=self.split, weight_of=weight_of)
+        return parallelize(self.build_model, self.mesh, self.config, weight_of)
 
     def build_runner(self, parts: Sequence[Any], micro_batches: int | None = None) -> Runner:
         """Build the runner that takes a step's micro-batches through ``parts``; collective.

@@ -75,11 +75,11 @@ def answered(rank, world_size, runs, labels=None):
     found = []
     for flags in runs:
         with trainer_of(LanguageTask, flags, Records()) as trainer:
-            rows = trainer.curve._rows
+            rows = trainer.data.curve._rows
             for row, tokens in zip(rows, labels or [], strict=labels is not None):
                 learned = row["labels"] != IGNORE_INDEX
                 row["tokens"][learned.nonzero()[1:].flatten()], row["labels"][learned] = tokens[:-1], tokens
-            shares = trainer.curve.measure(trainer.runner)
+            shares = trainer.data.curve.measure(trainer.runner)
             found.append((shares, trainer.task.objective.wrong.tolist()))
             written = [greedy(trainer.runner.parts[0], row) for row in rows] if world_size == 1 else None
     return found, rows, written

@@ -22,7 +22,7 @@ from runtime.errors import UserError, at_least, require
 
 C = TypeVar("C", bound="DecoderConfig")
 Architecture = dict[str, int | float | bool | str | None]
-"""What decides a model's shapes and function, as checkpoints record it."""
+"""Settings that decide a model's shapes and function, as checkpoints record them."""
 
 
 class Footprint(NamedTuple):
@@ -76,12 +76,12 @@ class DecoderConfig(LoraConfig, ABC):
     @property
     @abstractmethod
     def footprint(self) -> Footprint:
-        """What the planner must know of the family."""
+        """Numbers of the family that the planner takes."""
 
     @property
     @abstractmethod
     def positions(self) -> str:
-        """Where tokens' positions come from, as checkpoints record it."""
+        """Source of tokens' positions, as checkpoints record it."""
 
     @abstractmethod
     def block(self, layer: int, attends: HybridAttention) -> nn.Module:

@@ -8,7 +8,7 @@ from model.hf.family import Family
 
 
 class ModelFamily(NamedTuple):
-    """What a file of this folder states as its ``FAMILY``."""
+    """Statement of a file of this folder, as its ``FAMILY``."""
 
     config: type[DecoderConfig]
     """The settings, which build the layers."""

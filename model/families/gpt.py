@@ -53,7 +53,7 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
 
     @property
     def positions(self) -> str:
-        """Where tokens' positions come from."""
+        """Source of tokens' positions."""
         return self.position_embedding_type or "learned_absolute"
 
     @property

@@ -48,7 +48,7 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
 
     @property
     def layers_with_rope(self) -> list[bool]:
-        """Whether each layer turns queries and keys by their positions."""
+        """Return for each layer whether it turns queries and keys by their positions."""
         return [not without for without in layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)]
 
     def block(self, layer: int, attends: HybridAttention) -> nn.Module:

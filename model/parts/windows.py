@@ -74,9 +74,9 @@ class Pattern(NamedTuple):
     name: str
     """The setting."""
     nth: str
-    """What every N-th layer does, for messages."""
+    """Verb of every N-th layer, for messages."""
     listed: str
-    """What a layer with a 1 has, for messages."""
+    """Noun of a layer with a 1, for messages."""
     example: str
     """A pattern, for messages."""
     nth_is_one: bool

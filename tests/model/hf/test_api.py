@@ -103,7 +103,7 @@ IN_BFLOAT16 = ("llama", "gemma3", "qwen3_5", "gpt2")
 def test_transformers_loads_what_is_saved(tmp_path, name, dtype):
     config, made = CONFIGS[name], hugging_face(CONFIGS[name])
     model = ours(made, config).to(dtype)
-    longest = config.max_position_embeddings or config.scaled_length or 4096
+    longest = config.max_position_embeddings or getattr(config, "scaled_length", 0) or 4096
     save_hf(tmp_path / "out", config, model.state_dict(), contents={"max_position_embeddings": longest})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert type(theirs) is type(made)

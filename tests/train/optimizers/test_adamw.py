@@ -1,9 +1,9 @@
 """A step of AdamW equals its definition, and each group has its settings."""
 
 import torch
-from model.decoder import Decoder
 from torch import nn
 
+from model.decoder import Decoder
 from tests.model.models import model_config
 from train.optimizers.config import OptimizerConfig, build_optimizer
 

@@ -235,6 +235,11 @@ class DecoderConfig(LoraConfig, ABC):
         return tuple(map(self.window, range(self.num_layers)))
 
     @property
+    def alternating(self) -> dict[str, Any]:
+        """Settings with which layers of two kinds take turns; none if all layers are of one kind."""
+        return {}
+
+    @property
     def linears(self) -> tuple[str, ...]:
         """The linear layers of a layer that may get an adapter, by their names."""
         return ("wq", "wk", "wv", "wo", "gate", "up", "down")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from runtime.errors import at_least, divisors, require, wrong
 
@@ -40,6 +41,7 @@ class DiTConfig:
     delta_rule = False
     recurrent = False
     own_softmax_layout = False
+    alternating: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "latent_shape", tuple(self.latent_shape))  # TOML and the command line give lists

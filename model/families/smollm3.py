@@ -51,6 +51,11 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
         """Return for each layer whether it turns queries and keys by their positions."""
         return [not without for without in layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)]
 
+    @property
+    def alternating(self) -> dict[str, Any]:
+        """Settings with which layers with and without rope take turns; none if all have rope."""
+        return {} if all(self.layers_with_rope) else {"no_rope_freq": "2"}
+
     def block(self, layer: int, attends: HybridAttention) -> nn.Module:
         """Build a layer, counted from 0."""
         attention = self.attention(layer, attends.softmax, rotates=self.layers_with_rope[layer])

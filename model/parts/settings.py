@@ -6,7 +6,7 @@ A family inherits from what it has, and so a setting exists if the family has it
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from model.config import Architecture, DecoderConfig
 from model.parts.rope import RopeConfig
@@ -205,6 +205,11 @@ class PeriodicConfig(DecoderConfig):
     def softmax_period(self) -> int | None:
         """Layers from one with softmax attention to the next; None if none has it."""
         return self.softmax_every or self.default_period or None
+
+    @property
+    def alternating(self) -> dict[str, Any]:
+        """Settings with which layers of both kinds take turns; none if all layers are of one kind."""
+        return {"softmax_every": 2} if self.softmax_period else {}
 
     def has_softmax(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, has softmax attention."""

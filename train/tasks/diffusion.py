@@ -1,4 +1,4 @@
-"""Diffusion transformers on latents of images or videos: noise to denoise, over patches that ranks share."""
+"""Diffusion transformers on latents of images or videos, over patches that ranks share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

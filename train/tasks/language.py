@@ -46,7 +46,10 @@ class LanguageTask(Task[Config]):
 
     @staticmethod
     def load_tokenizer(config: Config) -> Tokenizer | MockTokenizer:
-        """Load the data's tokenizer; for mock_data return one of vocab_size entries. Raises DataError: no file."""
+        """Load the data's tokenizer; for mock_data return one of vocab_size entries.
+
+        Raises DataError: it is missing.
+        """
         if config.data.mock_data:
             return MockTokenizer(config.model.vocabulary)
         return load_tokenizer(str(config.data.tokenizer_model))

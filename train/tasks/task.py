@@ -50,6 +50,10 @@ class Task(ABC, Generic[C]):
     def __init__(self, config: C, mesh: Mesh, cp: ContextParallel, objective: Objective) -> None:
         """Keep a configuration that is complete and valid, with what follows from it on this mesh."""
         self.config, self.mesh, self.cp, self.objective = config, mesh, cp, objective
+        self.batch_samples = config.train.batch_size(mesh.dp.size())
+        """The sequences, or samples, per iteration."""
+        self.batch_tokens = self.batch_samples * config.sequence_length
+        """The tokens per iteration."""
 
     @staticmethod
     @abstractmethod
@@ -128,16 +132,6 @@ class Task(ABC, Generic[C]):
             hidden=self.hidden_states,
             tied=objective.tied(parts[0], pipeline.stages(ranks)),
         )
-
-    @property
-    def batch_samples(self) -> int:
-        """The sequences, or samples, per iteration."""
-        return self.config.train.batch_size(self.mesh.dp.size())
-
-    @property
-    def batch_tokens(self) -> int:
-        """The tokens per iteration."""
-        return self.batch_samples * self.config.sequence_length
 
     @property
     def validation_samples(self) -> int:

@@ -29,8 +29,11 @@ from train.callbacks.validation import Validation
 from train.checkpoint.saving import Saves
 from train.checkpoint.search import saved_iterations
 from train.config.finalize import Final
-from train.optim import Ema, build_optimizer, reduce_and_clip, schedule_of
+from train.ema import Ema
+from train.gradients import reduce_and_clip
+from train.optimizers.config import build_optimizer
 from train.run import open_log
+from train.schedule import schedule_of
 from train.tasks.task import Data, Task
 
 
@@ -137,7 +140,7 @@ class Trainer:
         progress.iteration += 1
         rate = self.schedule.rate(progress.iteration)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_factor", 1.0)
 
         share = self.runner.forward_backward(batch.micro_batches, max(batch.valid, 1))
         total = summed(share, self.mesh)  # over the ranks with different tokens

@@ -24,7 +24,7 @@ from tests.model.models import model_config
 from tests.parallel import split
 from tests.parallel.tiny import gradients_of
 from tests.parallel.unequal import difference, gradient_norm_of, loss_sum, sharded, whole_model
-from train.optim import gradient_norm
+from train.gradients import gradient_norm
 
 STRATEGIES = get_args(Strategy)
 CASES = {

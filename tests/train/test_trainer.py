@@ -33,7 +33,7 @@ from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import read_manifest
 from train.config.entries import Config, TrainConfig
 from train.config.finalize import Final
-from train.optim import OptimizerConfig
+from train.optimizers.config import OptimizerConfig
 from train.resume import Start
 from train.trainer import Trainer, files_left
 
@@ -301,6 +301,23 @@ def expected_validation(samples):
     loss, count = cross_entropy_sum(model(tokens), labels.masked_fill(mask == 0, IGNORE_INDEX))
     assert count < labels.numel()
     return (loss / count).item()
+
+
+def half_rate(trainer):
+    """Have the second group learn at half of the rate; the run ends by the rates that its last step had."""
+    matrices, vectors = trainer.optimizer.param_groups
+    vectors["lr_factor"], train = 0.5, trainer.train
+
+    def checked():
+        train()
+        raise RuntimeError(f"rates {matrices['lr']} {vectors['lr']}")
+
+    trainer.train = checked
+
+
+def test_a_groups_rate_is_the_schedules_times_its_factor():
+    for _, end in run_ranks(run_with, 1, settings(), None, half_rate):
+        assert end == "RuntimeError: rates 0.01 0.005"
 
 
 def frozen(trainer):

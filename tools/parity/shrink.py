@@ -12,7 +12,8 @@ from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 from train.config.fields import config_fields
 from train.config.flags import build
-from train.optim import OptimizerConfig
+from train.optimizers import OPTIMIZERS
+from train.optimizers.config import OptimizerConfig
 from train.tasks.registry import task_of
 
 PP, CP, TP = SIZES
@@ -153,8 +154,8 @@ def _shrink_run(old: Values, new: Values, ranks: int, ratio: float) -> None:
     many = (old["global_batch_size"] or 0) > old["micro_batch_size"] * dp
     for name in ("loss_chunk_size", "ffn_chunk_size"):
         new[name] = old[name] and max(8, math.ceil(old[name] * ratio))
-    kept = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-    for name in OptimizerConfig.__dataclass_fields__.keys() - kept:
+    numeric = ("lr", *OPTIMIZERS[old["optimizer"]].compared_settings)
+    for name in OptimizerConfig.__dataclass_fields__.keys() - numeric:
         del new[name]
     new |= {"micro_batch_size": micro, "global_batch_size": micro * dp * max(new[PP], 1 + many), "split": "50,50"}
     new |= {"train_iters": 2, "eval_iters": 1, "eval_interval": 2, "bf16": False, "num_workers": 0}

@@ -17,14 +17,14 @@ from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from runtime.errors import at_least, require
-from train import adamw
 from train.callbacks.health import HealthConfig
 from train.callbacks.metrics import LoggingConfig
 from train.callbacks.profile import ProfileConfig
 from train.checkpoint.api import CheckpointConfig
 from train.config.flags import ConfigError, value_of
 from train.float8 import Float8Config
-from train.optim import OptimizerConfig, schedule_of
+from train.optimizers.config import OptimizerConfig
+from train.schedule import schedule_of
 
 NEEDS = (
     *((name, "save") for name in ("save_interval", "async_save", "keep_last", "keep_every")),
@@ -245,22 +245,14 @@ def validate_run(config: CommonConfig) -> None:
             f"lr_wsd_decay_iters is {wsd}, but only {end - warmup} iterations lie between the warm-up and "
             f"lr_decay_iters {end}; lower it"
         )
-    there = {"recompute_offload": "what is kept lies in host memory already and a copy would only add to it"}
-    there["optimizer_cpu_offload"] = "Adam's moments lie in host memory already"
-    for name, why in there.items():
-        if value_of(config, name) and config.mesh.device_type == "cpu":
-            raise ConfigError(f"{name} is set and device is cpu, where {why}; leave it out, or use --device cuda")
-    if optimizer.optimizer_backend == "apex":
-        if optimizer.optimizer_cpu_offload:
-            raise ConfigError(
-                "optimizer_backend is apex and optimizer_cpu_offload is set, whose steps on moments in host memory are "
-                "torch's kernel; leave one out"
-            )
-        if config.mesh.device_type == "cpu" and not adamw.EMULATED:
-            raise ConfigError(
-                "optimizer_backend is apex and device is cpu, where its kernel does not run; leave it out, or use "
-                "--device cuda"
-            )
+    if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
+        raise ConfigError(
+            "recompute_offload is set and device is cpu, where what is kept lies in host memory "
+            "already and a copy would only add to it; leave it out, or use --device cuda"
+        )
+    whole = config.data_parallel.strategy in ("ddp", "legacy_ddp")
+    sharded = not whole or config.mesh.tensor_model_parallel_size > 1
+    optimizer.spec.check(optimizer, config.mesh.device_type, sharded=sharded)
     if train.compile:
         _check_compile(config)
     config.float8.check(config)

@@ -23,7 +23,7 @@ from tools.ruler.examples import RulerConfig
 from train.config.common import CommonConfig, LoopConfig
 from train.config.fields import Variants
 from train.config.flags import ENTRIES
-from train.optim import EmaConfig
+from train.ema import EmaConfig
 from train.sampling import SamplingConfig
 
 

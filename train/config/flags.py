@@ -175,7 +175,7 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
     variant = variant or _variant_in(root, tree)
     table, sections, values = config_fields(root, variant), list(hints_of(root)), {}
     for section, content in tree.items():
-        if section in table:
+        if section in table and not isinstance(content, dict):  # [optimizer] has a key of its name
             raise ConfigError(f"{path}: {section} stands outside of a section; move it to [{table[section].section}]")
         if section not in sections or not isinstance(content, dict):
             raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections, variant)}")

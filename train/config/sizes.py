@@ -48,7 +48,8 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
     width, shared = model.hidden_size, mesh.context_parallel_size * mesh.tensor_model_parallel_size
     matrices = model.num_layers * width * 2 * (model.num_attention_heads * model.head_dim + model.ffn_size)
     entries = (getattr(model, "vocab_size", None) or 0) * width
-    state = 16 * (matrices + entries) // world_size  # float32 weights and gradients, AdamW's two moments
+    # float32 weights and gradients, and the optimizer's state
+    state = (8 + config.optimizer.spec.state_bytes) * (matrices + entries) // world_size
     hidden = 4 * config.train.micro_batch_size * config.sequence_length * width // shared
     for names, what, size in (
         ("num_layers, hidden_size and vocab_size", "the state of the model", state),

@@ -37,7 +37,7 @@ from tests.parallel.split import (
 )
 from tests.parallel.unequal import gradient_norm_of
 from tools.common.cases import case_of
-from train.optim import gradient_norm
+from train.gradients import gradient_norm
 
 LEARNED = {"model_type": "gpt", "max_position_embeddings": LENGTH}
 ROPE = {"model_type": "gpt", "position_embedding_type": "rope"}

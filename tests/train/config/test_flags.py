@@ -13,6 +13,7 @@ from train.config.fields import config_fields, fields_by_variant
 from train.config.flags import spelled, write_toml
 from train.config.language import load_config, parse_args
 from train.config.megatron_flags import entries
+from train.optimizers import OPTIMIZERS
 
 
 def test_megatrons_spelling_of_a_flag_and_underscores_are_taken():
@@ -62,6 +63,13 @@ def test_a_field_is_spelled_as_a_command_line_has_it(name, value, words):
     assert spelled(name, value) == words
 
 
+def another(field):
+    """Another value than a field's default, if there is one."""
+    if field.choices:
+        return next((choice for choice in field.choices if choice != field.default), None)
+    return {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
+
+
 def test_toml_round_trip_of_every_field(tmp_path):
     changed = {"split": "90,5,5", "window_size": "8,0", "window_attn_skip_freq": "2"}
     changed |= {
@@ -103,12 +111,17 @@ def test_toml_round_trip_of_every_field(tmp_path):
     others = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_seq_length")
     dynamic = {name: value for name, value in dynamic.items() if name not in others[:2]}
     alone |= {name: value for name, value in llama.items() if name not in others}
-    for name, field in every.items():
+    values_of = {name: another(field) for name, field in every.items()}
+    optimizers = [{} if name == "adam" else {"optimizer": name} for name in OPTIMIZERS]
+    for settings, spec in zip(optimizers, OPTIMIZERS.values(), strict=True):
+        settings |= {name: values_of[name] for name in spec.setting_names}
+    of_optimizers = {"optimizer", *(name for settings in optimizers for name in settings)}
+    for name, value in values_of.items():
         if name in changed or name in alone or name in others or name in kinds:
             continue
-        one = {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
-        changed[name] = next(choice for choice in field.choices if choice != field.default) if field.choices else one
-    for values in ({}, alone, linear, delta, gemma, changed, llama3, dynamic):
+        if name not in of_optimizers:
+            changed[name] = value
+    for values in ({}, alone, linear, delta, gemma, changed, llama3, dynamic, *optimizers):
         config = flags.build(Config, values)
         (tmp_path / "config.toml").write_text(write_toml(config))
         assert load_config(tmp_path / "config.toml") == config
@@ -117,7 +130,7 @@ def test_toml_round_trip_of_every_field(tmp_path):
             assert getattr(getattr(config, field.section), name) == value
             assert value != every[name].default or name == "model_type"
     known = changed | alone | kinds | llama3 | dynamic
-    assert known.keys() == every.keys()
+    assert known.keys() | of_optimizers == every.keys()
 
 
 def test_help_has_defaults_as_they_are_typed():
@@ -167,7 +180,10 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
         ("--use-distributed-optimizer --bf16 --sequence-parallel --calculate-per-token-loss", None),
         ("--use-distributed-optimizer --data-parallel-sharding-strategy ddp", "data_parallel_sharding_strategy is ddp"),
         ("--normalization LayerNorm", "--normalization is LayerNorm"),
-        ("--optimizer", "--optimizer has no value"),
+        ("--hidden-dropout", "--hidden-dropout has no value"),
+        ("--optimizer adam --adam-w-mode", None),
+        ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd' (choose from"),
+        ("--sgd-momentum 0.9", "there is no SGD; --optimizer names what there is"),
         ("--transformer-impl transformer_engine --use-flash-attn --use-mcore-models", None),
         ("--fp16", "here give --bf16"),
         ("--num-experts 8", "there is no mixture of experts"),

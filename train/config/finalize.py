@@ -3,7 +3,7 @@
 Nothing replaces a field of it afterwards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -42,8 +42,8 @@ class Planner(NamedTuple):
 
     method: Method
     """Chooses the method ``auto``."""
-    settings: Callable[[Any], Any]
-    """Chooses what is left open once the method is known."""
+    settings: Sequence[Callable[[Any], Any]]
+    """Choose, in turn, what is left open once the method is known."""
     mesh: Callable[[Any, int, int | None], tuple[Any, str]]
     """A configuration, the processes at hand, its tokenizer's entries -> one for them, and why."""
 
@@ -133,8 +133,14 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
         if is_first():
             print(note, flush=True)
     config = with_method(config, dist.get_world_size(), planner.method)
-    # All ranks the same, whatever their GPUs and files are.
-    return from_first(lambda: planner.settings(config))
+
+    def with_settings() -> C:
+        chosen = config
+        for choose in planner.settings:
+            chosen = choose(chosen)
+        return chosen
+
+    return from_first(with_settings)  # all ranks the same, whatever their GPUs and files are
 
 
 def with_method(config: C, world_size: int, choose: Method) -> C:

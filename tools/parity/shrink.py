@@ -104,7 +104,8 @@ def _shrink_text(asked: Config, old: Values, new: Values) -> int:
     length = old["seq_length"]
     # Where ranks do not divide the length, they do not divide the short one.
     short = min(length, PER_RANK * max(new[CP], 2) - 5 * bool(length % (2 * old[CP] * old[TP])))
-    for name in ("max_position_embeddings", "rope_scaling_original_max_position_embeddings", "rope_scaling_seq_length"):
+    lengths = ("max_position_embeddings", "rope_scaling_original_max_position_embeddings", "rope_scaling_seq_length")
+    for name in (name for name in lengths if name in old):
         new[name] = old.get(name) and max(8 * new[TP], math.ceil(old[name] * short / length))
     if (window := next(filter(None, asked.windows), None)) is not None:
         new["window_size"] = f"{max(4, window[0] * short // length)},0"

@@ -8,17 +8,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import nn
+
+from model.parts.attention import Attend, Attention, HybridAttention, LinearAttend
 from model.parts.lora import LoraConfig
+from model.parts.norms import JointRMSNorm, RMSNorm
 from model.parts.rope import RopeConfig
 from model.parts.windows import Window
-from model.traits import Traits
 from runtime.errors import UserError, at_least, require
 
 C = TypeVar("C", bound="DecoderConfig")
 Architecture = dict[str, int | float | bool | str | None]
-"""What decides a model's shapes and function, as checkpoints record it."""
+"""Settings that decide a model's shapes and function, as checkpoints record them."""
 
 
 class Footprint(NamedTuple):
@@ -30,6 +34,10 @@ class Footprint(NamedTuple):
     """True if the feed-forward has a gate."""
     first_layer: float = 0.0
     """``planner.step_memory.StepShape.first_layer``: what the first layer keeps beyond the others."""
+    output_gate: float = 0.0
+    """Widths of the queries that a gate of attention's output keeps, beside layers with a delta rule."""
+    qk_norms: float = 0.0
+    """Copies of the queries and keys that their norms keep, beside layers with a delta rule; 2 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +76,16 @@ class DecoderConfig(LoraConfig, ABC):
     @property
     @abstractmethod
     def footprint(self) -> Footprint:
-        """What the planner must know of the family."""
-
-    @property
-    @abstractmethod
-    def traits(self) -> Traits:
-        """Properties that the family fixes."""
+        """Numbers of the family that the planner takes."""
 
     @property
     @abstractmethod
     def positions(self) -> str:
-        """Where tokens' positions come from, as checkpoints record it."""
+        """Source of tokens' positions, as checkpoints record it."""
+
+    @abstractmethod
+    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
+        """Build a layer, counted from 0, of [B, T, C] -> [B, T, C]; it takes (x, places, mask, states)."""
 
     linear_attention = False
     """True if attention keeps a state instead of keys and values; in a hybrid, in most layers."""
@@ -155,6 +162,55 @@ class DecoderConfig(LoraConfig, ABC):
         """Return whether layers of softmax attention may lie in another layout than those of linear attention."""
         return False
 
+    def norm(self, width: int | None = None) -> nn.Module:
+        """Build a norm, by default of the residual stream."""
+        return RMSNorm(width or self.hidden_size, eps=self.norm_epsilon)
+
+    def head_norm(self, heads: int) -> nn.Module:
+        """Build the norm of each of so many heads of queries or keys."""
+        return self.norm(self.head_dim)
+
+    def joint_norm(self, heads: int) -> nn.Module:
+        """Build the norm of so many heads of queries or keys at once."""
+        return JointRMSNorm(heads * self.head_dim, eps=self.norm_epsilon)
+
+    def attention(self, layer: int, attend: Attend, **settings: Any) -> Attention:
+        """Build the softmax attention of a layer; ``settings`` are those of ``Attention`` that the family chooses."""
+        softmax_type: Any = self.softmax_type
+        return Attention(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.query_groups,
+            self.head_dim,
+            attend,
+            window=self.window(layer),
+            softmax_type=softmax_type,
+            layer=layer,
+            **settings,
+        )
+
+    def cores(self, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
+        """Return both cores of attention, of which a model that is no hybrid needs one; by default of one device."""
+        if attend is None:
+            return HybridAttention()
+        if isinstance(attend, HybridAttention):
+            return attend
+        core: Any = attend
+        return HybridAttention(linear=core) if self.linear_attention else HybridAttention(softmax=core)
+
+    def embedding_scale(self, dtype: torch.dtype) -> float | None:
+        """Return the factor of embeddings of this dtype; None is 1."""
+        return None
+
+    @property
+    def logits_scale(self) -> float | None:
+        """Factor of the logits, applied to what the output projection takes; None is 1."""
+        return None
+
+    def added_positions(self) -> nn.Module | None:
+        """Build the function of positions that is added to embeddings; None if there is none."""
+        return None
+
     @property
     def recurrent(self) -> bool:
         """Return whether some layers keep a state of constant size, not keys and values."""
@@ -177,6 +233,11 @@ class DecoderConfig(LoraConfig, ABC):
     def windows(self) -> tuple[Window | None, ...]:
         """Return the window of each layer, as ``window``."""
         return tuple(map(self.window, range(self.num_layers)))
+
+    @property
+    def alternating(self) -> dict[str, Any]:
+        """Settings with which layers of two kinds take turns; none if all layers are of one kind."""
+        return {}
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -203,11 +264,6 @@ class DecoderConfig(LoraConfig, ABC):
         return self.head_dim
 
     @property
-    def query_scalar(self) -> int:
-        """Number by whose root attention's scores are divided."""
-        return self.head_dim
-
-    @property
     def query_groups(self) -> int:
         """Key and value heads."""
         return self.num_query_groups or self.num_attention_heads
@@ -216,6 +272,11 @@ class DecoderConfig(LoraConfig, ABC):
     def ffn_size(self) -> int:
         """Width inside the feed-forward; 8/3 of hidden_size gives SwiGLU's three matrices the size of a GELU's two."""
         return self.ffn_hidden_size or 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """Sizes of a layer that tensor parallelism divides, by their settings."""
+        return {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
 
     @property
     def vocabulary(self) -> int:
@@ -263,6 +324,7 @@ DELTA_SIZES: Mapping[str, str] = {
     "linear_value_head_dim": "value_dim",
 }
 RESOLVED = {
+    "attention_multiplier": "score_scale",
     "ffn_hidden_size": "ffn_size",
     "num_query_groups": "query_groups",
     "kv_channels": "head_dim",

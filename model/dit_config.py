@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from runtime.errors import at_least, divisors, require, wrong
 
@@ -34,6 +35,13 @@ class DiTConfig:
     """Epsilon of the norms."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights of the time and label embeddings."""
+
+    # Properties of language models, which a diffusion transformer lacks.
+    linear_attention = False
+    delta_rule = False
+    recurrent = False
+    own_softmax_layout = False
+    alternating: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "latent_shape", tuple(self.latent_shape))  # TOML and the command line give lists
@@ -93,6 +101,11 @@ class DiTConfig:
     def query_groups(self) -> int:
         """Key and value heads."""
         return self.num_attention_heads
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """Sizes of a layer that tensor parallelism divides, by their settings."""
+        return {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
 
     @property
     def ffn_size(self) -> int:

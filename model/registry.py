@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from model.config import Architecture, DecoderConfig
+from model.decoder import Decoder
 from model.dit import DiT
 from model.dit_config import DiTConfig
-from model.language import LanguageModel
 from model.parts.attention import Attend, HybridAttention, LinearAttend
 from model.parts.delta import Taps
 from model.parts.lora import add_adapters
@@ -20,9 +20,9 @@ from model.parts.windows import Window
 from runtime.tensors import Part
 
 
-def build_model(config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> LanguageModel:
+def build_model(config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> Decoder:
     """Build a model on torch's default device, with uninitialised weights and its adapters; attend as in the class."""
-    model = LanguageModel(config, attend)
+    model = Decoder(config, attend)
     if config.lora_rank is not None:
         add_adapters(model, config.adapted_linears(), config.lora_rank, config.lora_scale)
     return model
@@ -118,7 +118,7 @@ def attention_title(config: DecoderConfig) -> str | None:
     return ", ".join(words) or None
 
 
-def _on_meta(config: DecoderConfig) -> LanguageModel:
+def _on_meta(config: DecoderConfig) -> Decoder:
     with torch.device("meta"):
         return build_model(config)
 

@@ -92,7 +92,7 @@ def rehearse(
     """
     on_cpu = replace(config.mesh, device="cpu", distributed_backend="auto")
     if config.context.attention_backend != "reference":  # the kernel need not run, or be installed, here
-        backend: Any = "chunked" if getattr(config.model, "linear_attention", False) else "auto"
+        backend: Any = "chunked" if config.model.linear_attention else "auto"
         config = config.updated(attention_backend=backend)
     with fake_process_group(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
         task = build(config, mesh)

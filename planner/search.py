@@ -150,7 +150,7 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
         attention_backend=config.context.attention_backend,
         context_parallel_method=("zigzag" if delta else "striped") if config.causal else "ring",
     )
-    if getattr(config.model, "linear_attention", False):
+    if config.model.linear_attention:
         for state_method in list(STATE_METHODS)[: None if size > 1 else 1]:
             fields: dict[str, Any] = {"context_parallel_method": state_method}
             yield replace(base, **fields)

@@ -23,7 +23,7 @@ from kernels.loss import LOSS_CHUNK
 from model.config import DecoderConfig
 from model.dit import multiply_adds, num_dit_parameters
 from model.dit_config import DiTConfig
-from model.parts.settings import DeltaConfig
+from model.parts.delta import DeltaConfig
 from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers
 from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
@@ -101,7 +101,7 @@ def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster)
 @lru_cache
 def _language(model: DecoderConfig) -> dict[str, Any]:
     """Return a language model's numbers; weights are counted on the meta device."""
-    traits, windows = model.traits, [window for window in map(model.window, range(model.num_layers)) if window]
+    windows = [window for window in map(model.window, range(model.num_layers)) if window]
     with _Undrawn():
         delta = 3 * model.state_elements if model.delta_rule else 0  # counted apart, in chunks
         products = int(flops_per_token(model.merged(), 0) / 6) - delta  # at length 0 there is no softmax attention
@@ -125,8 +125,8 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
         *(model.key_heads, model.value_heads, model.key_dim, model.value_dim, model.linear_conv_kernel_dim),
         per_channel=model.linear_gate == "per_channel",
     )
-    norms = (1 + model.query_groups / model.num_attention_heads) * (2 if traits.norm == "zero_centred" else 1)
-    gate = 2 * traits.output_gate + norms
+    norms = (1 + model.query_groups / model.num_attention_heads) * model.footprint.qk_norms
+    gate = model.footprint.output_gate + norms
     return found | {"delta": heads, "softmax_layers": len(softmax_layers(model)), "gate": gate}
 
 

@@ -4,6 +4,7 @@ import importlib
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -30,6 +31,10 @@ from train.resume import find_start
 SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}
 KINDS = {
     "llama": model_config(**SHAPE, num_query_groups=2),
+    "smollm3": model_config(**SHAPE, model_type="smollm3", no_rope_freq="2"),
+    "granite": model_config(
+        **SHAPE, model_type="granite", embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.5,
+    ),
     "gpt": model_config(
         **SHAPE, model_type="gpt", max_position_embeddings=128, untie_embeddings_and_output_weights=False
     ),
@@ -93,6 +98,7 @@ MESHES = """
     qwen3_5: pp=2 tp=2
     qwen3_5: pp=2 cp=2 zigzag Interleaved1F1B virtual=2
     qwen3_5: dp=2 cp=2 exchange
+    smollm3|granite: tp=2 cp=2 zigzag
 """
 """Four tensor ranks are more than there are key heads."""
 RECOMPUTED = "--recompute-granularity full --ffn-chunk-size 32 --loss-chunk-size 48"
@@ -100,8 +106,8 @@ RECOMPUTED = "--recompute-granularity full --ffn-chunk-size 32 --loss-chunk-size
 
 def rows():
     for line in MESHES.strip().splitlines():
-        kind, _, mesh = line.strip().partition(": ")
-        for case in cases_of(mesh):
+        kinds, _, mesh = line.strip().partition(": ")
+        for kind, case in product(kinds.split("|"), cases_of(mesh)):
             fast = case == Case(tp=2)
             yield pytest.param(kind, case, marks=() if fast else pytest.mark.slow, id=f"{kind}-{case.title}")
 

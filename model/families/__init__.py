@@ -1,26 +1,30 @@
 """Families of language models, a file each, and the registry of them: a line for each."""
 
-from model.config import DecoderConfig
-from model.families.gemma3 import Gemma3Config
-from model.families.gpt import GPTConfig
-from model.families.linear_transformer import LinearTransformerConfig
-from model.families.llama import LlamaConfig
-from model.families.olmo3 import Olmo3Config
-from model.families.olmo_hybrid import OlmoHybridConfig
-from model.families.qwen3_5 import Qwen3_5Config
-from model.families.transnormer import TransnormerConfig
+from importlib import import_module
 
-_CLASSES: tuple[type[DecoderConfig], ...] = (
-    LlamaConfig,
-    GPTConfig,
-    TransnormerConfig,
-    LinearTransformerConfig,
-    Gemma3Config,
-    Olmo3Config,
-    Qwen3_5Config,
-    OlmoHybridConfig,
+from model.families.family import ModelFamily
+
+NAMES = (
+    "llama",
+    "gpt",
+    "transnormer",
+    "linear_transformer",
+    "gemma3",
+    "olmo3",
+    "qwen3_5",
+    "olmo_hybrid",
+    "smollm3",
+    "granite",
 )
-FAMILIES = {family.model_type: family for family in _CLASSES}
-"""Settings by model_type."""
-DEFAULT = next(iter(FAMILIES))
-"""The model_type of a run that names none."""
+"""Files of this folder, whose names are the model_types; the first one is the default."""
+DEFAULT = NAMES[0]
+
+
+def _family(name: str) -> ModelFamily:
+    family: ModelFamily = import_module(f"{__name__}.{name}").FAMILY
+    if missing := sorted(family.config.__abstractmethods__):
+        raise TypeError(f"model/families/{name}.py: {family.config.__name__} lacks {', '.join(missing)}")
+    return family
+
+
+FAMILIES = {name: _family(name) for name in NAMES}

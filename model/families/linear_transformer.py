@@ -5,9 +5,15 @@ Sinusoidal positions (Vaswani et al. 2017, section 3.5) are added to the embeddi
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from model.config import Footprint
-from model.parts.settings import LinearConfig
-from model.traits import Traits
+from model.families.family import ModelFamily
+from model.parts.attention import HybridAttention
+from model.parts.blocks import PreNormLayer
+from model.parts.feed_forward import MLP
+from model.parts.linear_attention import LinearAttention, LinearConfig, Sinusoids
+from model.parts.norms import LayerNorm
 from runtime.errors import require
 
 
@@ -20,8 +26,20 @@ class LinearTransformerConfig(LinearConfig):
     title = "Linear Transformer"
     positions = "sinusoidal"
     footprint = Footprint(fused_residual=10.0, gated=False)
-    traits = Traits(norm="layer", feed_forward="gelu")
     linears = ("wq", "wk", "wv", "wo", "up", "down")
+
+    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
+        """Build a layer, counted from 0."""
+        attention = LinearAttention(self, layer, attends.linear)
+        return PreNormLayer(self.norm, attention, MLP(self.hidden_size, self.ffn_size))
+
+    def norm(self, width: int | None = None) -> nn.Module:
+        """Build a norm."""
+        return LayerNorm(width or self.hidden_size, eps=self.norm_epsilon)
+
+    def added_positions(self) -> nn.Module:
+        """Build the function of positions that is added to embeddings."""
+        return Sinusoids(self.hidden_size)
 
     def check(self) -> None:
         """Check the width of the positions."""
@@ -38,3 +56,10 @@ class LinearTransformerConfig(LinearConfig):
     def state_elements(self) -> int:
         """Elements of the states and normalisers of all layers, per sequence."""
         return self.num_layers * self.num_attention_heads * self.head_dim * (self.head_dim + 1)
+
+
+FAMILY = ModelFamily(
+    LinearTransformerConfig,
+    tiny={"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 40},
+    hugging_face=(),
+)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import DecoderConfig
+from model.hf.common import NAMES
 from model.hf.folder import (
     Read,
     Weights,
@@ -24,7 +25,6 @@ from model.hf.folder import (
     write_json,
     write_weights,
 )
-from model.hf.llama import LLAMA
 from model.parts.lora import THEIRS, is_adapter
 from model.registry import meta_state
 from runtime.bounds import bounded
@@ -94,7 +94,7 @@ def write_adapter(
 def peft_name(name: str) -> str:
     """Return PEFT's name of a parameter of ours: that of the linear layer, and then as ours."""
     linear, matrix, kind = name.rsplit(".", 2)
-    return f"{BASE}{LLAMA.names.of(f'{linear}.{kind}').removesuffix(kind)}{matrix}.{kind}"
+    return f"{BASE}{NAMES.of(f'{linear}.{kind}').removesuffix(kind)}{matrix}.{kind}"
 
 
 def read_adapter(

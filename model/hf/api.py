@@ -1,7 +1,6 @@
 """Convert between Hugging Face models and ours: configurations, state dicts and safetensors folders.
 
-The families' tables are in llama.py (LLaMA and its kin), hybrids.py and others.py. Tensors are converted one by one if
-asked.
+The families' tables are in model/families. Tensors are converted one by one if asked.
 """
 
 import re
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.config import DecoderConfig
-from model.hf import hybrids, llama, others
+from model.families import FAMILIES
 from model.hf.adapter import CONFIG as ADAPTER
 from model.hf.family import TIED, TOKEN_IDS, Contents, Family
 from model.hf.folder import (
@@ -38,28 +37,25 @@ from runtime.errors import UserError, with_article
 
 NOT_KEPT = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Entries that describe the files, not the model."""
-_ALL: tuple[Family, ...] = (
-    *(llama.LLAMA, llama.MISTRAL, llama.MINISTRAL, llama.QWEN2, llama.QWEN3, others.GPT2, others.TRANSNORMER),
-    *(llama.GEMMA3, llama.OLMO3, hybrids.QWEN3_5, hybrids.OLMO_HYBRID),
-)
-FAMILIES = {family.kind: family for family in _ALL}
-"""By the model_type in config.json; of several that can write a model of ours, the first one does."""
+HUGGING_FACE = {table.kind: table for family in FAMILIES.values() for table in family.hugging_face}
+"""Families of Hugging Face's by the model_type in config.json."""
 
 
-def families(config: DecoderConfig) -> list[Family]:
-    """Return the families of a model_type of ours."""
-    found = [family for family in FAMILIES.values() if isinstance(config, family.ours)]
-    if not found:
-        kinds = dict.fromkeys(family.ours.model_type for family in FAMILIES.values())
-        raise UserError(f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(kinds)}")
+def families(config: DecoderConfig) -> tuple[Family, ...]:
+    """Return Hugging Face's families of a model_type of ours."""
+    tables = FAMILIES[config.model_type].hugging_face
+    if not tables:
+        ours = [name for name, family in FAMILIES.items() if family.hugging_face]
+        raise UserError(f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(ours)}")
+    windows = any("sliding_window" in table.known for table in tables)
     for name, default in (("window_size", None), ("softmax_type", "vanilla")):
         value = getattr(config, name)
-        if value != default and (name != "window_size" or config.recurrent or config.model_type == "gpt"):
+        if value != default and (name != "window_size" or not windows):
             raise UserError(
                 f"{name} is {value}, and Hugging Face's {config.model_type} has neither windows nor sinks; only "
                 f"{'none' if default is None else default} can be read and written, keep others in their checkpoints"
             )
-    return found
+    return tables
 
 
 def family_of(config: DecoderConfig, preferred: str | None = None) -> Family:
@@ -87,15 +83,15 @@ def family_in(hf: Contents) -> Family:
     Raises UserError for another model.
     """
     kind = hf.get("model_type", "llama")
-    if kind not in list(FAMILIES):  # not in the dict: JSON lists are unhashable
-        known = [family.whole or kind for kind, family in FAMILIES.items()]
+    if kind not in list(HUGGING_FACE):  # not in the dict: JSON lists are unhashable
+        known = [family.whole or kind for kind, family in HUGGING_FACE.items()]
         raise unsupported("model_type", kind, f"; only {_listed(known)} are")
-    return FAMILIES["ministral" if kind == "mistral" and "layer_types" in hf else kind]
+    return HUGGING_FACE["ministral" if kind == "mistral" and "layer_types" in hf else kind]
 
 
 def text_entries(hf: Contents) -> Contents:
     """Return the entries of the text model in a config.json of a model that has other parts; otherwise all."""
-    family = next((one for one in FAMILIES.values() if one.whole and one.whole == hf.get("model_type")), None)
+    family = next((one for one in HUGGING_FACE.values() if one.whole and one.whole == hf.get("model_type")), None)
     if family is None:
         return hf
     inner = hf.get(family.nested)

@@ -28,18 +28,23 @@ def _table(hf: Contents, key: str) -> Mapping[str, Any]:
 
 
 def rope_from_hf(
-    hf: Contents, settings: dict[str, Any], share: float | None = None, others: tuple[str, ...] = ()
+    hf: Contents,
+    settings: dict[str, Any],
+    share: float | None = None,
+    others: tuple[str, ...] = (),
+    theta: float = 10000.0,
 ) -> dict[str, Any]:
     """Return our settings of rope: transformers 4 has a table rope_scaling beside rope_theta, 5 rope_parameters.
 
     Args:
         share: of a head's channels that turns by default, in a model which may have another one; None is all.
         others: keys of the table that change nothing.
+        theta: the base where a file does not say it.
     """
     tables = {key: _table(hf, key) for key in ("rope_scaling", "rope_parameters")}
     key = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
     rope = tables[key]
-    base = entry(rope, "rope_theta", float, entry(hf, "rope_theta", float, 10000.0))
+    base = entry(rope, "rope_theta", float, entry(hf, "rope_theta", float, theta))
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
     plain = kind == "default" or (kind == "linear" and rope.get("factor") == 1)
     parts = [entry(one, "partial_rotary_factor", float, None) for one in (rope, hf)]

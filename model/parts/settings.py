@@ -1,4 +1,4 @@
-"""Settings that several families share: positions, windows, hybrids, linear attention, delta rules.
+"""Settings that several families share: positions, windows, layers of two kinds.
 
 A family inherits from what it has, and so a setting exists if the family has it.
 """
@@ -6,12 +6,12 @@ A family inherits from what it has, and so a setting exists if the family has it
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from model.config import DELTA_SIZES, Architecture, DecoderConfig
+from model.config import Architecture, DecoderConfig
 from model.parts.rope import RopeConfig
 from model.parts.windows import SoftmaxType, Window, window_of, windows_of
-from runtime.errors import at_least, require, wrong
+from runtime.errors import require, wrong
 
 R = TypeVar("R", bound="RotaryConfig")
 
@@ -206,6 +206,11 @@ class PeriodicConfig(DecoderConfig):
         """Layers from one with softmax attention to the next; None if none has it."""
         return self.softmax_every or self.default_period or None
 
+    @property
+    def alternating(self) -> dict[str, Any]:
+        """Settings with which layers of both kinds take turns; none if all layers are of one kind."""
+        return {"softmax_every": 2} if self.softmax_period else {}
+
     def has_softmax(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, has softmax attention."""
         every = self.softmax_period
@@ -215,107 +220,3 @@ class PeriodicConfig(DecoderConfig):
         """Return that of ``DecoderConfig``, with the period."""
         period = {} if self.softmax_period is None else self.resolved("softmax_every")
         return super().architecture() | period
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearConfig(DecoderConfig):
-    """Linear attention, which has embeddings times the root of their width."""
-
-    no_scale_embedding: bool = False
-    """Leave the embeddings of a model with linear attention as they are, not times the root of hidden_size."""
-
-    linear_attention = True
-
-    def check(self) -> None:
-        """Check the heads."""
-        super().check()
-        heads = self.num_attention_heads
-        must = f"linear attention has one key head per query head, {heads} here; leave it out"
-        require(self, self.query_groups == heads, "num_query_groups", must)
-
-    @property
-    def some_softmax(self) -> bool:
-        """Return whether some layer has softmax attention."""
-        return self.softmax_period is not None
-
-    def has_softmax(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has softmax attention."""
-        return False
-
-    @property
-    def own_softmax_layout(self) -> bool:
-        """Return whether layers of softmax attention may lie in another layout than those of linear attention."""
-        return self.some_softmax
-
-    def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the scale of embeddings."""
-        return super().architecture() | {"linear_decay": None, "no_scale_embedding": self.no_scale_embedding}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaConfig(PeriodicConfig):
-    """Layers with a gated delta rule between those of softmax attention."""
-
-    linear_num_key_heads: int | None = None
-    """Key heads of a layer with a gated delta rule; by default num_attention_heads."""
-    linear_num_value_heads: int | None = None
-    """Value heads of a layer with a gated delta rule, a multiple of its key heads; by default as many."""
-    linear_key_head_dim: int | None = None
-    """Width of a key head of a layer with a gated delta rule; by default that of a head of softmax attention."""
-    linear_value_head_dim: int | None = None
-    """Width of a value head of a layer with a gated delta rule; by default that of a key head."""
-    linear_conv_kernel_dim: int = 4
-    """Tokens that the convolution before a gated delta rule sees, its own among them."""
-    linear_gate: Literal["per_head", "per_channel"] = "per_head"
-    """Gate of a delta rule: a number per head (Gated DeltaNet), or one per channel of each key, with output gates
-    through a bottleneck too (Kimi Delta Attention)."""
-
-    default_period = 4
-    delta_rule = True
-
-    def check(self) -> None:
-        """Check the heads of layers with a gated delta rule."""
-        super().check()
-        self.check_counts(*DELTA_SIZES)
-        at_least(self, 1, "linear_conv_kernel_dim")
-        keys, values = self.key_heads, self.value_heads
-        must = f"it must be a multiple of linear_num_key_heads {keys}"
-        require(self, values % keys == 0, "linear_num_value_heads", must)
-        must = f"a gate per channel takes one key head per value head, {values} here and {keys}; leave it out"
-        require(self, values == keys or self.linear_gate == "per_head", "linear_gate", must)
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """The linear layers of a layer that may get an adapter; a gate per channel goes through a bottleneck."""
-        gates = ("wu", "wb", "wa") if self.linear_gate == "per_head" else ("wu", "wb")
-        return ("wq", "wk", "wv", *gates, "wo", "gate", "up", "down")
-
-    @property
-    def key_heads(self) -> int:
-        """Key heads of a delta rule."""
-        return self.linear_num_key_heads or self.num_attention_heads
-
-    @property
-    def value_heads(self) -> int:
-        """Value heads of a delta rule."""
-        return self.linear_num_value_heads or self.key_heads
-
-    @property
-    def key_dim(self) -> int:
-        """Width of a delta rule's key head."""
-        return self.linear_key_head_dim or self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a delta rule's value head."""
-        return self.linear_value_head_dim or self.key_dim
-
-    @property
-    def state_elements(self) -> int:
-        """Elements of the states of all layers with a delta rule, per sequence."""
-        return self.recurrent_layers * self.value_heads * self.key_dim * self.value_dim
-
-    def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the delta rule's sizes and gate."""
-        names = (*DELTA_SIZES, "linear_conv_kernel_dim", "linear_gate")
-        return super().architecture() | self.resolved(*names) | {"rotary_percent": 1.0}

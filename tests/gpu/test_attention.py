@@ -12,7 +12,7 @@ import torch
 from kernels.attention import select_backend
 from kernels.blocks import CAUSAL, FULL, Keys, Rows
 from kernels.ops import linear_attention
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.parts.attention import sdpa
 from parallel.context import METHODS, make_plan
 from parallel.context.executor import Executor
@@ -158,9 +158,7 @@ def step_named(name, device, documents, packed):
     """
     length, bounds = documents[-1], tuple(documents) if packed else None
     if name == "two layers":
-        model = LanguageModel(model_config(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(
-            device
-        )
+        model = Decoder(model_config(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(device)
         return partial(layers, model, torch.zeros(1, 512, dtype=torch.long, device=device))
     work = AttentionShape(seq_length=length, num_heads=4, kv_heads=4, dtype="bfloat16")
     q, k, v, dout = work.tensors(device)

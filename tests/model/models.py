@@ -17,30 +17,25 @@ from model.registry import build_model
 
 def model_config(model_type=DEFAULT, **settings):
     """The settings of a family."""
-    return FAMILIES[model_type](**settings)
+    return FAMILIES[model_type].config(**settings)
 
 
 def as_family(config, model_type, **changes):
     """The settings that another family shares with those of a model, and changes."""
-    cls = FAMILIES[model_type]
+    cls = FAMILIES[model_type].config
     shared = {entry.name for entry in fields(cls)} & {entry.name for entry in fields(config)} - {"model_type"}
     return cls(**{name: getattr(config, name) for name in shared} | changes)
 
 
-LLAMA = model_config(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
-GPT = as_family(LLAMA, "gpt", max_position_embeddings=100, num_query_groups=None)
-TRANSNORMER = as_family(LLAMA, "transnormer", num_query_groups=None)
-LINEAR = as_family(LLAMA, "linear_transformer", num_query_groups=None)
+FAMILY = {name: family.config(**family.tiny) for name, family in FAMILIES.items()}
+"""A tiny model of each family, by its model_type."""
+LLAMA, GPT, TRANSNORMER, LINEAR = KINDS = [
+    FAMILY[name] for name in ("llama", "gpt", "transnormer", "linear_transformer")
+]
+GEMMA3, OLMO3, QWEN3_5, OLMO_HYBRID = (FAMILY[name] for name in ("gemma3", "olmo3", "qwen3_5", "olmo_hybrid"))
 HYBRID = replace(TRANSNORMER, softmax_every=2)
-RULE = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
-QWEN3_5 = as_family(LLAMA, "qwen3_5", softmax_every=2, kv_channels=16, rotary_percent=0.25, **RULE)
-OLMO_HYBRID = as_family(LLAMA, "olmo_hybrid", softmax_every=2, linear_key_head_dim=6, linear_value_head_dim=12)
-LOCAL = {"window_size": "5,0", "window_attn_skip_freq": "2", "rotary_base_local": 90.0}
-GEMMA3 = as_family(LLAMA, "gemma3", kv_channels=16, query_pre_attn_scalar=21, **LOCAL)
-OLMO3 = as_family(LLAMA, "olmo3", **LOCAL)
 KDA = replace(QWEN3_5, linear_gate="per_channel", linear_num_key_heads=4)
 DELTAS = [QWEN3_5, OLMO_HYBRID, KDA]
-KINDS = [LLAMA, GPT, TRANSNORMER, LINEAR]
 IMAGE = DiTConfig(
     num_layers=2, hidden_size=24, num_attention_heads=4, latent_shape=(3, 8, 8), num_classes=5, learn_sigma=True
 )

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.parts.attention import sdpa
 from parallel import offload
 from parallel.offload import ON_DEVICE, Offload
@@ -21,7 +21,7 @@ TOKENS = torch.randint(37, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 def model_of(granularity, moved):
-    model = LanguageModel(MODEL, sdpa)
+    model = Decoder(MODEL, sdpa)
     model.init_weights(3)
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity, recompute_offload=moved))
     return model

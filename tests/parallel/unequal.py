@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from kernels.loss import cross_entropy_sum
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.registry import build_model, initial_weight
 from parallel.data import DataParallelConfig, init_parameters, shard_model, sharding_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
@@ -19,7 +19,7 @@ VALID = (LENGTH, 2, 5, 0)
 
 
 def whole_model():
-    model = LanguageModel(CONFIG)
+    model = Decoder(CONFIG)
     model.init_weights(SEED)
     return model
 

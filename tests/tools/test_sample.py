@@ -9,7 +9,7 @@ import torch
 
 from data.fingerprint import digest
 from data.tokenizer import load_tokenizer, train_tokenizer
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
 from tests.data.families import begins_with
@@ -66,7 +66,7 @@ def main(argv):
 
 def trained(iteration):
     """Weights large enough that texts tell them apart."""
-    model = LanguageModel(SHAPE)
+    model = Decoder(SHAPE)
     model.init_weights(iteration)
     with torch.no_grad():
         model.output.weight.mul_(50)

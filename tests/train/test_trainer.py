@@ -17,7 +17,7 @@ from torch import nn
 
 from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.registry import architecture_of, flops_per_token
 from parallel.context import context_parallel
 from parallel.mesh import MeshConfig, distributed_mesh
@@ -294,7 +294,7 @@ def test_all_ranks_go_by_the_first_ones_clock():
 
 def expected_validation(samples):
     """Mean loss of the initial weights over the tokens of samples 0, 1, ... in one process."""
-    model = LanguageModel(MODEL)
+    model = Decoder(MODEL)
     model.init_weights(5)
     items = [Samples()[n] for n in range(samples)]
     tokens, labels, mask = (torch.stack([item[k] for item in items]) for k in ("tokens", "labels", "loss_mask"))

@@ -51,7 +51,7 @@ def shrunk(asked: CommonConfig, world_size: int | None = None) -> tuple[CommonCo
     _shrink_run(old, new, ranks, short / new[CP] / (asked.sequence_length / old[CP]))
     config = _with_heads(asked, old, new, ranks)
     one = {name: getattr(getattr(config, sections[name]), name) for name in new if sections[name] not in SHARED}
-    linear, plain = getattr(config.model, "linear_attention", False), not config.packed
+    linear, plain = config.model.linear_attention, not config.packed
     backend = "auto" if plain and not linear else "reference"
     one |= {"device": "cpu", "micro_batch_size": 1, "attention_backend": backend}
     one |= {} if linear else {"context_parallel_method": "none" if plain else "ring"}
@@ -104,9 +104,9 @@ def _shrink_text(asked: Config, old: Values, new: Values) -> int:
     length = old["seq_length"]
     # Where ranks do not divide the length, they do not divide the short one.
     short = min(length, PER_RANK * max(new[CP], 2) - 5 * bool(length % (2 * old[CP] * old[TP])))
-    lengths = ("max_position_embeddings", "rope_scaling_original_max_position_embeddings", "rope_scaling_seq_length")
-    for name in (name for name in lengths if name in old):
-        new[name] = old.get(name) and max(8 * new[TP], math.ceil(old[name] * short / length))
+    for name in ("max_position_embeddings", "rope_scaling_original_max_position_embeddings", "rope_scaling_seq_length"):
+        if old.get(name) is not None:
+            new[name] = max(8 * new[TP], math.ceil(old[name] * short / length))
     if (window := next(filter(None, asked.windows), None)) is not None:
         new["window_size"] = f"{max(4, window[0] * short // length)},0"
     if old["lora_rank"] is not None:
@@ -136,8 +136,9 @@ def _shrink_layers(asked: CommonConfig, old: Values, new: Values) -> None:
         new |= {name: getattr(PipelineConfig, name) for name in PipelineConfig.__dataclass_fields__}
     virtual = new["num_virtual_stages_per_pipeline_rank"] = min(new["num_virtual_stages_per_pipeline_rank"], 2)
     stages, every, windows = pp * virtual, None, tuple(asked.windows)
-    if "softmax_every" in old:
-        every = new["softmax_every"] = asked.model.softmax_period and 2
+    if alternating := asked.model.alternating:
+        every = 2
+        new |= alternating
     uneven = len(set(old["pipeline_layers"])) > 1 or layers % asked.pipeline.stages(old[PP])
     fewest = max(2, stages + bool(uneven and pp > 1), len(windows) * (every or 1))
     new["num_layers"] = fewest = min(layers, fewest + (fewest % 2 if every else 0))

@@ -287,7 +287,7 @@ def _check_compile(config: CommonConfig) -> None:
 def _check_backend(config: CommonConfig) -> None:
     """Check that the attention kernel is used, fits the model's kind of attention and supports the run."""
     backend, method = config.context.attention_backend, config.context.context_parallel_method
-    linear, kind = getattr(config.model, "linear_attention", False), getattr(config.model, "model_type", None)
+    linear, kind = config.model.linear_attention, getattr(config.model, "model_type", None)
     if linear and backend not in ("auto", *LINEAR):
         raise ConfigError(
             f"attention_backend is {backend}, which is softmax attention, and model_type {kind} has linear attention; "

@@ -43,13 +43,13 @@ class TrainConfig(LoopConfig):
 class Config(CommonConfig):
     """Everything that decides a run, one field per section; a field's name is unique over all sections."""
 
-    model: DecoderConfig = field(default_factory=FAMILIES[DEFAULT])
+    model: DecoderConfig = field(default_factory=FAMILIES[DEFAULT].config)
     data: DataConfig = field(default_factory=DataConfig)
     hybrid: HybridConfig = field(default_factory=HybridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     ruler: RulerConfig = field(default_factory=RulerConfig)
 
-    VARIANTS = Variants("model", "model_type", FAMILIES)
+    VARIANTS = Variants("model", "model_type", {name: family.config for name, family in FAMILIES.items()})
     SAMPLE_ORDER = ("seed", "seq_length", "data_path", "split", "blend_by_length", "pack_documents")
     NOTED = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")
     DECIDED = ("hybrid_softmax_layout", "delta_rule_schedule", "rope_scaling_seq_length")

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from model.config import DecoderConfig
 from model.dit_config import DiTConfig
-from model.parts.settings import DeltaConfig
 from parallel.context.config import HybridConfig
 from parallel.context.layout import ContextError
 from parallel.context.methods import LINEAR_METHODS, METHODS, STATE_METHODS, method_of
@@ -194,7 +193,7 @@ def validate_hybrid(config: Config) -> None:
             if (value := getattr(hybrid, name)) != getattr(HybridConfig, name):
                 raise ConfigError(
                     f"{name} is {value} and softmax_every is not set, so that no layer has softmax attention beside "
-                    "others of linear attention; leave it out, or give a transnormer --softmax-every"
+                    "others of linear attention; leave it out, or give --softmax-every"
                     if not model.delta_rule
                     else f"{name} is {value}, and all layers of {with_article(model.model_type)} have one layout; "
                     "leave it out, and give --context-parallel-method"
@@ -232,9 +231,7 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
 def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
     """Check that a layer's heads and channels divide among ``tp`` ranks."""
     size, heads, groups = f"tensor_model_parallel_size {tp}", model.num_attention_heads, model.query_groups
-    shared = {"num_attention_heads": heads, "ffn_hidden_size": model.ffn_size}
-    if isinstance(model, DeltaConfig):
-        shared["linear_num_key_heads"] = model.key_heads
+    shared = model.shared_sizes
     for name, value in shared.items():
         if value % tp:
             sizes = ", ".join(map(str, divisors(math.gcd(*shared.values()))))

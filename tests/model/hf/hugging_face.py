@@ -49,9 +49,13 @@ DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 10}
 QWEN3_5 = as_family(
     LLAMA, "qwen3_5", num_attention_heads=3, num_query_groups=1, kv_channels=16, rotary_percent=0.25, **DELTA
 )
-OLMO_HYBRID = as_family(LLAMA, "olmo_hybrid", rotary_base=10000.0, **DELTA)
+OLMO_HYBRID = as_family(LLAMA, "olmo_hybrid", **DELTA)
 LOCAL = {"window_size": "7,0", "window_attn_skip_freq": "[1,1,0]", "num_layers": 3}
 GEMMA3 = as_family(LLAMA, "gemma3", kv_channels=16, query_pre_attn_scalar=21, rotary_base_local=300.0, **LOCAL, **TIED)
+SMOLLM3 = as_family(LLAMA, "smollm3", num_layers=4, no_rope_freq="2", **TIED)
+GRANITE = as_family(
+    LLAMA, "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5
+)
 OLMO3 = as_family(LLAMA, "olmo3", rotary_base_local=5000.0, **LOCAL, **YARN)
 CONFIGS = {
     "llama": LLAMA,
@@ -83,6 +87,12 @@ CONFIGS = {
         linear_value_head_dim=12,
         linear_conv_kernel_dim=3,
     ),
+    "smollm3": SMOLLM3,
+    "smollm3, untied, a pattern, yarn": dataclasses.replace(
+        SMOLLM3, num_layers=3, no_rope_freq="[0,1,1]", untie_embeddings_and_output_weights=True, **YARN
+    ),
+    "granite": GRANITE,
+    "granite, tied, mha": dataclasses.replace(GRANITE, num_query_groups=6, logits_scaling=2.0, **TIED),
     "gpt2": GPT2,
     "gpt2, untied": dataclasses.replace(GPT2, untie_embeddings_and_output_weights=True),
     "gpt2, narrow feed-forward": dataclasses.replace(GPT2, ffn_hidden_size=80),
@@ -129,7 +139,7 @@ def hugging_face(config, dtype=torch.float32):
                 return forward(*inputs, **settings)
 
         theirs.forward = wide
-    if config.model_type == "llama" and dtype == torch.float64:
+    if config.model_type in ("llama", "smollm3", "granite") and dtype == torch.float64:
         theirs.model.rotary_emb = ExactRotary(config)
         for name, module in list(theirs.named_modules()):
             if "norm" in name:

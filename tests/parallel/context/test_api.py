@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.parts.attention import PrefetchingAttend
 from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel
@@ -35,7 +35,7 @@ def early(cp):
 
 
 def llama(attend, granularity="none"):
-    model = LanguageModel(MODEL, attend).double()
+    model = Decoder(MODEL, attend).double()
     model.init_weights(3)
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
     return model

@@ -97,7 +97,10 @@ def test_toml_round_trip_of_every_field(tmp_path):
     delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3}
     delta |= {"model_type": "qwen3_5", "rotary_percent": 0.1 + 0.4, "delta_rule_schedule": "tree"}
     gemma = {"model_type": "gemma3", "rotary_base_local": 5.1 + 0.2, "query_pre_attn_scalar": 16, "window_size": "8,0"}
-    kinds = linear | delta | gemma
+    factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    granite = {"model_type": "granite", **dict.fromkeys(factors, 0.1 + 0.2)}
+    smollm3 = {"model_type": "smollm3", "no_rope_freq": "2"}
+    kinds = linear | delta | gemma | granite | smollm3
     # Which go with the model type that the others have no use for.
     llama = {"add_qkv_bias": True, "qk_layernorm": True, "rope_scaling_type": "yarn", "rope_scaling_truncate": False}
     every = {name: field for table in fields_by_variant(Config).values() for name, field in table.items()}
@@ -121,7 +124,7 @@ def test_toml_round_trip_of_every_field(tmp_path):
             continue
         if name not in of_optimizers:
             changed[name] = value
-    for values in ({}, alone, linear, delta, gemma, changed, llama3, dynamic, *optimizers):
+    for values in ({}, alone, linear, delta, gemma, granite, smollm3, changed, llama3, dynamic, *optimizers):
         config = flags.build(Config, values)
         (tmp_path / "config.toml").write_text(write_toml(config))
         assert load_config(tmp_path / "config.toml") == config

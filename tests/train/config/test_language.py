@@ -68,13 +68,13 @@ def test_the_file_names_the_family_unless_a_flag_does(tmp_path):
     old = "add_qkv_bias = false\nlinear_gate = 'per_head'\nrotary_percent = 1.0\nrope_scaling_truncate = true\n"
     path = write(tmp_path, f"[model]\nmodel_type = 'linear_transformer'\nno_scale_embedding = true\n{old}")
     config = parse_args(["--config", str(path)])
-    assert type(config.model) is FAMILIES["linear_transformer"]
+    assert type(config.model) is FAMILIES["linear_transformer"].config
     assert config.model.no_scale_embedding
     assert not {"add_qkv_bias", "linear_gate"} & config_fields(config).keys()
     assert "add_qkv_bias" not in flags.write_toml(config)
     assert load_config(write(tmp_path, flags.write_toml(config))) == config
     transnormer = parse_args(["--config", str(path), "--model-type", "transnormer", "--linear-decay", "paper"]).model
-    assert (type(transnormer), transnormer.no_scale_embedding) == (FAMILIES["transnormer"], True)
+    assert (type(transnormer), transnormer.no_scale_embedding) == (FAMILIES["transnormer"].config, True)
     assert "no_scale_embedding in [model]; model_type llama has none" in refusal(
         "--config", str(path), "--model-type", "llama"
     )

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from model.language import LanguageModel
+from model.decoder import Decoder
 from tests.model.models import model_config
 from train.optimizers.config import OptimizerConfig, build_optimizer
 
 
 def test_matrices_decay_and_norms_do_not():
-    model = LanguageModel(model_config(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=11))
+    model = Decoder(model_config(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=11))
     model.layers[0].mlp.down.weight.requires_grad_(False)
     optimizer = build_optimizer(OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_eps=1e-6), model)
     decaying, others = optimizer.param_groups

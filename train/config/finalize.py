@@ -42,7 +42,7 @@ class Planner(NamedTuple):
 
     method: Method
     """Chooses the method ``auto``."""
-    settings: Sequence[Callable[[Any], Any]]
+    settings: Sequence[Callable[..., Any]]
     """Choose, in turn, what is left open once the method is known."""
     mesh: Callable[[Any, int, int | None], tuple[Any, str]]
     """A configuration, the processes at hand, its tokenizer's entries -> one for them, and why."""

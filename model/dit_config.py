@@ -61,6 +61,14 @@ class DiTConfig:
         )
         require(self, self.hidden_size % step == 0, "hidden_size", must)
 
+    def architecture(self) -> dict[str, int | float | bool | str | None]:
+        """Return all that decides the model's shapes and function, as checkpoints record it."""
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes")
+        names = (*sizes, "learn_sigma", "norm_epsilon")
+        shape = "x".join(map(str, self.latent_shape))
+        resolved = {"model_type": "dit", "ffn_hidden_size": self.ffn_size, "latent_shape": shape}
+        return {name: getattr(self, name) for name in names} | resolved
+
     def _check_latents(self) -> None:
         shape = self.latent_shape
         must = "it must be channels, height, width or channels, frames, height, width, each 1 or more"

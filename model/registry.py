@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,6 @@ from model.parts.lora import add_adapters
 from model.parts.weights import Beginning, initial_value
 from model.parts.windows import Window
 from runtime.tensors import Part
-
-DIT = (
-    *("num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes"),
-    *("learn_sigma", "norm_epsilon"),
-)
 
 
 def build_model(config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> Decoder:
@@ -51,10 +47,9 @@ def initial_weight(
 
 @lru_cache(maxsize=8)
 def _cached_on_meta(config: DecoderConfig | DiTConfig) -> nn.Module:
-    if isinstance(config, DecoderConfig):
-        return _on_meta(config)
+    build: Any = DiT if type(config) is DiTConfig else build_model
     with torch.device("meta"):
-        return DiT(config)
+        return build(config)
 
 
 def num_parameters(config: DecoderConfig) -> int:
@@ -130,8 +125,4 @@ def _on_meta(config: DecoderConfig) -> Decoder:
 
 def architecture_of(config: DecoderConfig | DiTConfig) -> Architecture:
     """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
-    if isinstance(config, DecoderConfig):
-        return config.architecture()
-    shape = "x".join(map(str, config.latent_shape))
-    own: Architecture = {"model_type": "dit", "ffn_hidden_size": config.ffn_size, "latent_shape": shape}
-    return {name: getattr(config, name) for name in DIT} | own
+    return config.architecture()

@@ -35,7 +35,7 @@ AVERAGED = "ema_decay"
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: resumed, finetuned from weights, or from scratch. Decided before anything is built."""
+    """The start of a run: resumed, finetuned from weights, or from scratch. Found before anything is built."""
 
     checkpoint: CheckpointConfig
     """The settings that led there."""

@@ -93,7 +93,7 @@ def local_means():
         if taken is None:
             return None
         own = sum(int(batch["count"]) for batch in taken.micro_batches)
-        return taken._replace(valid=own * self._run.mesh.dp_cp.size())
+        return taken._replace(valid=own * self._task.mesh.dp_cp.size())
 
     Batches.take = local
 

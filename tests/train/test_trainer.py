@@ -203,7 +203,7 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path):
 
 
 def traced(trainer):
-    """Note every file of ours that the second step enters, after what is made once."""
+    """Note every file that the second step enters, after what is made once; those around the model are few."""
     plain, entered = trainer.train_step, set()
 
     def note(frame, event, _):
@@ -218,7 +218,8 @@ def traced(trainer):
             sys.setprofile(None)
             if trainer.progress.iteration == 2:
                 assert {"train/trainer.py", "model/language.py"} < entered, "the control: something is noted"
-                assert len(entered - {"tests/train/test_trainer.py"}) <= 14, sorted(entered)
+                around = {name for name in entered if name.split("/")[0] in ("data", "parallel", "runtime", "train")}
+                assert len(around) <= 10, sorted(around)
 
     trainer.train_step = step
 

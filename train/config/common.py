@@ -130,6 +130,8 @@ class CommonConfig(ABC):
     """Fields of what the weights learn to predict; a resumed run must have the same."""
     NOTED = tuple[str, ...]()
     """Other fields of the entry that change training; a resumed run may change them, with a note."""
+    DECIDED = tuple[str, ...]()
+    """Fields of the entry that each start decides anew, if they are left open."""
 
     @property
     def causal(self) -> bool:
@@ -182,12 +184,21 @@ class CommonConfig(ABC):
         return None
 
     def updated(self, **values: Any) -> Self:
-        """Return the configuration with other values of these fields, whatever their sections."""
-        sections: dict[str, dict[str, Any]] = {}
+        """Return the configuration with other values of these fields, whatever their sections.
+
+        Raises KeyError: no section has such a field.
+        """
+        sections = {
+            name: section.name
+            for section in fields(self)
+            for name in values
+            if name in getattr(self, section.name).__dataclass_fields__
+        }
+        changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            owner = next(one.name for one in fields(self) if name in getattr(self, one.name).__dataclass_fields__)
-            sections.setdefault(owner, {})[name] = value
-        return replace(self, **{name: replace(getattr(self, name), **changed) for name, changed in sections.items()})
+            changed.setdefault(sections[name], {})[name] = value
+        new = {section: replace(getattr(self, section), **fields_) for section, fields_ in changed.items()}
+        return replace(self, **new)
 
     @property
     def reads_text(self) -> bool:

@@ -52,6 +52,7 @@ class Config(CommonConfig):
     VARIANTS = Variants("model", "model_type", {name: family.config for name, family in FAMILIES.items()})
     SAMPLE_ORDER = ("seed", "seq_length", "data_path", "split", "blend_by_length", "pack_documents")
     NOTED = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")
+    DECIDED = ("hybrid_softmax_layout", "delta_rule_schedule", "rope_scaling_seq_length")
 
     @property
     def sequence_length(self) -> int:

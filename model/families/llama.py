@@ -48,8 +48,8 @@ class LlamaConfig(WindowedConfig, RopePositionsConfig):
 
     def architecture(self) -> Architecture:
         """Return that of ``DecoderConfig``, with biases and norms of queries and keys."""
-        own = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(self, name)}
-        return super().architecture() | own
+        extras = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(self, name)}
+        return super().architecture() | extras
 
 
 LLAMA = Family(

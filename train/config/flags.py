@@ -98,26 +98,22 @@ def load(root: type[Root], path: str | Path) -> Root:
 def _hint(root: type, name: str, known: Collection[str], variant: str | None, section: str = "") -> str:
     """Suggest a fix for a section, key (of ``section``) or flag that `root` lacks; a variant or
     another entry may."""
-    key = name.removeprefix("--").removeprefix("no-").replace("-", "_")
-    if having := _having(root, key):
-        _, chooser, classes = variants_of(root)
+    key = name.removeprefix("--").replace("-", "_")
+    keys = {key, key.removeprefix("no_")} - config_fields(root, variant).keys()
+    _, chooser, classes = variants_of(root)
+    having = [family for family, table in fields_by_variant(root).items() if keys & table.keys()]
+    if having:
         verb = "has" if len(having) == 1 else "have"
         return f"{chooser} {variant or next(iter(classes))} has none; {' and '.join(having)} {verb} it"
     for entry, other in ENTRIES.items():
-        if other is not root and (
-            name in hints_of(other) or any(key in table for table in fields_by_variant(other).values())
-        ):
+        tables = fields_by_variant(other).values()
+        if other is not root and (name in hints_of(other) or any(keys & table.keys() for table in tables)):
             return f"that is for {entry}"
     if name.startswith("--"):
         answers = {flag: entry.answer for flag, entry in megatron_flags().items()}
         return did_you_mean(name, known, answers) or "--help lists them all"
     here = [key for key in known if not section or config_fields(root, variant)[key].section == section]
     return did_you_mean(name, known) or f"known are {', '.join(here)}"
-
-
-def _having(root: type, name: str) -> list[str]:
-    """Return the variants that have a field, of a root with variants."""
-    return [variant for variant, table in fields_by_variant(root).items() if variant and name in table]
 
 
 def model_file(name: str | Path) -> Path:
@@ -191,7 +187,8 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
             raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections, variant)}")
         for name, value in content.items():
             if name not in table:
-                if any(value == fields[name].default for fields in fields_by_variant(root).values() if name in fields):
+                others = (fields[name] for fields in fields_by_variant(root).values() if name in fields)
+                if any((section, value) == (field.section, field.default) for field in others):
                     continue
                 hint = _hint(root, name, table, variant, section)
                 raise ConfigError(f"{path}: unknown key {name} in [{section}]; {hint}")

@@ -161,7 +161,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ("--model-type", ["--model-type: expected one argument"]),
         ("--no-scale-embedding", ["model_type llama has none; transnormer and linear_transformer have it"]),
         ("--no-rope-freq 2", ["--no-rope-freq; model_type llama has none; smollm3 has it"]),
-        ("--no-lr", ["--no-lr; did you mean --lr?"]),
+        ("--no-lr", ["unknown argument --no-lr; did you mean"]),
         ("--exit-on-missing-checkpoint", ["exit_on_missing_checkpoint", "--load"]),
     ],
 )

@@ -304,13 +304,13 @@ class DecoderConfig(LoraConfig, ABC):
             *("model_type", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
             *("num_query_groups", "kv_channels", "vocab_size", "norm_epsilon", "untie_embeddings_and_output_weights"),
         )
-        found = self.resolved(*names)
-        found |= {"position_embedding_type": self.positions, "max_position_embeddings": self.position_table}
-        found["rotary_base"] = RopeConfig.rotary_base  # in every checkpoint, also of families without rope
+        entries = self.resolved(*names)
+        entries |= {"position_embedding_type": self.positions, "max_position_embeddings": self.position_table}
+        entries["rotary_base"] = RopeConfig.rotary_base  # in every checkpoint, also of families without rope
         if self.lora_rank is not None:
             targets = ",".join(self.adapted_linears())
-            found |= {"lora_rank": self.lora_rank, "lora_scale": self.lora_scale, "lora_target": targets}
-        return found
+            entries |= {"lora_rank": self.lora_rank, "lora_scale": self.lora_scale, "lora_target": targets}
+        return entries
 
     def resolved(self, *names: str) -> Architecture:
         """Return the values of settings, those that may be left out resolved."""

@@ -48,8 +48,8 @@ class LlamaConfig(WindowedConfig, RopePositionsConfig):
 
     def architecture(self) -> Architecture:
         """Return that of ``DecoderConfig``, with biases and norms of queries and keys."""
-        own = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(self, name)}
-        return super().architecture() | own
+        extras = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(self, name)}
+        return super().architecture() | extras
 
 
 LLAMA = Family(
@@ -88,6 +88,8 @@ MINISTRAL = replace(
     fields=fields(num_key_value_heads=8, max_position_embeddings=131072, head_dim=REQUIRED),
     parts=(ROPE_PART, Part(WINDOWS, ministral_from_hf, windows_to_hf)),
     needs=(Need("window_size", lambda config: any(config.windows), "a width"),),
+    instead_of="mistral",
+    told_by="layer_types",
 )
 QWEN2 = replace(
     MISTRAL,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -65,6 +66,11 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
         return super().architecture() | {"rotary_percent": self.rotary_percent}
 
 
+def _rope_to_hf(config: Qwen3_5Config) -> dict[str, Any]:
+    """Return the entries of rope; transformers turns a quarter of a head where a file does not say its share."""
+    return rope_to_hf(config, config.rotary_percent)
+
+
 QWEN3_5_NAMES = NAMES.renamed(
     {},
     fused={
@@ -104,7 +110,7 @@ QWEN3_5 = Family(
     },
     tied=False,
     parts=(
-        Part(ROPE, partial(rope_from_hf, share=0.25, others=("mrope_section", "mrope_interleaved")), rope_to_hf),
+        Part(ROPE, partial(rope_from_hf, share=0.25, others=("mrope_section", "mrope_interleaved")), _rope_to_hf),
         Part(KINDS, kinds_from_hf, kinds_to_hf),
     ),
     own={"linear_gate": "per_head"},

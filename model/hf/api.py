@@ -78,15 +78,16 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def family_in(hf: Contents) -> Family:
-    """Return the family of a config.json, by default LLaMA; a Mistral with layer_types is a Ministral to transformers.
+    """Return the family of a config.json, by default the first: the files of old LLaMAs name none.
 
     Raises UserError for another model.
     """
-    kind = hf.get("model_type", "llama")
+    kind = hf.get("model_type", next(iter(HUGGING_FACE)))
     if kind not in list(HUGGING_FACE):  # not in the dict: JSON lists are unhashable
         known = [family.whole or kind for kind, family in HUGGING_FACE.items()]
         raise unsupported("model_type", kind, f"; only {_listed(known)} are")
-    return HUGGING_FACE["ministral" if kind == "mistral" and "layer_types" in hf else kind]
+    others = (one for one in HUGGING_FACE.values() if one.instead_of == kind and one.told_by in hf)
+    return next(others, HUGGING_FACE[kind])
 
 
 def text_entries(hf: Contents) -> Contents:

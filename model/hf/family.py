@@ -214,6 +214,9 @@ class Family:
     """Key of the table that holds this model's entries where it is part of another one, of ``whole``."""
     whole: str = ""
     """model_type of that other one."""
+    instead_of: str = ""
+    """Another family's kind, whose files are this one's to transformers if they have the key ``told_by``."""
+    told_by: str = ""
     skipped: str = r"(?!)"
     """Pattern of names of parts that are no part of our model; a line says so."""
 

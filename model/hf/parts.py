@@ -71,8 +71,11 @@ def rope_from_hf(
     return {"rotary_base": base, "rope_scaling_type": kind, **found, **turned}
 
 
-def rope_to_hf(config: RotaryConfig) -> dict[str, Any]:
-    """Return rope_theta and its table, for transformers 5 and, where it is scaled, for 4; and the longest sequence."""
+def rope_to_hf(config: RotaryConfig, share: float | None = None) -> dict[str, Any]:
+    """Return rope_theta and its table, for transformers 5 and, where it is scaled, for 4; and the longest sequence.
+
+    ``share`` of a head's channels turns, in a model which may have another one than all.
+    """
     base, kind = float(config.rotary_base), config.rope_scaling_type
     longest = config.max_position_embeddings or config.scaled_length
     if config.rope_scaling_seq_length is not None:  # theirs looks at each text's length, and ours no longer does
@@ -81,7 +84,6 @@ def rope_to_hf(config: RotaryConfig) -> dict[str, Any]:
     elif kind == "dynamic":
         longest = config.rope_scaling_original_max_position_embeddings or 0  # the length that theirs scales from
     length = {"max_position_embeddings": longest} if longest else {}
-    share = getattr(config, "rotary_percent", None)  # transformers turns a quarter of such a model by default
     turned = {} if share is None else {"partial_rotary_factor": share}
     if kind is None:
         return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base, **turned}} | length

@@ -59,13 +59,13 @@ class WindowedConfig(DecoderConfig):
 
     def architecture(self) -> Architecture:
         """Return that of ``DecoderConfig``, with windows and sinks."""
-        found = super().architecture()
+        entries = super().architecture()
         if window := next(filter(None, self.windows), None):
-            found["window_size"] = f"{window[0]},{window[1]}"
-            found["window_attn_skip_freq"] = f"[{','.join(str(int(w is not None)) for w in self.windows)}]"
+            entries["window_size"] = f"{window[0]},{window[1]}"
+            entries["window_attn_skip_freq"] = f"[{','.join(str(int(w is not None)) for w in self.windows)}]"
         if self.softmax_type != "vanilla":
-            found["softmax_type"] = self.softmax_type
-        return found
+            entries["softmax_type"] = self.softmax_type
+        return entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +166,10 @@ class LocalRopeConfig(RotaryConfig, WindowedConfig):
 
     def architecture(self) -> Architecture:
         """Return that of ``DecoderConfig``, with the base."""
-        found = super().architecture()
+        entries = super().architecture()
         if self.local_rope is not None:
-            found["rotary_base_local"] = self.local_rope.rotary_base
-        return found
+            entries["rotary_base_local"] = self.local_rope.rotary_base
+        return entries
 
 
 @dataclass(frozen=True, kw_only=True)

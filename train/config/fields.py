@@ -132,8 +132,8 @@ def _fields_of(
     for section, cls, declared in sections:
         hints = get_type_hints(cls)
         # Its own first, then those that all variants share, inherited ones last.
-        own, shared = inspect.get_annotations(cls), inspect.get_annotations(declared)
-        for entry in sorted(fields(cls), key=lambda entry: (entry.name not in own, entry.name not in shared)):
+        local, shared = inspect.get_annotations(cls), inspect.get_annotations(declared)
+        for entry in sorted(fields(cls), key=lambda entry: (entry.name not in local, entry.name not in shared)):
             hint, choices, optional, many = hints[entry.name], None, False, False
             if get_origin(hint) in (Union, types.UnionType):
                 kinds = [kind for kind in get_args(hint) if kind is not type(None)]

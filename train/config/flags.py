@@ -268,7 +268,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     """
     # Megatron has --override-opt_param-scheduler, fields have underscores.
     hyphened = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
-    variant = _variant_asked(root, hyphened)
+    variant = _requested_variant(root, hyphened)
     flags = ["--config", "--help", "--version", *(field.flag for field in config_fields(root, variant).values())]
     argv, taken = drop_redundant_flags(hyphened, flags)
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None, variant)
@@ -290,7 +290,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     return config
 
 
-def _variant_asked(root: type, argv: Sequence[str]) -> str | None:
+def _requested_variant(root: type, argv: Sequence[str]) -> str | None:
     """Return the variant that a command line asks for, or else its file; None if neither does."""
     _, name, classes = variants_of(root)
     if not classes:
@@ -298,10 +298,10 @@ def _variant_asked(root: type, argv: Sequence[str]) -> str | None:
     chooser = _Parser(argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False)
     chooser.add_argument(config_fields(root)[name].flag, choices=tuple(classes))
     chooser.add_argument("--config")
-    asked = vars(chooser.parse_known_args(argv)[0])
-    if name not in asked and "config" in asked:
-        return read_toml(root, asked["config"]).get(name)
-    return asked.get(name)
+    requested = vars(chooser.parse_known_args(argv)[0])
+    if name not in requested and "config" in requested:
+        return read_toml(root, requested["config"]).get(name)
+    return requested.get(name)
 
 
 def _kept(root: type, path: str, given: Mapping[str, Any]) -> dict[str, Any]:

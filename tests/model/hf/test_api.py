@@ -93,7 +93,7 @@ def test_round_trip(config):
     assert config_from_hf(config_to_hf(full)) == full
 
 
-IN_BFLOAT16 = ("llama", "gemma3", "qwen3_5", "gpt2")
+IN_BFLOAT16 = ("llama", "gemma3", "qwen3_5", "granite", "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,9 @@ def _load(contents, folder):
     return load_file(path)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma3", "olmo3", "qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gpt2", "gemma3", "olmo3", "qwen3_5", "olmo_hybrid", "smollm3", "granite"]
+)
 def test_sinks_are_refused_both_ways(name):
     config = CONFIGS[name]
     state, other = hugging_face(config).state_dict(), dataclasses.replace(config, softmax_type="learnable")

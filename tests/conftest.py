@@ -1,10 +1,13 @@
 """Programs that tests need, and the default corpus, made once per session."""
 
+import gc
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # until all is imported and collected
 
 # Helpers of tests are rewritten too, so that a bound that fails prints both of its numbers.
 HELPERS = [path.stem for path in Path(__file__).parent.iterdir() if path.stem not in ("conftest", "__init__")]
@@ -34,6 +37,13 @@ LONG = """
 def pytest_collection_modifyitems(items):
     """Let long files come first: at the end they would leave all processes but one without work."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def pytest_collection_finish():
+    """Let collections of garbage pass over all modules and tests, which would take half a second each."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

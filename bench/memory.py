@@ -37,7 +37,8 @@ from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.cases import case_of
 from tools.common.report import Column, Table
 from tools.fit import parsed
-from train.optim import Ema, build_optimizer
+from train.ema import Ema
+from train.optimizers.config import build_optimizer
 from train.tasks.registry import task_of
 
 LISTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -37,7 +37,7 @@ from tools.common.arguments import one_line_errors, parser_for, positive, run_co
 from tools.common.report import write_records
 from tools.common.training import Records, trainer_of
 from train.batches import summed
-from train.optim import reduce_and_clip
+from train.gradients import reduce_and_clip
 from train.tasks.language import LanguageTask
 
 OURS = ("zigzag", "striped")

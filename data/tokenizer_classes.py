@@ -5,6 +5,7 @@ from it and build all else themselves, so that a normalizer or pre-tokenizer of 
 tests/data/test_tokenizer_families.py compares tables and ids with the installed transformers.
 """
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,70 +23,12 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 Merges = Sequence[tuple[str, str]]
 Builder = Callable[[Mapping[str, int], Merges, Mapping[str, Any]], "Tokenizer"]
 
-_REBUILT = {
-    "LlamaTokenizer": """
-        idefics idefics2
-    """,
-    "GemmaTokenizer": """
-        diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma
-        shieldgemma2 t5gemma zaya
-    """,
-    "GPT2Tokenizer": """
-        blip-2 codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 instructblip instructblipvideo
-        jais2 opt phi starcoder2
-    """,
-    "GPTNeoXTokenizer": """
-        falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm
-    """,
-    "Qwen2Tokenizer": """
-        audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano hunyuan_vl internvl lighton_ocr
-        moss_transcribe_diarize ovis2 qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_moe
-        qwen2_vl qwen3 qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe vibevoice
-    """,
-    "Qwen3_5Tokenizer": """
-        qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp
-    """,
-}
-"""Classes that build the tokenizer themselves, and the types of models that take them by default."""
-_GENERAL = """
-    EvollaModel arctic aria beam bigbird_pegasus camembertv2-base canary chatlm cohere_asr ernie4_5
-    ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm_image glmasr
-    got_ocr2 gpt_bigcode gradium_phonon_tts granite granitemoe granitemoehybrid granitemoeshared
-    h2ovl_chat hyperclovax hyperclovax_vlm internlm2 internlm3 iquestcoder jamba kimi_k25
-    kimi_linear kosmos-2 llava llava_next mimo_v2_flash minicpm3 minicpm_ocr minicpmv minicpmv4_6
-    minicpmv4_7 minimax_m2 ministral ministral3 mistral mistral3 mistral_large4 mixtral modernbert
-    modernbert-decoder molmo molmo2 nemo_speechlm nemotron nvfp4 nystromformer olmo2 olmo3
-    olmo_hybrid omniasr opencua openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v phimoe pix2struct
-    pixtral pocket_tts smolvlm stablelm step3_vl umt5 vipllava voxtral voxtral_realtime
-    xlm-roberta-xl
-"""
-"""Types of models whose tokenizer is its tokenizer.json, whatever class a configuration names."""
-_OVERRIDDEN = """
-    arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat hyperclovax
-    hyperclovax_vision_v2 hyperclovax_vlm internlm2 internlm3 iquestcoder jamba llava llava_next
-    minicpm3 minicpmv minimax_m2 modernbert modernbert-decoder molmo molmo2 nemotron nvfp4 opencua
-    openvla paddleocr_vl phi3 phi3_v phimoe qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp
-    siglip2 smolvlm step3_vl vipllava
-"""
-"""Types of models whose class counts more than the one that tokenizer_config.json names."""
-_NOT_READ = """
-    Albert Bart Barthez Bartpho Bert BertGeneration BertJapanese Bertweet BigBird BioGpt Blenderbot
-    BlenderbotSmall ByT5 CLIP CTRL Camembert Canine Clvp CodeGen CodeLlama Cohere ConvBert Cpm
-    CpmAnt DPRContextEncoder DPRQuestionEncoder DPRReader Deberta DebertaV2 Dia DistilBert Esm Esmc
-    FNet FSMT FastSpeech2Conformer Flaubert Funnel GPTNeoXJapanese GPTSw3 Herbert LED Lasr
-    LayoutLMv2 LayoutLMv3 LayoutXLM Luke Lxmert M2M100 MBart MBart50 MLuke MPNet Marian MarkupLM
-    Mgpstr MobileBert Mvp MyT5 Nllb Nougat OpenAIGPT PLBart Pegasus Perceiver
-    Phobert Pop2Piano ProphetNet Rag Reformer RemBert RoCBert RoFormer Roberta SeamlessM4T Siglip
-    Siglip2 Speech2Text SpeechT5 Splinter T5 Tapas Tipsv2 Udop VideoPrism Vits Wav2Vec2CTC
-    Wav2Vec2PhonemeCTC Whisper XGLM XLM XLMRoberta XLNet
-"""
-"""Classes that build the tokenizer in other ways, without the ending "Tokenizer"."""
-
-
-REGISTERED = {kind: name for name, kinds in _REBUILT.items() for kind in kinds.split()}
-REGISTERED |= dict.fromkeys(_GENERAL.split(), "TokenizersBackend")
-OVERRIDDEN = frozenset(_OVERRIDDEN.split())
-NOT_READ = frozenset(f"{name}Tokenizer" for name in _NOT_READ.split())
+_TABLES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_NAMES = {key: frozenset(text.split()) for key, text in _TABLES["names"].items()}
+REGISTERED = {kind: name for name, kinds in _TABLES["rebuilt"].items() for kind in kinds.split()}
+REGISTERED |= dict.fromkeys(_TABLES["names"]["general"].split(), "TokenizersBackend")
+OVERRIDDEN = _NAMES["overridden"]
+NOT_READ = frozenset(f"{name}Tokenizer" for name in _NAMES["not_read"])
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},

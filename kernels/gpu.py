@@ -25,7 +25,7 @@ class Gpu(NamedTuple):
 
     @property
     def family(self) -> Family:
-        """Return the family by the compute capability; an H20, a Hopper of a seventh of the peak, is one of its own."""
+        """Return the family; an H20, a Hopper of a seventh of the peak, is one of its own."""
         if self.capability[0] == HOPPER:
             return "h20" if family_of(self.name) == "h20" else "hopper"
         return "blackwell" if self.capability[0] == BLACKWELL else ""

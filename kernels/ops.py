@@ -1,6 +1,7 @@
-"""Operators of linear attention, the delta rule and its convolution: each with its call, forward, fake and backward.
+"""Operators of linear attention, the delta rule and its convolution.
 
-torch.compile and recompute policies see one of them as a whole. Matrix products have theirs in ``kernels.operators``.
+Each has its call, forward, fake and backward together. torch.compile and recompute policies see it
+as a whole. Matrix products have theirs in ``kernels.operators``.
 """
 
 from collections.abc import Sequence

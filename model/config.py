@@ -1,64 +1,58 @@
-"""The configuration of language models of every kind, with Megatron-LM's names.
+"""The configuration that decoders of every family share, with Megatron-LM's names.
 
-model/registry.py maps each model_type to its module.
+A family adds settings of its own in its file of model/families.
 """
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import nn
+
+from model.parts.attention import Attend, Attention, HybridAttention, LinearAttend
 from model.parts.lora import LoraConfig
+from model.parts.norms import JointRMSNorm, RMSNorm
 from model.parts.rope import RopeConfig
-from model.parts.windows import Window, WindowConfig, window_of, windows_of
-from model.traits import EVERY, HYBRIDS, SIZES, TRAITS, DeltaConfig, Traits
-from runtime.errors import UserError, at_least, require, wrong
+from model.parts.windows import Window
+from runtime.errors import UserError, at_least, require
 
-OWN = {
-    "linear_decay": (("transnormer",), "has no decay; leave it out, or set model_type to transnormer"),
-    "no_scale_embedding": (("transnormer", "linear_transformer"), "scales no embeddings; leave it out"),
-    "add_qkv_bias": (("llama",), "has none of its own; leave it out"),
-    "qk_layernorm": (("llama",), "has none of its own; leave it out"),
-    "softmax_every": (
-        ("transnormer", *HYBRIDS),
-        "has one kind of attention; leave it out, or set model_type to transnormer, qwen3_5 or olmo_hybrid",
-    ),
-    "rotary_percent": (("qwen3_5",), "turns all channels of a head, or none; leave it out"),
-    "rotary_base_local": (("gemma3", "olmo3"), "has one rope for all layers; leave it out"),
-    "query_pre_attn_scalar": (("gemma3",), "scales by the width of a head; leave it out"),
-}
-OWN |= dict.fromkeys(
-    (*SIZES, "linear_conv_kernel_dim", "linear_gate"),
-    (HYBRIDS, "has no delta rule; leave it out, or set model_type to qwen3_5 or olmo_hybrid"),
-)
-"""Settings of some kinds of model alone: these, and the words for the others."""
-COUNTS = (
-    *("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"),
-    "query_pre_attn_scalar",
-)
-"""Settings that are 1 or more, or left out."""
-LINEARS = ("wq", "wk", "wv", "wu", "wb", "wa", "wo", "gate", "up", "down")
-"""Linear layers of a layer, of which a kind of model may lack some."""
+C = TypeVar("C", bound="DecoderConfig")
+Architecture = dict[str, int | float | bool | str | None]
+"""Settings that decide a model's shapes and function, as checkpoints record them."""
+
+
+class Footprint(NamedTuple):
+    """Numbers of a family that the planner's model of memory takes."""
+
+    fused_residual: float
+    """``planner.step_memory.StepShape.residual`` if norms are kernels: inputs and outputs of both, and more."""
+    gated: bool
+    """True if the feed-forward has a gate."""
+    first_layer: float = 0.0
+    """``planner.step_memory.StepShape.first_layer``: what the first layer keeps beyond the others."""
+    output_gate: float = 0.0
+    """Widths of the queries that a gate of attention's output keeps, beside layers with a delta rule."""
+    qk_norms: float = 0.0
+    """Copies of the queries and keys that their norms keep, beside layers with a delta rule; 2 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
-    """Kind and shape of the model."""
+class DecoderConfig(LoraConfig, ABC):
+    """Family and shape of the model."""
 
-    model_type: Literal[
-        "llama", "gpt", "transnormer", "linear_transformer", "gemma3", "olmo3", "qwen3_5", "olmo_hybrid"
-    ] = "llama"
-    """llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases; transnormer: TransNormerLLM, and
-    linear_transformer: a gpt with elu + 1 features, both with linear attention in the place of softmax attention;
-    gemma3 and olmo3: LLaMAs with other norms, whose layers with a window have rope of their own; qwen3_5 and
-    olmo_hybrid: LLaMAs in which three layers of four have a gated delta rule."""
+    model_type: str = ""
+    """Family of the model, which decides the other settings."""
     num_layers: int = 4
     """Transformer layers."""
     hidden_size: int = 256
     """Width of the residual stream."""
     ffn_hidden_size: int | None = None
-    """Width inside the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of 64; 4 x in a gpt and
-    a linear_transformer."""
+    """Width inside the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of 64;
+    4 x without a gate."""
     num_attention_heads: int = 8
     """Query heads."""
     num_query_groups: int | None = None
@@ -67,24 +61,6 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
     """Width of one head; by default hidden_size / num_attention_heads."""
     vocab_size: int | None = None
     """Vocabulary entries; by default the tokenizer's."""
-    position_embedding_type: Literal["rope", "learned_absolute"] | None = None
-    """Source of tokens' places; by default rope, and learned_absolute in a gpt, which alone has it."""
-    max_position_embeddings: int | None = None
-    """Entries in the table of learned_absolute positions, and so the longest sequence; with rope the longest that the
-    model is meant for, beyond which a run begins with a note."""
-    add_qkv_bias: bool = False
-    """Give the projections of queries, keys and values biases in a llama, as Qwen2 has them."""
-    query_pre_attn_scalar: int | None = None
-    """Number by whose root the scores of a gemma3's attention are divided; by default the width of a head."""
-    qk_layernorm: bool = False
-    """Normalise each head's queries and keys by an RMS norm in a llama, as Qwen3 does."""
-    softmax_every: int | None = None
-    """Give every so many-th layer of a transnormer softmax attention with rope (a hybrid: 8 is seven linear layers,
-    then one of softmax); by default none has it, and in a qwen3_5 or olmo_hybrid every fourth."""
-    linear_decay: Literal["released", "paper"] | None = None
-    """Decay of a transnormer's heads: as its released models do, the default, or as its paper writes."""
-    no_scale_embedding: bool = False
-    """Leave the embeddings of a model with linear attention as they are, not times the root of hidden_size."""
     norm_epsilon: float = 1e-5
     """Epsilon of the norms."""
     init_method_std: float = 0.02
@@ -92,152 +68,166 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
     untie_embeddings_and_output_weights: bool = True
     """Give the output projection weights of its own, not the embedding's."""
 
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The family's name on the screen."""
+
+    @property
+    @abstractmethod
+    def footprint(self) -> Footprint:
+        """Numbers of the family that the planner takes."""
+
+    @property
+    @abstractmethod
+    def positions(self) -> str:
+        """Source of tokens' positions, as checkpoints record it."""
+
+    @abstractmethod
+    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
+        """Build a layer, counted from 0, of [B, T, C] -> [B, T, C]; it takes (x, places, mask, states)."""
+
+    linear_attention = False
+    """True if attention keeps a state instead of keys and values; in a hybrid, in most layers."""
+    delta_rule = False
+    """True if layers without softmax attention have a gated delta rule."""
+    joint_qk_norm = False
+    """True if a norm takes the queries, or the keys, of all heads at once."""
+    softmax_type = "vanilla"
+    """Divisor of softmax attention's weights, which ``model.parts.settings.WindowedConfig`` makes a setting."""
+
     def __post_init__(self) -> None:
+        family = type(self).model_type
+        require(self, self.model_type == family, "model_type", f"the settings are those of model_type {family}")
+        self.check()
+        self.adapted_linears()
+
+    def check(self) -> None:
+        """Check the settings; a family checks its own after these. Raises UserError."""
         heads = self.num_attention_heads
         at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads")
-        self._check_counts(*COUNTS)
-        for name in ("rotary_base", "norm_epsilon", "init_method_std"):
+        self.check_counts("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size")
+        for name in ("norm_epsilon", "init_method_std"):
             require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
-        require(self, 0 < self.rotary_percent <= 1, "rotary_percent", "it must be above 0, and 1 (all) at most")
         must = f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels"
         require(self, self.kv_channels is not None or self.hidden_size % heads == 0, "hidden_size", must)
         require(self, heads % self.query_groups == 0, "num_query_groups", f"it must divide num_attention_heads {heads}")
-        self._check_kind()
-        self._check_softmax()
-        self._check_positions()
-        self.check_rope(self.rotary_dim, rotates=self.rotates)
-        self.adapted_linears()
 
-    def _check_kind(self) -> None:
-        """Check settings that need linear attention, and those that it excludes."""
-        kind, every, heads = self.model_type, self.softmax_period, self.num_attention_heads
-        for name, (kinds, why) in OWN.items():
-            require(self, kind in kinds or self._is_default(name), name, f"model_type {kind} {why}")
-        if self.softmax_every is None and every is not None:
-            must = f"{kind} has softmax attention in every {EVERY}th layer, and needs as many; or set softmax_every"
-            require(self, every <= self.num_layers, "num_layers", must)
-        elif every is not None and not 2 <= every <= self.num_layers:
-            raise wrong(
-                self,
-                "softmax_every",
-                f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last one alone), or left "
-                f"out{f' for {EVERY}' * self.traits.delta}; softmax attention in every layer is model_type llama",
-            )
-        if self.traits.delta:
-            self._check_delta()
-        if not self.linear_attention:
-            return
-        must = f"linear attention has one key head per query head, {heads} here; leave it out"
-        require(self, self.query_groups == heads, "num_query_groups", must)
-        own = "LRPE" if kind == "transnormer" else "sinusoidal"
-        settings = ("position_embedding_type", "max_position_embeddings", "rotary_base")
-        for name in settings if every is None else settings[:2]:
-            must = f"model_type {kind} has {own} positions, which take no settings; leave it out"
-            require(self, self._is_default(name), name, must)
-        even = kind != "linear_transformer" or self.hidden_size % 2 == 0
-        require(self, even, "hidden_size", "it must be even: sinusoidal positions come in pairs")
-
-    def _check_delta(self) -> None:
-        """Check the heads of layers with a gated delta rule."""
-        self._check_counts(*SIZES)
-        at_least(self, 1, "linear_conv_kernel_dim")
-        keys, values = self.key_heads, self.value_heads
-        must = f"it must be a multiple of linear_num_key_heads {keys}"
-        require(self, values % keys == 0, "linear_num_value_heads", must)
-        must = f"a gate per channel takes one key head per value head, {values} here and {keys}; leave it out"
-        require(self, values == keys or self.linear_gate == "per_head", "linear_gate", must)
-        if self.traits.positions == "none":
-            for name in ("position_embedding_type", "rotary_base"):
-                must = f"model_type {self.model_type} has no positions but the order of its tokens; leave it out"
-                require(self, self._is_default(name), name, must)
-
-    def _check_counts(self, *names: str) -> None:
+    def check_counts(self, *names: str) -> None:
+        """Check settings that are 1 or more, or left out. Raises UserError."""
         for name in names:
             value = getattr(self, name)
             require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
 
-    def _check_softmax(self) -> None:
-        """Check windows and sinks, which layers of softmax attention alone have."""
-        must = (
-            f"model_type {self.model_type} has linear attention, which divides by no softmax and keeps no keys; leave "
-            "it out, or give a transnormer layers of softmax attention by softmax_every"
-        )
-        for name in ("window_size", "softmax_type"):
-            require(self, self.some_softmax or self._is_default(name), name, must)
-        has = any(map(self.window, range(len(self._windows)))) or window_of(self.window_size) is None
-        must = "it leaves no layer of softmax attention with the window; give one of them a 1, or leave window_size out"
-        require(self, has, "window_attn_skip_freq", must)
-
-    def _check_positions(self) -> None:
-        """Check the settings of positions that softmax attention has: a table of learned ones, or rope."""
-        local = self.rotary_base_local
-        must = "it must be a number above 0, or left out for rotary_base"
-        require(self, local is None or 0 < local < math.inf, "rotary_base_local", must)
-        must = "no layer has a window, which alone takes it; leave it out, or give --window-size"
-        require(self, local is None or any(self._windows), "rotary_base_local", must)
-        if self.rotates:
-            width = self.rotary_dim
-            must = f"{width} of {self.head_dim} channels would turn, which must be an even number above 0"
-            require(self, width > 0 and (self.rotary_percent == 1 or width % 2 == 0), "rotary_percent", must)
-            width, name = self.head_dim, "hidden_size" if self.kv_channels is None else "kv_channels"
-            heads = f"the {self.num_attention_heads} heads are {width} wide"
-            must = f"{heads}, which must be even: rotary positions turn channels in pairs"
-            require(self, self.rotary_percent < 1 or width % 2 == 0, name, must)
-        if not self.learned_positions:
-            return
-        must = f"model_type {self.model_type} has rope alone; leave it out, or set model_type to gpt"
-        require(self, self.model_type == "gpt", "position_embedding_type", must)
-        must = (
-            "learned_absolute positions need the length of their table; set it to the longest sequence, or "
-            "position_embedding_type to rope"
-        )
-        require(self, self.max_position_embeddings is not None, "max_position_embeddings", must)
-        must = "learned_absolute positions turn nothing; leave it out, or set position_embedding_type to rope"
-        require(self, self._is_default("rotary_base"), "rotary_base", must)
-
-    def _is_default(self, name: str) -> bool:
+    def is_default(self, name: str) -> bool:
+        """Return whether a setting has its default."""
         return bool(getattr(self, name) == getattr(type(self), name))
 
     @property
-    def linear_attention(self) -> bool:
-        """Return whether attention is linear, with a state instead of keys and values; in a hybrid, in most layers."""
-        return self.traits.positions in ("lrpe", "sinusoidal")
+    def max_position_embeddings(self) -> int | None:
+        """Positions that the model is meant for, or has in a table."""
+        return None
 
     @property
-    def traits(self) -> Traits:
-        """Properties that the kind of model fixes."""
-        return TRAITS[self.model_type]
+    def learned_positions(self) -> bool:
+        """Return whether positions are learned embeddings."""
+        return False
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """Rope of softmax attention; None if nothing turns."""
+        return None
+
+    @property
+    def reach(self) -> int:
+        """Positions that the model is meant for or its scaling of rope reaches; 0 if it says neither."""
+        return self.max_position_embeddings or 0
+
+    def with_rope_length(self: C, length: int) -> C:
+        """Return the configuration with a length for dynamic scaling of rope, if it needs one and has none."""
+        return self
+
+    @property
+    def local_rope(self) -> RopeConfig | None:
+        """Rope of the layers with a window, if it is not that of the others."""
+        return None
 
     @property
     def softmax_period(self) -> int | None:
         """Layers from one with softmax attention to the next; None if all have the same attention."""
-        if self.softmax_every is not None:
-            return self.softmax_every
-        return EVERY if self.traits.delta else None
+        return None
 
     @property
     def own_softmax_layout(self) -> bool:
         """Return whether layers of softmax attention may lie in another layout than those of linear attention."""
-        return self.linear_attention and self.softmax_every is not None
+        return False
+
+    def norm(self, width: int | None = None) -> nn.Module:
+        """Build a norm, by default of the residual stream."""
+        return RMSNorm(width or self.hidden_size, eps=self.norm_epsilon)
+
+    def head_norm(self, heads: int) -> nn.Module:
+        """Build the norm of each of so many heads of queries or keys."""
+        return self.norm(self.head_dim)
+
+    def joint_norm(self, heads: int) -> nn.Module:
+        """Build the norm of so many heads of queries or keys at once."""
+        return JointRMSNorm(heads * self.head_dim, eps=self.norm_epsilon)
+
+    def attention(self, layer: int, attend: Attend, **settings: Any) -> Attention:
+        """Build the softmax attention of a layer; ``settings`` are those of ``Attention`` that the family chooses."""
+        softmax_type: Any = self.softmax_type
+        return Attention(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.query_groups,
+            self.head_dim,
+            attend,
+            window=self.window(layer),
+            softmax_type=softmax_type,
+            layer=layer,
+            **settings,
+        )
+
+    def cores(self, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
+        """Return both cores of attention, of which a model that is no hybrid needs one; by default of one device."""
+        if attend is None:
+            return HybridAttention()
+        if isinstance(attend, HybridAttention):
+            return attend
+        core: Any = attend
+        return HybridAttention(linear=core) if self.linear_attention else HybridAttention(softmax=core)
+
+    def embedding_scale(self, dtype: torch.dtype) -> float | None:
+        """Return the factor of embeddings of this dtype; None is 1."""
+        return None
+
+    @property
+    def logits_scale(self) -> float | None:
+        """Factor of the logits, applied to what the output projection takes; None is 1."""
+        return None
+
+    def added_positions(self) -> nn.Module | None:
+        """Build the function of positions that is added to embeddings; None if there is none."""
+        return None
 
     @property
     def recurrent(self) -> bool:
         """Return whether some layers keep a state of constant size, not keys and values."""
-        return self.linear_attention or self.traits.delta
+        return self.linear_attention or self.delta_rule
 
     @property
     def some_softmax(self) -> bool:
         """Return whether some layer has softmax attention."""
-        return not self.linear_attention or self.softmax_every is not None
+        return any(map(self.has_softmax, range(self.num_layers)))
 
     def has_softmax(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, has softmax attention."""
-        every = self.softmax_period
-        return not self.linear_attention if every is None else (layer + 1) % every == 0
+        return True
 
     def window(self, layer: int) -> Window | None:
         """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or is linear."""
-        return self._windows[layer] if self.has_softmax(layer) else None
+        return None
 
     @property
     def windows(self) -> tuple[Window | None, ...]:
@@ -245,41 +235,18 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
         return tuple(map(self.window, range(self.num_layers)))
 
     @property
-    def _windows(self) -> tuple[Window | None, ...]:
-        return windows_of(self.window_size, self.window_attn_skip_freq, self.num_layers)
+    def alternating(self) -> dict[str, Any]:
+        """Settings with which layers of two kinds take turns; none if all layers are of one kind."""
+        return {}
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The linear layers of a layer that may get an adapter, by their names."""
+        return ("wq", "wk", "wv", "wo", "gate", "up", "down")
 
     def adapted_linears(self) -> tuple[str, ...]:
         """Return the linear layers that get an adapter, by their names in a layer; none without lora_rank."""
-        traits = self.traits
-        has = {
-            "wu": traits.delta or traits.positions == "lrpe",
-            "wb": traits.delta,
-            "wa": traits.delta and self.linear_gate == "per_head",  # per channel through a bottleneck
-            "gate": traits.feed_forward != "gelu",
-        }
-        return self.adapted(tuple(name for name in LINEARS if has.get(name, True)), self.hidden_size)
-
-    @property
-    def learned_positions(self) -> bool:
-        """Return whether positions are learned embeddings, not rotary."""
-        return (self.position_embedding_type or self.traits.positions) == "learned_absolute"
-
-    @property
-    def rotates(self) -> bool:
-        """Return whether queries and keys of softmax attention are turned by their positions."""
-        return self.some_softmax and not self.learned_positions and self.traits.positions != "none"
-
-    @cached_property
-    def local_rope(self) -> RopeConfig | None:
-        """Rope of the layers with a window, where it is not that of the others."""
-        if not self.traits.local_rope or not any(self._windows):
-            return None
-        return RopeConfig(rotary_base=self.rotary_base_local or self.rotary_base)
-
-    @property
-    def query_scalar(self) -> int:
-        """Number by whose root attention's scores are divided."""
-        return self.query_pre_attn_scalar or self.head_dim
+        return self.adapted(self.linears, self.hidden_size)
 
     @property
     def position_table(self) -> int | None:
@@ -294,27 +261,7 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that rope turns."""
-        return int(self.head_dim * self.rotary_percent)
-
-    @property
-    def key_heads(self) -> int:
-        """Key heads of a delta rule."""
-        return self.linear_num_key_heads or self.num_attention_heads
-
-    @property
-    def value_heads(self) -> int:
-        """Value heads of a delta rule."""
-        return self.linear_num_value_heads or self.key_heads
-
-    @property
-    def key_dim(self) -> int:
-        """Width of a delta rule's key head."""
-        return self.linear_key_head_dim or self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a delta rule's value head."""
-        return self.linear_value_head_dim or self.key_dim
+        return self.head_dim
 
     @property
     def query_groups(self) -> int:
@@ -324,10 +271,12 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
     @property
     def ffn_size(self) -> int:
         """Width inside the feed-forward; 8/3 of hidden_size gives SwiGLU's three matrices the size of a GELU's two."""
-        if self.ffn_hidden_size is not None:
-            return self.ffn_hidden_size
-        wide = self.traits.feed_forward == "gelu"
-        return 4 * self.hidden_size if wide else 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+        return self.ffn_hidden_size or 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """Sizes of a layer that tensor parallelism divides, by their settings."""
+        return {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
 
     @property
     def vocabulary(self) -> int:
@@ -336,14 +285,52 @@ class ModelConfig(RopeConfig, LoraConfig, DeltaConfig, WindowConfig):
             raise UserError("vocab_size is not set; give it, or a tokenizer to take it from")
         return self.vocab_size
 
+    @property
+    def recurrent_layers(self) -> int:
+        """Layers that keep a state of constant size."""
+        return sum(not self.has_softmax(layer) for layer in range(self.num_layers))
 
+    @property
+    def state_elements(self) -> int:
+        """Elements of the states of all layers, per sequence."""
+        return 0
+
+    def architecture(self) -> Architecture:
+        """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit.
+
+        An entry that older checkpoints lack is left out where it has its old meaning.
+        """
+        names = (
+            *("model_type", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+            *("num_query_groups", "kv_channels", "vocab_size", "norm_epsilon", "untie_embeddings_and_output_weights"),
+        )
+        entries = self.resolved(*names)
+        entries |= {"position_embedding_type": self.positions, "max_position_embeddings": self.position_table}
+        entries["rotary_base"] = RopeConfig.rotary_base  # in every checkpoint, also of families without rope
+        if self.lora_rank is not None:
+            targets = ",".join(self.adapted_linears())
+            entries |= {"lora_rank": self.lora_rank, "lora_scale": self.lora_scale, "lora_target": targets}
+        return entries
+
+    def resolved(self, *names: str) -> Architecture:
+        """Return the values of settings, those that may be left out resolved."""
+        return {name: getattr(self, RESOLVED.get(name, name)) for name in names}
+
+
+DELTA_SIZES: Mapping[str, str] = {
+    "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "value_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+}
 RESOLVED = {
+    "attention_multiplier": "score_scale",
     "ffn_hidden_size": "ffn_size",
     "num_query_groups": "query_groups",
     "kv_channels": "head_dim",
     "vocab_size": "vocabulary",
     "softmax_every": "softmax_period",
     "query_pre_attn_scalar": "query_scalar",
-    **dict(zip(SIZES, ("key_heads", "value_heads", "key_dim", "value_dim"), strict=True)),
+    **DELTA_SIZES,
 }
 """Fields that may be left out, and the properties that resolve them."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from runtime.errors import at_least, divisors, require, wrong
 
@@ -35,6 +36,13 @@ class DiTConfig:
     init_method_std: float = 0.02
     """Standard deviation of the initial weights of the time and label embeddings."""
 
+    # Properties of language models, which a diffusion transformer lacks.
+    linear_attention = False
+    delta_rule = False
+    recurrent = False
+    own_softmax_layout = False
+    alternating: ClassVar[dict[str, Any]] = {}
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "latent_shape", tuple(self.latent_shape))  # TOML and the command line give lists
         at_least(
@@ -52,6 +60,14 @@ class DiTConfig:
             f"it must be a multiple of {step}: the axes of the latents share it for the sines and cosines of positions"
         )
         require(self, self.hidden_size % step == 0, "hidden_size", must)
+
+    def architecture(self) -> dict[str, int | float | bool | str | None]:
+        """Return all that decides the model's shapes and function, as checkpoints record it."""
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes")
+        names = (*sizes, "learn_sigma", "norm_epsilon")
+        shape = "x".join(map(str, self.latent_shape))
+        resolved = {"model_type": "dit", "ffn_hidden_size": self.ffn_size, "latent_shape": shape}
+        return {name: getattr(self, name) for name in names} | resolved
 
     def _check_latents(self) -> None:
         shape = self.latent_shape
@@ -85,6 +101,11 @@ class DiTConfig:
     def query_groups(self) -> int:
         """Key and value heads."""
         return self.num_attention_heads
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """Sizes of a layer that tensor parallelism divides, by their settings."""
+        return {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
 
     @property
     def ffn_size(self) -> int:

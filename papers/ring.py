@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from model.config import ModelConfig
+from model.families.llama import LlamaConfig
 from papers import rows
 from papers.rows import Row
 from parallel.context import make_plan
@@ -109,7 +109,7 @@ def model(size: str) -> StepShape:
     """Return the work of a step of a LLaMA in float32, batch 1; the 30B one has LLaMA 1's shape."""
     config = load_config(CONFIGS / f"{MODELS[size]}.toml")
     if size == "30B":
-        shape = ModelConfig(
+        shape = LlamaConfig(
             num_layers=60, hidden_size=6656, ffn_hidden_size=17920, num_attention_heads=52, vocab_size=32000
         )
         config = replace(config, model=shape)

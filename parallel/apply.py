@@ -1,4 +1,4 @@
-"""Build this rank's parts of a model, one for each of its pipeline stages, and arrange them on the mesh."""
+"""Build this rank's parts of a model, one for each pipeline stage, and arrange them on the mesh."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -42,9 +42,11 @@ def parallelize(build: Callable[[], nn.Module], mesh: Mesh, config: Arranged, we
 
     Args:
         build: builds the whole model, which has ``layers`` and ``keep``, on torch's default device.
-        weight_of: gives any part of a parameter's initial value; with None weights are what the memory holds.
+        weight_of: gives any part of a parameter's initial value; with None weights are what the
+            memory holds.
     """
-    from parallel.tensor.split import split_model  # DTensor, which a refused command line need not wait for
+    # Imports DTensor, which a refused command line need not wait for.
+    from parallel.tensor.split import split_model
 
     sharding = sharding_mesh(mesh.dp_cp, config.data_parallel)
     layers_of = stage_layers(config.pipeline, config.model.num_layers, mesh.pp.size())
@@ -57,8 +59,8 @@ def parallelize(build: Callable[[], nn.Module], mesh: Mesh, config: Arranged, we
         # Fewer layers first: the steps below cost time for each of them.
         part.keep(layers_of[stage])
 
-        # Before everything that replaces a forward: tensor parallelism hooks the plain modules, and a layer's inputs
-        # and outputs are then as the other steps see them.
+        # Before everything that replaces a forward: tensor parallelism hooks the plain modules, and
+        # the steps below see a layer's inputs and outputs as they are on this rank.
         split_model(part, mesh.tp)
 
         # Before compilation, which is to see the rounded products.
@@ -71,7 +73,8 @@ def parallelize(build: Callable[[], nn.Module], mesh: Mesh, config: Arranged, we
         # Inside FSDP, whose hooks gather a layer's weights before its backward recomputes it.
         recompute_layers(part.layers, config.recompute)
 
-        # FSDP last: it takes the layers as they are, and what gathers the weights is neither compiled nor recomputed.
+        # FSDP last: it takes the layers as they are, and what gathers the weights is neither
+        # compiled nor recomputed.
         shard_model(
             part,
             part.layers,
@@ -95,7 +98,8 @@ def compile_layers(layers: Sequence[Any]) -> None:
 
     # A graph that another rank has compiled and cached has that rank's process groups.
     torch._functorch.config.enable_autograd_cache = torch._inductor.config.fx_graph_cache = False
-    # Layers differ in constants, such as decays: each may need graphs of its own, with and without gradients.
+    # Layers differ in constants, such as decays: each may need graphs of its own, with and without
+    # gradients.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = 8 + 4 * len(layers), True
     for layer in layers:

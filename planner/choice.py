@@ -103,11 +103,6 @@ def with_schedule(config: C, cluster: Cluster | None = None) -> C:
     return config.updated(delta_rule_schedule=fastest_schedule(delta_cost(work, plan, cluster, tp)))
 
 
-def with_layout_and_schedule(config: C, cluster: Cluster | None = None) -> C:
-    """Replace what ``auto`` leaves open once the method is known: ``with_layout`` and ``with_schedule``."""
-    return with_schedule(with_layout(config, cluster), cluster)
-
-
 method_to_read = partial(fastest_method, steps=False)
 """Chooses the method of a model that only reads and writes."""
 
@@ -188,7 +183,7 @@ def combine_prediction_and_profile(predicted: Sequence[float], profiled: Sequenc
     return [math.exp(share * real + (1 - share) * (said + off)) for said, real in pairs]
 
 
-PLANNER = Planner(method=fastest_method, settings=with_layout_and_schedule, mesh=rearranged)
+PLANNER = Planner(method=fastest_method, settings=(with_layout, with_schedule), mesh=rearranged)
 """Chooses for a run that trains."""
 READER = PLANNER._replace(method=method_to_read)
 """Chooses for a model that only reads and writes."""

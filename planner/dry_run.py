@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import load_tokenizer
-from planner.choice import PLANNER, with_layout_and_schedule
+from planner.choice import PLANNER
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, fake_process_group, rehearse
@@ -54,8 +54,8 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
     config, notes, lacking = with_files(config)
     with fake_process_group(0, world_size, cluster.gpus_per_node):
         task.validate(config, world_size)
-        planner = PLANNER._replace(settings=partial(with_layout_and_schedule, cluster=cluster))
-        config = complete(config, _entries(config), planner)
+        settings = tuple(partial(choose, cluster=cluster) for choose in PLANNER.settings)
+        config = complete(config, _entries(config), PLANNER._replace(settings=settings))
     if named is None:
         notes.append(
             f"note: predicted for {cluster.name}, this machine's device; --cluster FILE predicts for other machines, "

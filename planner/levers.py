@@ -68,12 +68,17 @@ def _on_host(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
     return [(False,), *[(True,)] * bool(cluster.host_gb_per_s)]
 
 
+def _moments(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
+    """Return the device, then its host's memory, if the optimizer can step with its state there."""
+    return _on_host(config, cluster) if config.optimizer.spec.offloads else [(False,)]
+
+
 CHUNKS = Lever(("loss_chunk_size", "ffn_chunk_size"), _chunks)
 POLICY = Lever(("recompute_granularity",), lambda *_: RECOMPUTE)
 SHARDING = Lever(("data_parallel_sharding_strategy",), _shardings)
 OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
-MOMENTS = Lever(("optimizer_cpu_offload",), _on_host)
+MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
 ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
 """As docs/tasks/long_context.md pulls them after more context-parallel processes; a lever that is there twice goes one
 value further each time, and all others to their last."""

@@ -25,7 +25,8 @@ from runtime.errors import UserError
 from runtime.processes import join
 from runtime.simulation import SIMULATED_DEVICE, replaced
 from train.config.common import CommonConfig
-from train.optim import Ema, build_optimizer
+from train.ema import Ema
+from train.optimizers.config import build_optimizer
 from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)
@@ -91,7 +92,7 @@ def rehearse(
     """
     on_cpu = replace(config.mesh, device="cpu", distributed_backend="auto")
     if config.context.attention_backend != "reference":  # the kernel need not run, or be installed, here
-        backend: Any = "chunked" if getattr(config.model, "linear_attention", False) else "auto"
+        backend: Any = "chunked" if config.model.linear_attention else "auto"
         config = config.updated(attention_backend=backend)
     with fake_process_group(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
         task = build(config, mesh)
@@ -106,8 +107,7 @@ def rehearse(
         with SIMULATED_DEVICE.set_to(device), replaced(F, "rms_norm", norm), recorder.recording():
             parts = task.build_parts(initialize=False)
             averages = Ema(config.ema_decay, parts) if config.ema_decay else None  # they lie there meanwhile
-            # apex's has the same state, and need not be here.
-            optimizer = build_optimizer(replace(config.optimizer, optimizer_backend="torch"), *parts)
+            optimizer = build_optimizer(config.optimizer, *parts, portable=True)
             recorder.kind = "passing"
             count = _pass_through(task, parts, batch, recorder)
             gradients = _gradients(config, mesh, parts)

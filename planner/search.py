@@ -106,6 +106,7 @@ def cost_inputs(
         copies=config.data_parallel.num_distributed_optimizer_instances,
         recompute=recompute.recompute_granularity,
         offload=recompute.recompute_offload,
+        state_bytes=config.optimizer.spec.state_bytes,
         moments_on_host=config.optimizer.optimizer_cpu_offload,
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,
@@ -149,7 +150,7 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
         attention_backend=config.context.attention_backend,
         context_parallel_method=("zigzag" if delta else "striped") if config.causal else "ring",
     )
-    if getattr(config.model, "linear_attention", False):
+    if config.model.linear_attention:
         for state_method in list(STATE_METHODS)[: None if size > 1 else 1]:
             fields: dict[str, Any] = {"context_parallel_method": state_method}
             yield replace(base, **fields)

@@ -14,7 +14,7 @@ from parallel.offload import FETCH_AHEAD, SEVERAL, in_slabs
 from parallel.pipeline.stages import PipelineConfig
 from planner.attention_cost import backward_buffers
 from planner.delta_cost import DeltaShape
-from train.adamw import MOMENTS, PIECE
+from train.optimizers.host import PIECE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,8 @@ class Arrangement:
     copies: int = 1
     recompute: str = "none"
     offload: bool = False
+    state_bytes: int = 8
+    """Bytes of the optimizer's state for a trained parameter."""
     moments_on_host: bool = False
     loss_chunk: int = 0
     ffn_chunk: int = 0
@@ -132,7 +134,8 @@ def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float,
     if arranged.pp > 1:
         outside = max(output, outside - output)
     own, shards = layers * each + outside, _shards(plan, arranged)
-    states = (12 - 8 * arranged.moments_on_host + work.averages) * own * trained + size * own * (1 - trained)
+    moments_here = 0 if arranged.moments_on_host else arranged.state_bytes
+    states = (4 + moments_here + work.averages) * own * trained + size * own * (1 - trained)
     copied = shards > 1 or size < 4
     copies = (outside + each if arranged.strategy == "zero3" else own) * size * copied
     gradients = 4 * own * trained / (1 if arranged.strategy == "zero1" and work.micro_batches > 1 else shards)
@@ -146,7 +149,7 @@ def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float,
     last = 4 * (1 + 1 / shards) * outside * trained * copied
     if arranged.strategy == "legacy_ddp":
         last = 4 * own * trained  # all in one piece
-    pieces = min(2 * PIECE, own / shards) * 4 * len(MOMENTS) * arranged.moments_on_host
+    pieces = min(2 * PIECE, own / shards) * arranged.state_bytes * arranged.moments_on_host
     passing = Moments(
         loss=0,
         last_layer=waiting + gathered,
@@ -266,9 +269,9 @@ def _outputs(plan: Plan) -> int:
 
 
 def moments(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of a rank's moments of Adam in host memory."""
+    """Return the bytes of a rank's moments in host memory."""
     own = work.trained_share * work.parameters / (arranged.tp * arranged.pp) / _shards(plan, arranged)
-    return 8 * own if arranged.moments_on_host else 0.0
+    return arranged.state_bytes * own if arranged.moments_on_host else 0.0
 
 
 def _shards(plan: Plan, arranged: Arrangement) -> int:

@@ -20,11 +20,11 @@ from data.text.packing import PADDING_DOCUMENT, packed_documents
 from data.tokenizer import load_tokenizer
 from kernels.delta.rule import CPU_CHUNKS
 from kernels.loss import LOSS_CHUNK
-from model.config import ModelConfig
+from model.config import DecoderConfig
 from model.dit import multiply_adds, num_dit_parameters
 from model.dit_config import DiTConfig
-from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers, state_elements
-from model.traits import TRAITS
+from model.parts.delta import DeltaConfig
+from model.registry import flops_per_token, num_parameters, num_trained, softmax_layers
 from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
 from parallel.context.plan import make_plan
@@ -37,15 +37,8 @@ from runtime.errors import UserError
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 
-GATED = tuple(kind for kind, traits in TRAITS.items() if traits.feed_forward != "gelu")
-FUSED_RESIDUAL = {"llama": 4.0, "gpt": 4.0, "transnormer": 9.0, "linear_transformer": 10.0}
-FUSED_RESIDUAL |= {"gemma3": 13.0, "olmo3": 5.0, "qwen3_5": 6.0, "olmo_hybrid": 4.0}
-"""``StepShape.residual`` by model where norms are kernels: inputs and outputs of both, and of linear attention's; in a
-gemma3 inputs of four in float32, in an olmo3 of those of queries and keys too; in a qwen3_5 of two in float32."""
 WORKSPACES = 2 * (32 << 20)
 """Bytes that torch gives cuBLAS and cuBLASLt to work in, on Hopper; on older GPUs fewer."""
-LRPE = 10.0
-"""``StepShape.first_layer`` of a transnormer, whose positions double the width of queries and keys."""
 MOST = 1 << 20
 """Documents of a file to look at; of more, evenly spaced ones."""
 DRAWN = 1 << 16
@@ -59,14 +52,13 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
     model = config.model
     fields = {**_numbers(config)}
     if device == "cpu":
+        fields["first_layer"] = 0.0
         fields["wide_logits"] = LOSS_CHUNK["cpu"]
         fields["residual"] = 10.0 if config.train.bf16 else StepShape.residual  # norms keep copies in float32
         if delta := fields.get("delta"):
             fields |= {"delta": delta._replace(slab=CPU_CHUNKS), "normed": 3.0 if config.train.bf16 else 1.0}
     else:
-        kind = getattr(model, "model_type", "dit")
-        fields |= {"residual": FUSED_RESIDUAL.get(kind, StepShape.residual), "workspaces": WORKSPACES}
-        fields["first_layer"] = LRPE if kind == "transnormer" else 0.0
+        fields["workspaces"] = WORKSPACES
     return StepShape(
         layers=model.num_layers,
         hidden=model.hidden_size,
@@ -107,15 +99,17 @@ def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster)
 
 
 @lru_cache
-def _language(model: ModelConfig) -> dict[str, Any]:
+def _language(model: DecoderConfig) -> dict[str, Any]:
     """Return a language model's numbers; weights are counted on the meta device."""
-    traits, windows = model.traits, [window for window in map(model.window, range(model.num_layers)) if window]
+    windows = [window for window in map(model.window, range(model.num_layers)) if window]
     with _Undrawn():
-        delta = 3 * state_elements(model) if traits.delta else 0  # counted apart, in chunks
+        delta = 3 * model.state_elements if model.delta_rule else 0  # counted apart, in chunks
         products = int(flops_per_token(model.merged(), 0) / 6) - delta  # at length 0 there is no softmax attention
         parameters, trained = num_parameters(model), num_trained(model)
     found: dict[str, Any] = {
-        "gated": model.model_type in GATED,
+        "gated": model.footprint.gated,
+        "residual": model.footprint.fused_residual,
+        "first_layer": model.footprint.first_layer,
         "vocab": model.vocabulary,
         "parameters": parameters,
         "outside": (model.vocabulary * (1 + model.untie_embeddings_and_output_weights) + (model.position_table or 0))
@@ -125,14 +119,14 @@ def _language(model: ModelConfig) -> dict[str, Any]:
         "window": windows[0] if windows else None,
         "windowed_layers": len(windows),
     }
-    if not traits.delta:
+    if not isinstance(model, DeltaConfig):
         return found
     heads = DeltaShape(
         *(model.key_heads, model.value_heads, model.key_dim, model.value_dim, model.linear_conv_kernel_dim),
         per_channel=model.linear_gate == "per_channel",
     )
-    norms = (1 + model.query_groups / model.num_attention_heads) * (2 if traits.norm == "zero_centred" else 1)
-    gate = 2 * traits.output_gate + norms
+    norms = (1 + model.query_groups / model.num_attention_heads) * model.footprint.qk_norms
+    gate = model.footprint.output_gate + norms
     return found | {"delta": heads, "softmax_layers": len(softmax_layers(model)), "gate": gate}
 
 

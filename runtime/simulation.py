@@ -1,4 +1,4 @@
-"""Settings of the planner's rehearsal for the code that it runs: shapes without data, as on another device."""
+"""Settings of a rehearsal, which runs code for its shapes, as on another device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ ALLOCATION_CAUSE = Setting[str]()
 
 
 def device_type_of(x: Tensor) -> str:
-    """Return the kind of device whose sizes hold for a tensor: the simulated one, or the tensor's own."""
+    """Return the kind of device whose sizes hold for a tensor: the simulated, or its own."""
     return SIMULATED_DEVICE.value or x.device.type
 
 
@@ -54,7 +54,7 @@ def allocates(cause: str) -> Callable[[F], F]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Put a function in the place of one of torch's until the block ends, where torch has no hook for it."""
+    """Replace a function of torch, which has no hook for it, until the block ends."""
     inherited, before = name not in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -137,6 +137,7 @@ _TRAINED = """
     transnormer cp=2 lasp
     linear_transformer cp=2 lasp2 zero2
     qwen3_5 cp=2 exchange zero2
+    smollm3|granite cp=2 tp=2 zigzag
     nightly llama cp=1|4 METHODS
     nightly llama cp=2 tp=2 zigzag degree=2 attention_boundary
     nightly llama cp=4 double_ring per_node=2 degree=2 --context-parallel-layout striped
@@ -151,6 +152,9 @@ _TRAINED = """
     nightly linear_transformer cp=2 dp=2 lasp2 zero2
     nightly qwen3_5 cp=2 dp=2 exchange zero2
     nightly qwen3_5 cp=3 zigzag
+    nightly smollm3|granite cp=2 exchange|ulysses
+    nightly smollm3|granite cp=3 striped
+    nightly smollm3|granite tp=2 pp=2
     nightly qwen3_5 cp=2 tp=2 ring
     nightly qwen3_5 tp=2 pp=2 none
 """
@@ -166,6 +170,9 @@ _MASKED = """
 """
 _PACKED = """
     llama|windows|gemma3|olmo3|gpt|transnormer|hybrid|linear|delta|kda cp=1
+    smollm3|granite cp=1
+    smollm3 cp=2 exchange
+    granite tp=2
     llama cp=2 zigzag|striped|ulysses|exchange
     windows cp=2 exchange
     windows|gemma3 pp=2 --micro-batch-size 1
@@ -178,6 +185,8 @@ _PACKED = """
     olmo cp=3 zigzag
     kda cp=3 ring
     nightly hybrid_windows|olmo cp=1
+    nightly smollm3|granite cp=3 zigzag
+    nightly smollm3|granite cp=2 tp=2 exchange selective
     nightly windows cp=2|4 ring|zigzag|ulysses
     nightly gemma3|gpt cp=2 exchange
     nightly hybrid_windows cp=2 lasp --hybrid-softmax-layout zigzag

@@ -49,20 +49,20 @@ ENTRIES = {"pretrain_gpt", "pretrain_dit"}
 PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 NODES = {
-    "entry": 1688,
-    "model": 38694,
-    "kernels": 44478,
-    "parallel": 68846,
-    "data": 46364,
-    "train": 56273,
-    "planner": 29059,
-    "runtime": 17162,
-    "slurm": 4247,
-    "tools": 57569,
-    "papers": 17792,
-    "bench": 17175,
+    "entry": 340,
+    "model": 43350,
+    "kernels": 45958,
+    "parallel": 69829,
+    "data": 46405,
+    "train": 61279,
+    "planner": 27940,
+    "runtime": 17566,
+    "slurm": 4238,
+    "tools": 57486,
+    "papers": 17774,
+    "bench": 17151,
     "docs": 757,
-    "tests": 377382,
+    "tests": 381070,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import load_tokenizer
-from model.config import ModelConfig
 from model.hf import load_hf, save_hf
 from model.registry import architecture_of, build_model
 from runtime.errors import UserError
+from tests.model.models import model_config
 from tests.pretraining import differences, pretrain
 from tools.convert_hf import export_model, import_model
 from train.checkpoint.api import CheckpointConfig
@@ -30,7 +30,7 @@ ALONE = ("--context-parallel-method", "none")
 def imported(default_data, tmp_path_factory):
     """A Qwen3 with random weights in bfloat16, imported twice."""
     folder = tmp_path_factory.mktemp("imported")
-    config = ModelConfig(
+    config = model_config(
         num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=24, qk_layernorm=True,
         vocab_size=load_tokenizer(f"{default_data}.model").vocab_size, rotary_base=5000.0, init_method_std=0.1,
     )  # fmt: skip

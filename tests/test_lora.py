@@ -4,17 +4,18 @@ import importlib
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.config import ModelConfig
 from model.hf import save_hf
 from model.hf.adapter import peft_name, write_adapter
 from model.parts.lora import is_adapter, merge
 from model.registry import architecture_of, build_model
 from runtime.errors import UserError
+from tests.model.models import model_config
 from tests.parity.cases import REFERENCE
 from tests.parity.run import compare, equal, trained
 from tests.pretraining import differences
@@ -29,11 +30,15 @@ from train.resume import find_start
 
 SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}
 KINDS = {
-    "llama": ModelConfig(**SHAPE, num_query_groups=2),
-    "gpt": ModelConfig(
+    "llama": model_config(**SHAPE, num_query_groups=2),
+    "smollm3": model_config(**SHAPE, model_type="smollm3", no_rope_freq="2"),
+    "granite": model_config(
+        **SHAPE, model_type="granite", embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.5,
+    ),
+    "gpt": model_config(
         **SHAPE, model_type="gpt", max_position_embeddings=128, untie_embeddings_and_output_weights=False
     ),
-    "qwen3_5": ModelConfig(
+    "qwen3_5": model_config(
         **SHAPE, model_type="qwen3_5", num_query_groups=2, kv_channels=24, rotary_percent=0.5, softmax_every=2,
         linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12,
     ),
@@ -93,6 +98,7 @@ MESHES = """
     qwen3_5: pp=2 tp=2
     qwen3_5: pp=2 cp=2 zigzag Interleaved1F1B virtual=2
     qwen3_5: dp=2 cp=2 exchange
+    smollm3|granite: tp=2 cp=2 zigzag
 """
 """Four tensor ranks are more than there are key heads."""
 RECOMPUTED = "--recompute-granularity full --ffn-chunk-size 32 --loss-chunk-size 48"
@@ -100,8 +106,8 @@ RECOMPUTED = "--recompute-granularity full --ffn-chunk-size 32 --loss-chunk-size
 
 def rows():
     for line in MESHES.strip().splitlines():
-        kind, _, mesh = line.strip().partition(": ")
-        for case in cases_of(mesh):
+        kinds, _, mesh = line.strip().partition(": ")
+        for kind, case in product(kinds.split("|"), cases_of(mesh)):
             fast = case == Case(tp=2)
             yield pytest.param(kind, case, marks=() if fast else pytest.mark.slow, id=f"{kind}-{case.title}")
 

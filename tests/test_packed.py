@@ -39,6 +39,8 @@ KINDS = {
     "windows": f"--window-attn-skip-freq 2 {WINDOWS}",
     "gemma3": f"--model-type gemma3 --query-pre-attn-scalar 5 {LOCAL}",
     "olmo3": f"--model-type olmo3 {LOCAL}",
+    "smollm3": "--model-type smollm3 --no-rope-freq 2",
+    "granite": "--model-type granite --embedding-multiplier 3 --residual-multiplier 0.4 --logits-scaling 1.5",
     "gpt": "--model-type gpt --max-position-embeddings 61",
     "transnormer": "--model-type transnormer",
     "hybrid": "--model-type transnormer --softmax-every 2",

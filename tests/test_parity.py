@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from kernels.attention import CAUSAL, FULL
-from model.language import LanguageModel
+from model.decoder import Decoder
 from parallel.context import tiles
 from parallel.mesh import distributed_mesh
 from runtime.ranks import run_ranks
@@ -41,6 +41,8 @@ KINDS = {
     ),
     **{kind: (config(kind, "--num-query-groups", "none"), SCORES) for kind in LINEAR},
     "qwen3_5": (config("qwen3_5", "--softmax-every", "2"), (*CP1, *ALONE)),
+    "smollm3": (config("smollm3"), (*CP1, *ALONE)),
+    "granite": (config("granite3"), (*CP1, *ALONE)),
 }
 """Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear attention at once."""
 
@@ -143,8 +145,8 @@ def without_the_shift(rank, world_size, arguments):
 
 def positions_from_zero(rank, world_size, arguments):
     """Train with every rank's tokens numbered from 0 instead of by their places in the whole sequence."""
-    hidden = LanguageModel.hidden
-    LanguageModel.hidden = lambda self, tokens, *_: hidden(self, tokens)
+    hidden = Decoder.hidden
+    Decoder.hidden = lambda self, tokens, *_: hidden(self, tokens)
     on_rank(rank, world_size, arguments)
 
 

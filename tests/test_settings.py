@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 
 from data.tokenizer import load_tokenizer
+from model.families import FAMILIES
 from runtime.processes import launched_world_size
 from tests.endings import end
 from tools import convert_hf, plan, plot, prepare_data, prepare_latents, sample, sample_dit
@@ -18,6 +19,7 @@ from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
 from train.config.entries import Config, DiTRunConfig
+from train.config.fields import fields_by_variant
 from train.config.flags import LONGEST_TOML
 from train.run import claim_folder
 
@@ -37,13 +39,17 @@ def values_of(field):
 
 
 def rows_of(entry):
-    """Every flag of an entry with every extreme of its type; once without a value, too."""
-    for field in flags.config_fields(ENTRIES[entry][0]).values():
-        if field.base is bool:
-            yield from ((f"{field.flag}=x",), (field.flag, "x"), (f"{field.flag}=",))
-            continue
-        yield from ((f"{field.flag}={value}",) for value in values_of(field))
-        yield (field.flag,)
+    """Every flag of an entry, of each family its own, with every extreme of its type; once without a value, too."""
+    seen = set()
+    for family, table in fields_by_variant(ENTRIES[entry][0]).items():
+        chosen = ("--model-type", family) if seen else ()
+        for field in (field for name, field in table.items() if name not in seen):
+            if field.base is bool:
+                yield from ((*chosen, *row) for row in ((f"{field.flag}=x",), (field.flag, "x"), (f"{field.flag}=",)))
+                continue
+            yield from ((*chosen, f"{field.flag}={value}") for value in values_of(field))
+            yield (*chosen, field.flag)
+        seen |= table.keys()
 
 
 def checked(entry):
@@ -78,7 +84,8 @@ def test_every_flag_at_the_ends_of_its_type(entry, here):
     endings = {row: end(checked(entry), list(row)) for row in rows}
     assert wrong_ones(endings) == {}
     for row, ending in endings.items():
-        name = row[0].partition("=")[0].lstrip("-")
+        flag = next((word for word in row if word not in ("--model-type", *FAMILIES)), row[0])
+        name = flag.partition("=")[0].lstrip("-")
         assert ending.status == 0 or len(ending.stderr) < 9000, row
         assert ending.status == 0 or name in ending.stderr.replace("_", "-") or row[-1] == "x", (row, ending.stderr)
     assert any(ending.status == 0 for ending in endings.values())

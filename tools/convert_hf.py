@@ -26,6 +26,7 @@ from model.hf.chat import EOS, GENERATION, carry_tokenizer, write_chat
 from model.hf.dit import load_dit, save_dit
 from model.hf.folder import CONFIG, TOKENIZERS, carry, new_folder, read_json, write_model
 from model.parts.lora import merge
+from model.parts.settings import LengthConfig
 from model.registry import architecture_of, num_parameters
 from parallel.context.config import ContextConfig
 from runtime.errors import UserError, with_article
@@ -130,8 +131,8 @@ def export_model(
                 told += f"; transformers generates by the base's {GENERATION} unless it is given this folder's"
         return f"exported {count} adapters of {folder} to {target}, as PEFT reads them{told}"
     longer = ""
-    if IMPORTED not in extra and model.rotates and not model.linear_attention:
-        before, trained_on = model.max_position_embeddings or model.scaled_length, _length_trained_on(run, config)
+    if IMPORTED not in extra and model.rope is not None and isinstance(model, LengthConfig):
+        before, trained_on = model.max_position_embeddings or model.rope.scaled_length, _length_trained_on(run, config)
         model = replace(model, max_position_embeddings=max(before, trained_on))
         if trained_on > before > 0:
             longer = f"; max_position_embeddings is {trained_on:,}, the length trained on, and was {before:,}"

@@ -65,8 +65,8 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
     on_gpu = config.mesh.device_type == "cuda"
     gpus = torch.cuda.device_count() or 1  # the entry reports a missing CUDA device
     size = processes or (min(MOST, gpus) if on_gpu else ON_CPU)
-    context, linear = config.context, getattr(config.model, "linear_attention", False)
-    softmax = not linear or getattr(config.model, "own_softmax_layout", False)
+    context, linear = config.context, config.model.linear_attention
+    softmax = not linear or config.model.own_softmax_layout
     plain = context.context_parallel_method == "none" or context.attention_backend == "reference"
     # every GPU kernel of softmax attention refuses float32
     more = ["--bf16"] if on_gpu and softmax and not plain and not config.train.bf16 else []

@@ -40,7 +40,7 @@ def context_of(config: Config, group: dist.ProcessGroup | None, like: Context | 
     outer = None if like is None else like[0].transport
     if config.model.own_softmax_layout:
         return _hybrid_context_of(config, group, like)
-    if config.model.traits.delta:
+    if config.model.delta_rule:
         cp, softmax = softmax_context(config, group, sdpa, outer)
         if config.mesh.context_parallel_size > 1:
             return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)
@@ -157,7 +157,7 @@ def softmax_context(
             f"the heads are {width} wide, and attention on cuda takes up to 256; change kv_channels or "
             "num_attention_heads"
         )
-    recurrent = getattr(config.model, "recurrent", False)
+    recurrent = config.model.recurrent
     cp = context_parallel(
         method,
         seq_len=length,
@@ -183,7 +183,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
     """Say in a line which attention kernel runs and, on a GPU, which cuDNN is loaded; in another, if it is slow."""
     device, asked, model = config.mesh.device_type, config.context.attention_backend, config.model
     dtype = config.train.dtype
-    linear, own = getattr(model, "linear_attention", False), getattr(model, "own_softmax_layout", False)
+    linear, own = model.linear_attention, model.own_softmax_layout
     said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
     if config.delta:
         name, per_channel = "reference" if asked == "reference" else "auto", model.linear_gate == "per_channel"
@@ -202,7 +202,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
 def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
     """Return the kernel that softmax attention's whole tiles run by, or torch's where it is called without a method."""
     device, here = config.mesh.device_type, gpu()
-    hybrid_alone = getattr(config.model, "own_softmax_layout", False) and config.mesh.context_parallel_size == 1
+    hybrid_alone = config.model.own_softmax_layout and config.mesh.context_parallel_size == 1
     if config.context.context_parallel_method != "none" and (config.packed or not hybrid_alone):
         kernel = select_backend(backend, device, dtype, config.packed).name
     elif device == "cuda" and dtype == torch.float32:

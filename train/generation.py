@@ -168,10 +168,8 @@ class Writer:
         draw = Draw(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         self.check(prompts, max_new_tokens)
         length = max(map(len, prompts), default=0)
-        if model.rope_scaling_type == "dynamic" and model.rope_scaling_seq_length is None:
-            # One length for all ranks and tokens: keys in the cache are turned once.
-            whole = replace(model, rope_scaling_seq_length=length + max_new_tokens)
-            self._part.config = whole
+        # One length for all ranks and tokens: keys in the cache are turned once.
+        self._part.config = model.with_rope_length(length + max_new_tokens)
         alike = model.recurrent
         return write(lambda: self.begin(length, draw), prompts, max_new_tokens, stop, device, alike=alike)
 

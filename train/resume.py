@@ -21,9 +21,10 @@ from train.checkpoint.manifest import MANIFEST, CheckpointError, is_count, read_
 from train.checkpoint.saving import newest_checkpoint
 from train.config.common import CommonConfig
 from train.config.flags import spelled
-from train.optim import Ema, OptimizerConfig, Schedule, schedule_of
+from train.ema import Ema
+from train.optimizers.config import OptimizerConfig
+from train.schedule import Schedule, schedule_of
 
-OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 ADAPTED = "lora_"
 REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
 """Beginnings of the names of an architecture's settings that finetuning may change."""
@@ -34,7 +35,7 @@ AVERAGED = "ema_decay"
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: resumed, finetuned from weights, or from scratch. Decided before anything is built."""
+    """The start of a run: resumed, finetuned from weights, or from scratch. Found before anything is built."""
 
     checkpoint: CheckpointConfig
     """The settings that led there."""
@@ -115,6 +116,7 @@ def find_start(
     manifest = read_manifest(path)
     _check_adapters(path, manifest.architecture, architecture, begin=False)
     progress = progress_of(path, manifest.extra)
+    _check_optimizer(path, manifest.extra, config.optimizer.optimizer)
     for name, now in config.named(config.OBJECTIVE).items():
         if (before := manifest.extra.get("trained_for", {}).get(name, now)) != now:
             raise CheckpointError(
@@ -166,6 +168,21 @@ def _check_adapters(path: Path, there: dict[str, Any], here: dict[str, Any], *, 
         raise CheckpointError(
             f"{path} has adapters of {said[0]}, and this run's are {said[1]}; give the same, or export it with them "
             "merged and import that (tools.convert_hf)"
+        )
+
+
+def _check_optimizer(path: Path, extra: Mapping[str, Any], name: str) -> None:
+    """Raise CheckpointError if a checkpoint has the state of another optimizer than the run's.
+
+    Imported weights have none, and runs before there was a choice have that of adam.
+    """
+    if "settings" not in extra:
+        return
+    saved = extra["settings"].get("optimizer", "adam")
+    if saved != name:
+        raise CheckpointError(
+            f"{path} has the state of optimizer {saved}, and optimizer is {name}, which cannot go on from "
+            f"it; give --optimizer {saved}, or take the weights alone with --finetune"
         )
 
 
@@ -225,7 +242,7 @@ def settings(config: CommonConfig) -> dict[str, object]:
     """Return, by field, the settings that change training, except objective, sample order and learning rate."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return {
-        **config.named((*OPTIMIZER, "bf16", "fp8_format", "fp8_recipe", MICRO)),
+        **config.named((*config.optimizer.spec.compared_settings, "bf16", "fp8_format", "fp8_recipe", MICRO)),
         "global_batch_size": config.train.batch_size(config.mesh.data_parallel_size(world_size)),
         **config.named(config.NOTED),
     }

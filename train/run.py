@@ -22,7 +22,6 @@ from runtime.processes import launched_world_size
 from runtime.signals import end_with_launcher
 from runtime.slurm import AGAIN, leave_ending
 from runtime.together import first_to_report, from_first, is_first, raise_together, report_unresponsive_ranks
-from train import adamw
 from train.callbacks.health import FAILURES, Progress, read_failures
 from train.callbacks.metrics import (
     METRICS,
@@ -38,7 +37,7 @@ from train.checkpoint.drafts import remove_drafts
 from train.checkpoint.manifest import STARTS, fingerprint
 from train.checkpoint.search import POINTER, saved_iterations
 from train.config.common import CommonConfig
-from train.config.flags import ConfigError, read_toml, write_toml
+from train.config.flags import ConfigError, load, write_toml
 
 # How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
 SECONDS_TO_SPEAK = 5.0
@@ -134,12 +133,11 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
     Raises:
         InUseError: another run writes there.
         ConfigError: it is not writable, or as ``claim_folder``.
-        UserError: the kernel of ``optimizer_backend`` is not here.
+        UserError: the optimizer's kernel is not here.
     """
     with ExitStack() as held:
         with raise_together():
-            if config.optimizer.optimizer_backend == "apex":
-                adamw.apex_kernel()
+            config.optimizer.spec.require_available(config.optimizer)
             if is_first() and config.checkpoint.save is not None:
                 folder = Path(config.checkpoint.save)
                 check_writable(folder, "save")
@@ -209,8 +207,8 @@ def _begins_again(config: CommonConfig, folder: Path) -> bool:
     """
     if not (file := folder / "config.toml").is_file():
         return False
-    there, here = read_toml(type(config), file), asdict(config.optimizer) | asdict(config.train)
-    return all(there.get(name) == (list(value) if isinstance(value, tuple) else value) for name, value in here.items())
+    before = load(type(config), file)
+    return (before.optimizer, before.train) == (config.optimizer, config.train)
 
 
 def check_writable(folder: Path, name: str) -> None:

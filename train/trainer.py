@@ -1,4 +1,4 @@
-"""A run: everything that it needs is built in order, then it takes its steps, with callbacks beside them."""
+"""A run: all that it needs is built in order, then it takes its steps, with callbacks beside them."""
 
 import resource
 import time
@@ -29,8 +29,11 @@ from train.callbacks.validation import Validation
 from train.checkpoint.saving import Saves
 from train.checkpoint.search import saved_iterations
 from train.config.finalize import Final
-from train.optim import Ema, build_optimizer, reduce_and_clip, schedule_of
+from train.ema import Ema
+from train.gradients import reduce_and_clip
+from train.optimizers.config import build_optimizer
 from train.run import open_log
+from train.schedule import schedule_of
 from train.tasks.task import Data, Task
 
 
@@ -48,11 +51,12 @@ class Trainer:
         """Build everything, and load what the run starts from; collective.
 
         Args:
-            peak_flops: FLOP/s per process that MFU is measured against; by default what a process can reach.
+            peak_flops: FLOP/s per process that MFU is measured against; by default what one can reach.
             open_log: opens the log of the first rank, as ``train.run.open_log`` does.
         """
         self.task, self.config, self.mesh = task, final.config, task.mesh
-        self.start, self.progress, self.peak_flops = final.start, final.start.progress, peak_flops or 0.0
+        self.start, self.progress = final.start, final.start.progress
+        self.peak_flops = peak_flops or 0.0
         config = self.config
 
         # The model and what changes it.
@@ -84,7 +88,8 @@ class Trainer:
     def train(self, request: StopRequest | None = None) -> None:
         """Train from ``progress`` to train_iters, or until told to stop; save the last iteration.
 
-        A signal in ``request`` on any rank, or the end of exit_duration_in_mins, ends all ranks before their next step.
+        A signal in ``request`` on any rank, or the end of exit_duration_in_mins, ends all ranks
+        before their next step.
         """
         config, progress, stop = self.config, self.progress, self.batches.stop
         stop.request = request or stop.request
@@ -135,7 +140,7 @@ class Trainer:
         progress.iteration += 1
         rate = self.schedule.rate(progress.iteration)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_factor", 1.0)
 
         share = self.runner.forward_backward(batch.micro_batches, max(batch.valid, 1))
         total = summed(share, self.mesh)  # over the ranks with different tokens
@@ -179,7 +184,7 @@ class Trainer:
         return [(record[name], record["grad_norm"]) for record in records if not record.get("skipped_in_a_row")]
 
     def _callbacks(self, data: Data) -> Iterator[Callback]:
-        """Yield the callbacks that come before the checkpoints, in the order in which each moment calls them."""
+        """Yield the callbacks before the checkpoints, in the order in which each moment calls them."""
         config, device, save = self.config, self.mesh.device, self.config.checkpoint.save
         if config.profiling.profile:
             yield Profiler(config.profiling, save, device)
@@ -220,7 +225,7 @@ class Trainer:
 
 
 def files_left(folder: Path) -> str:
-    """Say which files a run has left in its folder, for people who look for its curve and its checkpoint."""
+    """Say which files a run has left in its folder, for people who look for its curve."""
     meanings = {"loss.png": "the curve", METRICS: "every iteration", "config.toml": "every setting"}
     files = [f"{name} ({meaning})" for name, meaning in meanings.items() if (folder / name).exists()]
     saved = saved_iterations(folder)
@@ -230,7 +235,7 @@ def files_left(folder: Path) -> str:
 
 
 def memory_gb(device: torch.device) -> float:
-    """Return this process's peak memory so far in GB (10^9 bytes): the GPU's, or on the CPU the process's."""
+    """Return this process's peak memory in GB (10^9 bytes): the GPU's, or on the CPU the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,4 +1,4 @@
-"""Advice on softmax attention's kernel on a GPU: which one runs, whether another is faster, and how to get it."""
+"""Advice on softmax attention's kernel on a GPU: which runs, which is faster, how to get it."""
 
 from kernels.backends import SOFTMAX
 from kernels.backends.cudnn import FAST_CUDNN, prefers_cudnn
@@ -24,7 +24,9 @@ def describe_kernel(kernel: str, here: Gpu) -> str:
 def warning(
     kernel: str, here: Gpu, requested: str = "auto", *, documents: bool = False, head_dim: int = 128
 ) -> str | None:
-    """Warn of a kernel that is slower than another on this GPU, with the factor and the fix, or of a shadowed cuDNN.
+    """Warn of a kernel that is slower than another on this GPU, or of a shadowed cuDNN.
+
+    The message has the factor and the fix.
 
     Args:
         kernel: the backend that runs; ``requested`` is the one that was asked for.
@@ -33,7 +35,7 @@ def warning(
     native = native_version(here)
     if native is None or kernel not in ("aten", "cudnn"):
         return None
-    if head_dim > 128 and here.family == "blackwell":  # heads as wide as that FlashAttention 2 alone takes there
+    if head_dim > 128 and here.family == "blackwell":  # which FlashAttention 2 alone takes there
         return None
     shadowed = 0 < here.cudnn < here.bundled
     newer = _newer_cudnn(here, shadowed)

@@ -1,4 +1,4 @@
-"""torch's own attention: FlashAttention 2 on a GPU, strips by torch's kernel or oneDNN's products on a CPU."""
+"""torch's own attention: FlashAttention 2 on a GPU, strips on a CPU."""
 
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from kernels.cuda import Packed, pad_heads
 class Aten(GpuBackend):
     """Softmax attention on any device.
 
-    ``auto`` takes it where it finds nothing faster, and for shapes that the faster kernel does not take.
+    ``auto`` takes it where nothing is faster, and for shapes that the faster kernel does not take.
     """
 
     name = "aten"

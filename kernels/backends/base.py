@@ -1,4 +1,4 @@
-"""Base of the attention backends: what each takes, where it runs, and its kernels for each kind of attention."""
+"""Base of the attention backends: what each takes, where it runs, and its kernels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Slab = tuple[Callable[..., None], Callable[..., Tensor]]
 
 
 class Tiled(Protocol):
-    """A kernel that takes lists of tiles by itself; arguments and results as of ``kernels.attention.attend_tiles_``."""
+    """A kernel that takes lists of tiles by itself, as ``kernels.attention.attend_tiles_``."""
 
     def attend_(self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
         """Fold the attention of these tiles into running results, in place."""
@@ -32,9 +32,10 @@ class Tiled(Protocol):
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A forward (q, k, v, causal, scale) -> (out, lse) and its backward, or ``tiled`` in their place.
+    """A forward and its backward of one tile, or ``tiled`` in their place.
 
-    ``tiled`` takes all tiles at once, ``packed`` the small ones; the others are taken one by one.
+    The forward maps (q, k, v, causal, scale) to (out, lse). ``tiled`` takes all tiles at once,
+    ``packed`` the small ones; the others are taken one by one.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Backend:
     rate_name: str = ""
     """Its name in a cluster file's ``<name>_fraction``, where that differs."""
     shares: ClassVar[Shares] = {}
-    """Share of a GPU's peak that it reaches, forward and backward together, where a cluster file has none."""
+    """Share of a GPU's peak that it reaches, forward and backward, where a cluster file has none."""
     softmax: bool = False
     """True if ``softmax_kernel`` is there."""
     linear: bool = False
@@ -81,18 +82,18 @@ class Backend:
         return None
 
     def is_automatic(self, here: Gpu, documents: bool) -> bool:
-        """Return whether ``auto`` takes it for softmax attention on this GPU, before those after it in the table.
+        """Return whether ``auto`` takes it for softmax attention on this GPU.
 
-        With ``documents``, tiles have other shapes in each micro-batch.
+        The first in the table is taken. With ``documents``, tiles have other shapes in each micro-batch.
         """
         return False
 
     def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
-        """Return the kernel of softmax attention; ``other`` takes the shapes that it does not take, if there is one."""
+        """Return the kernel of softmax attention; ``other`` takes the shapes that it does not take."""
         raise NotImplementedError
 
     def is_automatic_linear(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Return whether ``auto`` takes it for linear attention and, if it fits, for a delta rule."""
+        """Return whether ``auto`` takes it for linear attention, and for a delta rule that fits."""
         return False
 
     def linear_scan(self) -> Scan:

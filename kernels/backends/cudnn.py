@@ -13,12 +13,16 @@ from kernels.gpu import BLACKWELL, HOPPER, Gpu, gpu
 
 aten = torch.ops.aten
 FAST_CUDNN = 91501
-"""The first cuDNN whose attention torch itself prefers (check_prefer_cudnn_attention in sdp_utils.cpp): an older one is
-wrong at some lengths that 128 does not divide."""
+"""The first cuDNN whose attention torch prefers (check_prefer_cudnn_attention in sdp_utils.cpp).
+
+An older one is wrong at some lengths that 128 does not divide."""
 
 
 class Cudnn(GpuBackend):
-    """cuDNN's kernels of single tiles; packed ones go by FlashAttention, as cuDNN would pad to the longest."""
+    """cuDNN's kernels of single tiles.
+
+    Packed ones go by FlashAttention, as cuDNN would pad to the longest.
+    """
 
     name = "cudnn"
     title = "cuDNN"
@@ -32,7 +36,7 @@ class Cudnn(GpuBackend):
         return prefers_cudnn(here) and not documents
 
     def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
-        """Return its kernels of tiles, and FlashAttention's of packed ones; ``other`` takes wider heads."""
+        """Return its kernels of tiles, and FlashAttention's of packed ones."""
         limit = f"takes heads of up to {max_head_dim()} channels here and more than one key"
         kernel = with_fallback(self.name, limit, takes_cudnn, (cudnn_forward, cudnn_backward), pair_of(other))
         _, packed = flash(None)
@@ -40,12 +44,12 @@ class Cudnn(GpuBackend):
 
 
 def prefers_cudnn(here: Gpu) -> bool:
-    """Return whether cuDNN's attention is right and the fastest on this GPU, as torch itself has it."""
+    """Return whether cuDNN's attention is right and the fastest here, as torch itself has it."""
     return here.capability[0] in (HOPPER, BLACKWELL) and here.cudnn >= FAST_CUDNN
 
 
 def max_head_dim() -> int:
-    """Return the most channels of a head that cuDNN's kernel takes here (torch's check_cudnn_tensor_shapes)."""
+    """Return the widest head that cuDNN takes here (torch's check_cudnn_tensor_shapes)."""
     return 256 if gpu().capability == (HOPPER, 0) and gpu().cudnn >= 91000 else 128
 
 

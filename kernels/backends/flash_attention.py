@@ -1,7 +1,7 @@
 """FlashAttention: torch's own version 2, and versions 3 and 4 through torch's registry.
 
-The registry puts a version in the place of FlashAttention 2 behind aten's operators, for the whole process. So every
-call of a backend sees to it that its version is in place.
+The registry puts a version in the place of FlashAttention 2 behind aten's operators, for the whole
+process. So every call of a backend sees to it that its version is in place.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class FlashAttention(GpuBackend):
         try:
             put(self.impl)
             put(None)
-        except Exception as error:  # a build for another torch raises ImportError or OSError, a stub anything
+        except Exception as error:  # another torch's build raises ImportError, OSError, a stub anything
             if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == self.package:
                 return ABSENT
             return "its import fails ({})".format(" ".join(f"{type(error).__name__}: {error}".split()))
@@ -107,7 +107,7 @@ class FlashAttention4(FlashAttention):
 
 
 def put(impl: str | None) -> None:
-    """Put a version in place by its name in torch's registry; None is torch's own FlashAttention 2."""
+    """Put a version in place by its name in torch's registry; None is FlashAttention 2."""
     if getattr(attention, "current_flash_attention_impl", lambda: None)() == impl:
         return
     if impl is None:
@@ -117,7 +117,7 @@ def put(impl: str | None) -> None:
 
 
 def flash(impl: str | None) -> tuple[Kernel, Kernel]:
-    """Return flash attention of a tile, and of packed ones, by a version of it; None is FlashAttention 2."""
+    """Return a version's attention of a tile, and of packed ones; None is FlashAttention 2."""
 
     def placed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:

@@ -10,7 +10,7 @@ from kernels.backends.chunked import Chunked
 class Reference(Chunked):
     """Every pair, or token by token.
 
-    Linear attention is so where a process has whole sequences; what ranks pass on is computed in chunks.
+    Linear attention is so if a process has whole sequences; what ranks pass on goes by chunks.
     """
 
     name = "reference"

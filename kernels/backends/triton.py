@@ -12,8 +12,8 @@ MAX_KEY_DIM = 256
 class Triton(Backend):
     """Kernels that take lists of tiles at once, and fused scans.
 
-    On a GPU ``auto`` takes the scans for 16-bit inputs: in float32 torch's products are faster, since the kernels'
-    state spills, and TF32 is slow.
+    On a GPU ``auto`` takes the scans for 16-bit inputs: in float32 torch's products are faster,
+    since the kernels' state spills, and TF32 is slow.
     """
 
     name = "triton"

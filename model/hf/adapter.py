@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from model.config import ModelConfig
+from model.config import DecoderConfig
+from model.hf.common import NAMES
 from model.hf.folder import (
     Read,
     Weights,
@@ -24,10 +25,8 @@ from model.hf.folder import (
     write_json,
     write_weights,
 )
-from model.hf.llama import LLAMA
 from model.parts.lora import THEIRS, is_adapter
 from model.registry import meta_state
-from model.traits import LLAMAS
 from runtime.bounds import bounded
 from runtime.errors import UserError, with_article
 
@@ -53,7 +52,7 @@ MERGE = "merge it into its model with PEFT's merge_and_unload, and import that"
 
 
 def write_adapter(
-    folder: Path, ours: Mapping[str, Tensor], read: Callable[[str], Tensor], config: ModelConfig, base: str | None
+    folder: Path, ours: Mapping[str, Tensor], read: Callable[[str], Tensor], config: DecoderConfig, base: str | None
 ) -> int:
     """Write into an empty folder what ``peft.PeftModel.from_pretrained`` loads, and return how many adapters these are.
 
@@ -68,7 +67,7 @@ def write_adapter(
     """
     if config.lora_rank is None:
         raise UserError("adapter is asked for, and lora_rank is not set: the run has none; leave --adapter out")
-    if config.model_type not in LLAMAS:
+    if set(config.linears) != {*THEIRS.values()}:
         raise UserError(
             f"adapter is asked for, and model_type is {config.model_type}, whose linear layers are others in "
             "transformers; leave --adapter out, and the weights are written with the adapters in them"
@@ -95,12 +94,12 @@ def write_adapter(
 def peft_name(name: str) -> str:
     """Return PEFT's name of a parameter of ours: that of the linear layer, and then as ours."""
     linear, matrix, kind = name.rsplit(".", 2)
-    return f"{BASE}{LLAMA.names.of(f'{linear}.{kind}').removesuffix(kind)}{matrix}.{kind}"
+    return f"{BASE}{NAMES.of(f'{linear}.{kind}').removesuffix(kind)}{matrix}.{kind}"
 
 
 def read_adapter(
-    folder: Path, config: ModelConfig, tell: Callable[[str], Any]
-) -> tuple[ModelConfig, dict[str, Tensor], Read]:
+    folder: Path, config: DecoderConfig, tell: Callable[[str], Any]
+) -> tuple[DecoderConfig, dict[str, Tensor], Read]:
     """Return a model's configuration with PEFT's adapters, meta tensors of these by our names, and what reads one.
 
     Args:
@@ -113,7 +112,7 @@ def read_adapter(
     """
     path = inside(folder, CONFIG)
     contents = read_json(path)
-    if config.model_type not in LLAMAS:
+    if set(config.linears) != {*THEIRS.values()}:
         kind = with_article(config.model_type)
         raise UserError(f"{path}: adapters of {kind}, whose linear layers are others here; {MERGE}")
     for key, value in contents.items():

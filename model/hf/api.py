@@ -1,7 +1,6 @@
 """Convert between Hugging Face models and ours: configurations, state dicts and safetensors folders.
 
-The families' tables are in llama.py (LLaMA and its kin), hybrids.py and others.py. Tensors are converted one by one if
-asked.
+The families' tables are in model/families. Tensors are converted one by one if asked.
 """
 
 import re
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.hf import hybrids, llama, others
+from model.config import DecoderConfig
+from model.families import FAMILIES
 from model.hf.adapter import CONFIG as ADAPTER
 from model.hf.family import TIED, TOKEN_IDS, Contents, Family
 from model.hf.folder import (
@@ -34,36 +33,32 @@ from model.hf.folder import (
     write_model,
 )
 from model.registry import architecture_of, meta_state
-from model.traits import LLAMAS
 from runtime.errors import UserError, with_article
 
 NOT_KEPT = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Entries that describe the files, not the model."""
-_ALL: tuple[Family, ...] = (
-    *(llama.LLAMA, llama.MISTRAL, llama.MINISTRAL, llama.QWEN2, llama.QWEN3, others.GPT2, others.TRANSNORMER),
-    *(llama.GEMMA3, llama.OLMO3, hybrids.QWEN3_5, hybrids.OLMO_HYBRID),
-)
-FAMILIES = {family.kind: family for family in _ALL}
-"""By the model_type in config.json; of several that can write a model of ours, the first one does."""
+HUGGING_FACE = {table.kind: table for family in FAMILIES.values() for table in family.hugging_face}
+"""Families of Hugging Face's by the model_type in config.json."""
 
 
-def families(config: ModelConfig) -> list[Family]:
-    """Return the families of a model_type of ours."""
-    found = [family for family in FAMILIES.values() if config.model_type == family.ours]
-    if not found:
-        kinds = dict.fromkeys(family.ours for family in FAMILIES.values())
-        raise UserError(f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(kinds)}")
+def families(config: DecoderConfig) -> tuple[Family, ...]:
+    """Return Hugging Face's families of a model_type of ours."""
+    tables = FAMILIES[config.model_type].hugging_face
+    if not tables:
+        ours = [name for name, family in FAMILIES.items() if family.hugging_face]
+        raise UserError(f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(ours)}")
+    windows = any("sliding_window" in table.known for table in tables)
     for name, default in (("window_size", None), ("softmax_type", "vanilla")):
         value = getattr(config, name)
-        if value != default and (name != "window_size" or config.model_type not in LLAMAS):
+        if value != default and (name != "window_size" or not windows):
             raise UserError(
                 f"{name} is {value}, and Hugging Face's {config.model_type} has neither windows nor sinks; only "
                 f"{'none' if default is None else default} can be read and written, keep others in their checkpoints"
             )
-    return found
+    return tables
 
 
-def family_of(config: ModelConfig, preferred: str | None = None) -> Family:
+def family_of(config: DecoderConfig, preferred: str | None = None) -> Family:
     """Return the preferred family, or else the first, that can express the model."""
     problems = []
     found = families(config)
@@ -83,20 +78,21 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def family_in(hf: Contents) -> Family:
-    """Return the family of a config.json, by default LLaMA; a Mistral with layer_types is a Ministral to transformers.
+    """Return the family of a config.json, by default the first: the files of old LLaMAs name none.
 
     Raises UserError for another model.
     """
-    kind = hf.get("model_type", "llama")
-    if kind not in list(FAMILIES):  # not in the dict: JSON lists are unhashable
-        known = [family.whole or kind for kind, family in FAMILIES.items()]
+    kind = hf.get("model_type", next(iter(HUGGING_FACE)))
+    if kind not in list(HUGGING_FACE):  # not in the dict: JSON lists are unhashable
+        known = [family.whole or kind for kind, family in HUGGING_FACE.items()]
         raise unsupported("model_type", kind, f"; only {_listed(known)} are")
-    return FAMILIES["ministral" if kind == "mistral" and "layer_types" in hf else kind]
+    others = (one for one in HUGGING_FACE.values() if one.instead_of == kind and one.told_by in hf)
+    return next(others, HUGGING_FACE[kind])
 
 
 def text_entries(hf: Contents) -> Contents:
     """Return the entries of the text model in a config.json of a model that has other parts; otherwise all."""
-    family = next((one for one in FAMILIES.values() if one.whole and one.whole == hf.get("model_type")), None)
+    family = next((one for one in HUGGING_FACE.values() if one.whole and one.whole == hf.get("model_type")), None)
     if family is None:
         return hf
     inner = hf.get(family.nested)
@@ -107,8 +103,8 @@ def text_entries(hf: Contents) -> Contents:
     return {"model_type": family.kind} | outer | inner | tied
 
 
-def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> ModelConfig:
-    """Build a ModelConfig from the contents of a folder's config.json.
+def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> DecoderConfig:
+    """Build a DecoderConfig from the contents of a folder's config.json.
 
     Raises UserError naming a key that is missing, of the wrong type, not supported (another activation, ...), or not
     known to change nothing.
@@ -121,7 +117,7 @@ def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> ModelConfig:
         return family.read(hf)
 
 
-def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def config_to_hf(config: DecoderConfig, contents: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the contents of a config.json that transformers reads as the same model.
 
     contents are entries that our configuration does not have, and are kept: those of the config.json that the model was
@@ -158,7 +154,7 @@ def config_to_hf(config: ModelConfig, contents: Mapping[str, Any] | None = None)
     return kept if came is family and _describes(kept, config) else family.write(config, kept)
 
 
-def _describes(contents: Mapping[str, Any], config: ModelConfig) -> bool:
+def _describes(contents: Mapping[str, Any], config: DecoderConfig) -> bool:
     """Return whether a whole config.json is of this very model."""
     if "architectures" not in contents:
         return False
@@ -195,14 +191,14 @@ class Joined(Mapping[str, Tensor]):
         return len(self._parts)
 
 
-def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """Return our state dict. Raises UserError for missing, unknown, misshapen, wrongly tied or non-finite weights."""
     ours, read = our_weights(state, config)
     return {name: read(name) for name in ours}
 
 
 def our_weights(
-    state: Mapping[str, Tensor], config: ModelConfig, tell: Callable[[str], Any] = warnings.warn
+    state: Mapping[str, Tensor], config: DecoderConfig, tell: Callable[[str], Any] = warnings.warn
 ) -> tuple[dict[str, Tensor], Read]:
     """Return meta tensors of our parameters, and what reads one of theirs as ours; the state may be ``Weights``.
 
@@ -247,7 +243,7 @@ def our_weights(
     return ours, lambda name: table.ours(whole, name, config)
 
 
-def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def to_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """Return the state dict of their module for ours, a tied lm_head.weight included.
 
     Raises UserError for missing, unknown or misshapen weights, and for a model that transformers cannot express.
@@ -259,7 +255,7 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
     return theirs
 
 
-def their_weights(ours: Mapping[str, Tensor], read: Read, config: ModelConfig) -> tuple[dict[str, Tensor], Read]:
+def their_weights(ours: Mapping[str, Tensor], read: Read, config: DecoderConfig) -> tuple[dict[str, Tensor], Read]:
     """Return meta tensors of their parameters, without tied copies, and what reads one of ours as theirs.
 
     Args:
@@ -287,13 +283,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(inside(folder, CONFIG))
 
 
-def open_hf(folder: Path, tell: Callable[[str], Any] = warnings.warn) -> tuple[ModelConfig, dict[str, Tensor], Read]:
+def open_hf(folder: Path, tell: Callable[[str], Any] = warnings.warn) -> tuple[DecoderConfig, dict[str, Tensor], Read]:
     """Return a folder's configuration, meta tensors of our parameters, and what reads one. UserError as load_hf."""
     config = config_from_hf(read_config(folder), folder)
     return config, *our_weights(Weights(folder, tell), config, tell)
 
 
-def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:
+def load_hf(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor], dict[str, Any]]:
     """Load a Hugging Face folder, sharded or not: configuration, our state dict (CPU, dtypes as stored), config.json.
 
     Pass the contents of config.json to `save_hf` to keep entries that our configuration has no field for.
@@ -307,7 +303,7 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor], dict[st
 
 
 def save_hf(
-    folder: str | Path, config: ModelConfig, state: Mapping[str, Tensor], contents: Mapping[str, Any] | None = None
+    folder: str | Path, config: DecoderConfig, state: Mapping[str, Tensor], contents: Mapping[str, Any] | None = None
 ) -> None:
     """Write our state dict as config.json and model.safetensors, for transformers' from_pretrained.
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.config import RESOLVED, ModelConfig
+from model.config import RESOLVED, DecoderConfig
 from model.hf.folder import CONFIG, Read, check_value, entry, shown, unsupported
 from runtime.errors import UserError, with_article
 
@@ -60,7 +60,7 @@ class Part(NamedTuple):
     keys: tuple[str, ...]
     read: Callable[[Contents, dict[str, Any]], dict[str, Any]]
     """config.json and the fields that were read so far -> more fields."""
-    write: Callable[[ModelConfig], dict[str, Any]]
+    write: Callable[[Any], dict[str, Any]]
     """Entries of config.json."""
 
 
@@ -68,7 +68,7 @@ class Need(NamedTuple):
     """A setting of ours that a family cannot be without."""
 
     ours: str
-    holds: Callable[[ModelConfig], bool]
+    holds: Callable[[Any], bool]
     only: str
     """The values that it has, for the message; may name ``config``."""
 
@@ -179,8 +179,8 @@ class Family:
     """Its name in messages, after "which"."""
     architecture: str
     """Their class."""
-    ours: str
-    """Our model_type."""
+    ours: type[DecoderConfig]
+    """Our settings."""
     fields: Mapping[str, Field]
     """Keys of config.json that hold a field of ours as it is."""
     parts: tuple[Part, ...]
@@ -214,6 +214,9 @@ class Family:
     """Key of the table that holds this model's entries where it is part of another one, of ``whole``."""
     whole: str = ""
     """model_type of that other one."""
+    instead_of: str = ""
+    """Another family's kind, whose files are this one's to transformers if they have the key ``told_by``."""
+    told_by: str = ""
     skipped: str = r"(?!)"
     """Pattern of names of parts that are no part of our model; a line says so."""
 
@@ -228,7 +231,7 @@ class Family:
         own = {*self.fields, *(key for part in self.parts for key in part.keys), *self.only, *self.aliases}
         return own | {*self.rates, *self.ignored, *IGNORED, *ONLY, *TOKEN_IDS, "model_type", TIED}
 
-    def refuse(self, config: ModelConfig) -> None:
+    def refuse(self, config: DecoderConfig) -> None:
         """Raise UserError if it cannot express a model of ours."""
         own = [(name, getattr(config, name) in (value, None), f"{value}") for name, value in self.own.items()]
         needs = [(need.ours, need.holds(config), need.only.format(config=config)) for need in self.needs]
@@ -255,23 +258,23 @@ class Family:
             if not 0 <= (entry(hf, key, float, None) or 0) < 1:
                 raise UserError(f"{CONFIG}: {key} is {shown(hf[key])}; it must be from 0 to below 1")
 
-    def read(self, hf: Contents) -> ModelConfig:
-        """Build a ModelConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
+    def read(self, hf: Contents) -> DecoderConfig:
+        """Build a DecoderConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
         hf = {**hf, **{name: entry(hf, key, int) for key, name in self.aliases.items() if key in hf}}
-        settings: dict[str, Any] = {"model_type": self.ours, **self.own}
+        settings: dict[str, Any] = dict(self.own)
         for key, (ours, kind, default) in self.fields.items():
             settings[ours] = entry(hf, key, kind, *([] if default is REQUIRED else [default]))
         settings["untie_embeddings_and_output_weights"] = not entry(hf, TIED, bool, self.tied)
         for part in self.parts:
             settings |= part.read(hf, settings)
         try:
-            return ModelConfig(**settings)
+            return self.ours(**settings)
         except UserError as error:
             name, _, problem = str(error).partition(" ")
             key = next((key for key, one in self.fields.items() if one.ours == name), name)
             raise UserError(f"{key} {problem}") from None
 
-    def write(self, config: ModelConfig, kept: Contents) -> dict[str, Any]:
+    def write(self, config: DecoderConfig, kept: Contents) -> dict[str, Any]:
         """Return a config.json for transformers: entries that our fields determine, and ``kept`` ones beside them."""
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.kind}
         for key, (ours, kind, _) in self.fields.items():

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from model.config import ModelConfig
+from model.config import DecoderConfig
 from model.hf.family import Contents
 from model.hf.folder import CONFIG, entry, unsupported
 from model.parts.rope import PREFIX as SCALING
 from model.parts.rope import SETTINGS, dynamic_base
+from model.parts.settings import RotaryConfig
 from runtime.errors import UserError
 
 WHOLE, SLIDING = "full_attention", "sliding_attention"
@@ -27,18 +28,23 @@ def _table(hf: Contents, key: str) -> Mapping[str, Any]:
 
 
 def rope_from_hf(
-    hf: Contents, settings: dict[str, Any], share: float | None = None, others: tuple[str, ...] = ()
+    hf: Contents,
+    settings: dict[str, Any],
+    share: float | None = None,
+    others: tuple[str, ...] = (),
+    theta: float = 10000.0,
 ) -> dict[str, Any]:
     """Return our settings of rope: transformers 4 has a table rope_scaling beside rope_theta, 5 rope_parameters.
 
     Args:
         share: of a head's channels that turns by default, in a model which may have another one; None is all.
         others: keys of the table that change nothing.
+        theta: the base where a file does not say it.
     """
     tables = {key: _table(hf, key) for key in ("rope_scaling", "rope_parameters")}
     key = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
     rope = tables[key]
-    base = entry(rope, "rope_theta", float, entry(hf, "rope_theta", float, 10000.0))
+    base = entry(rope, "rope_theta", float, entry(hf, "rope_theta", float, theta))
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
     plain = kind == "default" or (kind == "linear" and rope.get("factor") == 1)
     parts = [entry(one, "partial_rotary_factor", float, None) for one in (rope, hf)]
@@ -65,8 +71,11 @@ def rope_from_hf(
     return {"rotary_base": base, "rope_scaling_type": kind, **found, **turned}
 
 
-def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return rope_theta and its table, for transformers 5 and, where it is scaled, for 4; and the longest sequence."""
+def rope_to_hf(config: RotaryConfig, share: float | None = None) -> dict[str, Any]:
+    """Return rope_theta and its table, for transformers 5 and, where it is scaled, for 4; and the longest sequence.
+
+    ``share`` of a head's channels turns, in a model which may have another one than all.
+    """
     base, kind = float(config.rotary_base), config.rope_scaling_type
     longest = config.max_position_embeddings or config.scaled_length
     if config.rope_scaling_seq_length is not None:  # theirs looks at each text's length, and ours no longer does
@@ -75,8 +84,7 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     elif kind == "dynamic":
         longest = config.rope_scaling_original_max_position_embeddings or 0  # the length that theirs scales from
     length = {"max_position_embeddings": longest} if longest else {}
-    partly = config.traits.delta or config.rotary_percent != 1  # a Qwen3.5 turns a quarter where nothing is said
-    turned = {"partial_rotary_factor": config.rotary_percent} if partly else {}
+    turned = {} if share is None else {"partial_rotary_factor": share}
     if kind is None:
         return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base, **turned}} | length
     scaling: dict[str, Any] = {"rope_type": kind, **turned}
@@ -138,7 +146,7 @@ def ropes_from_hf(
     return {**found, "rotary_base_local": plain["rotary_base"]}
 
 
-def ropes_to_hf(config: ModelConfig, local: str | None = None) -> dict[str, Any]:
+def ropes_to_hf(config: RotaryConfig, local: str | None = None) -> dict[str, Any]:
     """Return the entries that ``ropes_from_hf`` reads."""
     found = rope_to_hf(config)
     tables = {WHOLE: found["rope_parameters"]}
@@ -179,7 +187,7 @@ def window_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     return {} if width is None else {"window_size": f"{width - 1},0"}
 
 
-def window_to_hf(config: ModelConfig) -> dict[str, Any]:
+def window_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Return the keys of every layer's window as theirs counts them, a token's own among them; None without one."""
     window = config.window(0)
     return {"sliding_window": None if window is None else window[0] + 1}
@@ -208,7 +216,7 @@ def ministral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     return windows_from_hf(hf, settings)
 
 
-def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Return the kind of each layer, and the window of those that have one."""
     kinds = {"layer_types": [WHOLE if window is None else SLIDING for window in config.windows]}
     left = next((window[0] for window in config.windows if window), None)
@@ -226,7 +234,7 @@ def qwen_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     return _windows(width, kinds, layers)
 
 
-def qwen_to_hf(config: ModelConfig) -> dict[str, Any]:
+def qwen_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Return the entries that ``qwen_from_hf`` reads."""
     found = windows_to_hf(config)
     if "sliding_window" not in found:

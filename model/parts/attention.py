@@ -4,7 +4,6 @@ Shapes: B sequences, T tokens, H query heads, G key and value heads, D width of 
 In linear attention queries and keys have width D, values width E.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.linear_attention import state_after
 from kernels.ops import linear_attention
-from model.config import ModelConfig
-from model.parts.norms import NORMS, JointRMSNorm, ZeroCentredRMSNorm
 from model.parts.projections import Linear
 from model.parts.rotary import Rotary
 from model.parts.weights import Inits, Splits
@@ -224,10 +221,20 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         qk_norm: Callable[[int], nn.Module] | None = None,
         output_gate: bool = False,
+        query_scale: float = 1.0,
+        rotates: bool = True,
         layer: int = 0,
     ) -> None:
-        """Build it; ``bias`` is of all four projections, ``qk_norm`` makes the norm of so many heads [B, T, H, D]."""
+        """Build it.
+
+        Args:
+            bias: of all four projections.
+            qk_norm: makes the norm of so many heads [B, T, H, D].
+            query_scale: factor of the queries, which ``attend`` divides by sqrt(D).
+            rotates: whether it takes the model's rope.
+        """
         super().__init__()
+        self.query_scale, self.rotates = query_scale, rotates
         self.layer = layer
         """Its place in ``States``."""
         self.head_dim, self.window, self.softmax_type = head_dim, window, softmax_type
@@ -256,18 +263,20 @@ class Attention(nn.Module):
 
         ``sinks`` are those of these heads: under tensor parallelism a device holds some of them.
         """
-        rotary = rotary if rotary is None else rotary.under(self.window)
+        rotary = rotary.under(self.window) if rotary is not None and self.rotates else None
         # -1, not the number of heads: under tensor parallelism a device holds some of them.
         # k and v first: with several devices they may be in transit while q is projected.
         # What has been rotated has no name: its memory is free for the attention.
         k = self._placed(self.wk(x).unflatten(-1, (-1, self.head_dim)), self.k_norm, rotary)  # [B, T, G, D]
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         attention = self._prefetched(k, v, mask, states, sinks)
-        out = attention(
-            self._placed(self.wq(x).unflatten(-1, (-1, self.head_dim)), self.q_norm, rotary)
-        )  # [B, T, H, D]
+        out = attention(self._queries(x, rotary))  # [B, T, H, D]
         out = out.flatten(-2)
         return self.wo(out if self.wu is None else out * self.wu(x).sigmoid())
+
+    def _queries(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
+        return self._placed(q if self.query_scale == 1 else q * self.query_scale, self.q_norm, rotary)
 
     @staticmethod
     def _placed(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
@@ -299,30 +308,3 @@ class Attention(nn.Module):
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.num_heads, dtype=torch.float32, device=like.device)
         return self.sinks if sinks is None else sinks
-
-
-def attention_of(config: ModelConfig, layer: int, attend: Attend) -> Attention:
-    """Build the softmax attention of a layer, counted from 0."""
-    traits = config.traits
-    norm: Callable[[int], nn.Module] | None = None
-    if traits.qk_norm == "joint":
-        norm = lambda heads: JointRMSNorm(heads * config.head_dim, eps=config.norm_epsilon)  # noqa: E731
-    elif traits.qk_norm == "head" or config.qk_layernorm:
-        norm = lambda heads: NORMS[traits.norm](config.head_dim, eps=config.norm_epsilon)  # noqa: E731
-    built = Attention(
-        config.hidden_size,
-        config.num_attention_heads,
-        config.query_groups,
-        config.head_dim,
-        attend,
-        traits.biases,
-        window=config.window(layer),
-        softmax_type=config.softmax_type,
-        qkv_bias=config.add_qkv_bias,
-        qk_norm=norm,
-        output_gate=traits.output_gate,
-        layer=layer,
-    )
-    if isinstance(built.q_norm, ZeroCentredRMSNorm):  # attend divides by sqrt(D)
-        built.q_norm.scale = math.sqrt(config.head_dim / config.query_scalar)
-    return built

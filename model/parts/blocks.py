@@ -64,10 +64,6 @@ class BothNormsLayer(PreNormLayer):
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
 
-LAYERS = {"pre": PreNormLayer, "post": PostNormLayer, "both": BothNormsLayer}
-"""By ``model.traits.Traits.norms``."""
-
-
 def drop_layers(layers: nn.ModuleList, kept: range) -> None:
     """Drop all layers but ``kept``, which keep their numbers."""
     for number in set(range(len(layers))) - set(kept):

@@ -8,8 +8,9 @@ Shapes: B sequences, T tokens, C width of the residual stream, K key heads of wi
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from kernels.cache import States
 from kernels.operators import gated
 from kernels.ops import causal_convolution, delta_rule
-from model.config import ModelConfig
-from model.parts.attention import refuse_mask
+from model.config import DELTA_SIZES, Architecture
+from model.parts.attention import HybridAttention, refuse_mask
 from model.parts.norms import RMSNorm
 from model.parts.projections import Bottleneck, Linear
+from model.parts.settings import PeriodicConfig
 from model.parts.weights import Inits, Splits, constant, drawn, uniform
+from runtime.errors import at_least, require
 from runtime.tensors import accum_dtype
 
 L2_EPSILON = 1e-6
@@ -77,7 +80,7 @@ class Gates(nn.Module):
     """
 
     full_precision = True
-    """Read by parallel/data.py and LanguageModel.cast."""
+    """Read by parallel/data.py and Decoder.cast."""
     SPLIT: ClassVar[Splits] = {"A_log": "heads", "dt_bias": "heads"}
 
     def __init__(
@@ -108,6 +111,93 @@ class Gates(nn.Module):
         return -A_log.exp()[:, None] * rates.unflatten(-1, (-1, self.channels))
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig(PeriodicConfig):
+    """Layers with a gated delta rule between those of softmax attention."""
+
+    linear_num_key_heads: int | None = None
+    """Key heads of a layer with a gated delta rule; by default num_attention_heads."""
+    linear_num_value_heads: int | None = None
+    """Value heads of a layer with a gated delta rule, a multiple of its key heads; by default as many."""
+    linear_key_head_dim: int | None = None
+    """Width of a key head of a layer with a gated delta rule; by default that of a head of softmax attention."""
+    linear_value_head_dim: int | None = None
+    """Width of a value head of a layer with a gated delta rule; by default that of a key head."""
+    linear_conv_kernel_dim: int = 4
+    """Tokens that the convolution before a gated delta rule sees, its own among them."""
+    linear_gate: Literal["per_head", "per_channel"] = "per_head"
+    """Gate of a delta rule: a number per head (Gated DeltaNet), or one per channel of each key, with output gates
+    through a bottleneck too (Kimi Delta Attention)."""
+
+    default_period = 4
+    delta_rule = True
+    max_beta = 1.0
+    """Largest share of its change that a token's key writes: above 1 eigenvalues are negative."""
+    dt_ones = False
+    """True if the bias of the gates begins at 1, not as softplus^-1 of 0.001 to 0.1; not per channel."""
+
+    def check(self) -> None:
+        """Check the heads of layers with a gated delta rule."""
+        super().check()
+        self.check_counts(*DELTA_SIZES)
+        at_least(self, 1, "linear_conv_kernel_dim")
+        keys, values = self.key_heads, self.value_heads
+        must = f"it must be a multiple of linear_num_key_heads {keys}"
+        require(self, values % keys == 0, "linear_num_value_heads", must)
+        must = f"a gate per channel takes one key head per value head, {values} here and {keys}; leave it out"
+        require(self, values == keys or self.linear_gate == "per_head", "linear_gate", must)
+
+    @property
+    def out_epsilon(self) -> float:
+        """Epsilon of the norm of a delta rule's output."""
+        return self.norm_epsilon
+
+    def cores(self, attend: Any) -> HybridAttention:
+        """Return both cores of attention, by default those of one device."""
+        return HybridAttention(OneDevice()) if attend is None else super().cores(attend)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The linear layers of a layer that may get an adapter; a gate per channel goes through a bottleneck."""
+        gates = ("wu", "wb", "wa") if self.linear_gate == "per_head" else ("wu", "wb")
+        return ("wq", "wk", "wv", *gates, "wo", "gate", "up", "down")
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads of a delta rule."""
+        return self.linear_num_key_heads or self.num_attention_heads
+
+    @property
+    def value_heads(self) -> int:
+        """Value heads of a delta rule."""
+        return self.linear_num_value_heads or self.key_heads
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a delta rule's key head."""
+        return self.linear_key_head_dim or self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a delta rule's value head."""
+        return self.linear_value_head_dim or self.key_dim
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """Sizes of a layer that tensor parallelism divides, by their settings."""
+        return {**super().shared_sizes, "linear_num_key_heads": self.key_heads}
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the states of all layers with a delta rule, per sequence."""
+        return self.recurrent_layers * self.value_heads * self.key_dim * self.value_dim
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with the delta rule's sizes and gate."""
+        names = (*DELTA_SIZES, "linear_conv_kernel_dim", "linear_gate")
+        return super().architecture() | self.resolved(*names) | {"rotary_percent": 1.0}
+
+
 class DeltaAttention(nn.Module):
     """Projections, a convolution and SiLU of q, k and v, the gated delta rule, a norm and gate per head, the output.
 
@@ -136,13 +226,13 @@ class DeltaAttention(nn.Module):
         "wo": "rows",
     }
 
-    def __init__(self, config: ModelConfig, layer: int, attend: DeltaAttend) -> None:
+    def __init__(self, config: DeltaConfig, layer: int, attend: DeltaAttend) -> None:
         super().__init__()
         self.layer = layer
         """Its place in ``States``."""
         self.attend, self.convolve = attend, attend.convolve
-        width, taps, traits = config.hidden_size, config.linear_conv_kernel_dim, config.traits
-        self.key_dim, self.value_dim, self.most_beta = config.key_dim, config.value_dim, traits.most_beta
+        width, taps = config.hidden_size, config.linear_conv_kernel_dim
+        self.key_dim, self.value_dim, self.max_beta = config.key_dim, config.value_dim, config.max_beta
         heads, keys, values = config.value_heads, config.key_heads * self.key_dim, config.value_heads * self.value_dim
         self.wq, self.wk, self.wv = (Linear(width, out, bias=False) for out in (keys, keys, values))
         self.conv_q, self.conv_k, self.conv_v = (Taps(channels, taps) for channels in (keys, keys, values))
@@ -154,9 +244,9 @@ class DeltaAttention(nn.Module):
             heads,
             channels,
             min_rate=1.0 if self.per_channel else 0.01,
-            dt_ones=traits.dt_ones and not self.per_channel,
+            dt_ones=config.dt_ones and not self.per_channel,
         )
-        self.out_norm = RMSNorm(self.value_dim, eps=traits.out_epsilon or config.norm_epsilon)
+        self.out_norm = RMSNorm(self.value_dim, eps=config.out_epsilon)
         self.wo = Linear(values, width, bias=False)
 
     def forward(self, x: Tensor, places: Any = None, mask: Any = None, states: States | None = None) -> Tensor:
@@ -172,7 +262,7 @@ class DeltaAttention(nn.Module):
         q, k = normalised(q, self.key_dim**-0.5), normalised(k)  # [B, T, K, D]
         v = v.unflatten(-1, (-1, self.value_dim))  # [B, T, H, E]
         g, b = self.gates(self.wa(x)), self.wb(x)  # [B, T, H] or [B, T, H, D]; [B, T, H]
-        beta = self.most_beta * b.to(g.dtype).sigmoid()
+        beta = self.max_beta * b.to(g.dtype).sigmoid()
         out = self.out_norm(self._core(q, k, v, g, beta, mask, states))  # [B, T, H, E]
         z = self.wu(x).view_as(out)
         return self.wo((out * z.sigmoid() if self.per_channel else gated(z, out)).flatten(-2))

@@ -1,7 +1,5 @@
 """Feed-forwards: SwiGLU, GeGLU, SGLU and GELU with biases. B sequences, T tokens, C width of the residual stream."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -52,12 +50,3 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-
-FEED_FORWARDS: dict[str, Callable[[int, int], nn.Module]] = {
-    "swiglu": SwiGLU,
-    "geglu": partial(SwiGLU, activation="gelu"),
-    "sglu": SGLU,
-    "gelu": MLP,
-}
-"""By ``model.traits.Traits.feed_forward``: widths outside and inside -> the module."""

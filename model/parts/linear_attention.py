@@ -12,6 +12,7 @@ Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residu
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,26 +20,71 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cache import States
-from model.config import ModelConfig
+from model.config import Architecture, DecoderConfig
 from model.parts.attention import LinearAttend, LinearCore
 from model.parts.norms import RMSNorm
 from model.parts.projections import Linear
 from model.parts.rotary import Rotary
 from model.parts.weights import Beginning, Inits, Splits
+from runtime.errors import require
 from runtime.tensors import accum_dtype
 
 
-def log_decay_of(config: ModelConfig, layer: int) -> tuple[float, ...]:
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig(DecoderConfig):
+    """Linear attention, which has embeddings times the root of their width."""
+
+    no_scale_embedding: bool = False
+    """Leave the embeddings of a model with linear attention as they are, not times the root of hidden_size."""
+
+    linear_attention = True
+
+    def check(self) -> None:
+        """Check the heads."""
+        super().check()
+        heads = self.num_attention_heads
+        must = f"linear attention has one key head per query head, {heads} here; leave it out"
+        require(self, self.query_groups == heads, "num_query_groups", must)
+
+    @property
+    def some_softmax(self) -> bool:
+        """Return whether some layer has softmax attention."""
+        return self.softmax_period is not None
+
+    def has_softmax(self, layer: int) -> bool:
+        """Return whether this layer, counted from 0, has softmax attention."""
+        return False
+
+    @property
+    def own_softmax_layout(self) -> bool:
+        """Return whether layers of softmax attention may lie in another layout than those of linear attention."""
+        return self.some_softmax
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with the scale of embeddings."""
+        return super().architecture() | {"linear_decay": None, "no_scale_embedding": self.no_scale_embedding}
+
+    def embedding_scale(self, dtype: torch.dtype) -> float | None:
+        """Return the factor of the embeddings (Vaswani et al. 2017, section 3.4)."""
+        return None if self.no_scale_embedding else math.sqrt(self.hidden_size)
+
+
+def released_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
     """Return the log decays of the heads in a layer, counted from 0; deeper layers forget less.
 
-    released: -slope of the head * (1 - layer / (layers - 1) + 1e-5), with ALiBi's slopes. paper: -8 h / H * (1 - l / L)
-    with h and l counted from 1: the last layer forgets nothing.
+    That is -slope of the head * (1 - layer / (layers - 1) + 1e-5), with ALiBi's slopes, as TransNormerLLM's released
+    models have it.
     """
-    heads, layers = config.num_attention_heads, config.num_layers
-    if config.linear_decay == "paper":
-        return tuple(-8 * (head + 1) / heads * (1 - (layer + 1) / layers) for head in range(heads))
     depth = 1 - layer / max(layers - 1, 1) + 1e-5
     return tuple(-slope * depth for slope in alibi_slopes(heads))
+
+
+def paper_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
+    """Return the log decays as TransNormerLLM's paper has them: the last layer forgets nothing.
+
+    That is -8 h / H * (1 - l / L) with h and l counted from 1.
+    """
+    return tuple(-8 * (head + 1) / heads * (1 - (layer + 1) / layers) for head in range(heads))
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -63,7 +109,7 @@ class LRPE(nn.Module):
     """
 
     full_precision = True
-    """Read by parallel/data.py and LanguageModel.cast."""
+    """Read by parallel/data.py and Decoder.cast."""
     INIT: ClassVar[Inits] = {"theta": initial_angles}
     SPLIT: ClassVar[Splits] = {"theta": "heads"}
 
@@ -105,12 +151,13 @@ class TokenMixer(LinearCore):
         "wo": "rows",
     }
 
-    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, attend: LinearAttend, log_decay: tuple[float, ...]) -> None:
+        """Build it; ``log_decay`` is of each head."""
         super().__init__()
         width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         inside = heads * self.head_dim
         self.attend = attend
-        self.layer, self.log_decay = layer, log_decay_of(config, layer)
+        self.layer, self.log_decay = layer, log_decay
         self.lrpe = LRPE(heads, self.head_dim) if layer == 0 else None
         self.wq, self.wk, self.wv, self.wu = (Linear(width, inside, bias=False) for _ in range(4))
         self.norm = RMSNorm(inside, eps=config.norm_epsilon, elementwise_affine=False)
@@ -152,7 +199,7 @@ class LinearAttention(LinearCore):
     INIT: ClassVar[Inits] = {"wq": "qkv", "wk": "qkv", "wv": "qkv", "wo": "residual"}
     SPLIT: ClassVar[Splits] = {"wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows"}
 
-    def __init__(self, config: ModelConfig, layer: int, attend: LinearAttend) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, attend: LinearAttend) -> None:
         super().__init__()
         width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         self.attend, self.layer = attend, layer

@@ -3,8 +3,6 @@
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -44,10 +42,3 @@ class JointRMSNorm(nn.RMSNorm):
 
 # With weight and bias; also computes in float32 and rounds once.
 LayerNorm = nn.LayerNorm
-NORMS: dict[str, Callable[..., nn.Module]] = {
-    "rms": RMSNorm,
-    "zero_centred": ZeroCentredRMSNorm,
-    "weightless": partial(RMSNorm, elementwise_affine=False),
-    "layer": LayerNorm,
-}
-"""By ``model.traits.Traits.norm``: a width, ``eps`` -> the module."""

@@ -34,11 +34,6 @@ class RopeConfig:
 
     rotary_base: float = 10000.0
     """Base of the angles of rope."""
-    rotary_base_local: float | None = None
-    """Base of the angles of rope in the layers of a gemma3 or olmo3 that have a window, which no scaling touches; by
-    default rotary_base."""
-    rotary_percent: float = 1.0
-    """Share of a head's channels that rope turns, the first ones, in a qwen3_5, whose released models have 0.25."""
     rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
     """Scale rope to a longer context: all positions divided by the factor (linear), a base that grows with the length
     (dynamic NTK), only slow channels divided (yarn, llama3). By default rope is not scaled."""
@@ -72,9 +67,7 @@ class RopeConfig:
         """Check the scaling; ``rotates``: whether the model has rope. Raises UserError."""
         kind = self.rope_scaling_type
         if kind is not None and not rotates:
-            raise UserError(
-                f"rope_scaling_type is {kind}, and this model has no rope; leave it out, or set model_type to llama"
-            )
+            raise UserError(f"rope_scaling_type is {kind}, and this model has no rope; leave it out")
         names = (*SETTINGS["yarn"], *SETTINGS["llama3"], "seq_length")
         for key in dict.fromkeys(names):
             value, default = getattr(self, PREFIX + key), getattr(RopeConfig, PREFIX + key)

@@ -4,9 +4,8 @@
 """
 
 import ast
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from runtime.errors import UserError
 
@@ -18,21 +17,6 @@ WIDEST = 10**9 - 1
 MOST_LAYERS = 100_000
 LONGEST_PATTERN = 10_000
 """Characters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowConfig:
-    """Windows and sinks of softmax attention."""
-
-    window_size: str | None = None
-    """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the mask is causal, and
-    -1 before is all of them. By default every layer sees all earlier tokens. In a hybrid, of the softmax layers."""
-    window_attn_skip_freq: str | None = None
-    """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and a 0 for each
-    without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
-    softmax_type: SoftmaxType = "vanilla"
-    """Divisor of attention's weights: the sum over the keys; 1 more, so that a head can look at nothing; or the
-    exponential of a learned number per head more, an attention sink, as in gpt-oss."""
 
 
 @lru_cache
@@ -81,48 +65,81 @@ def window_of(size: str | None) -> Window | None:
 
 def _layers(skip: str | None, layers: int) -> list[bool]:
     """Parse which layers have the window."""
-    if skip is None:
-        return [True] * min(layers, MOST_LAYERS)
-    if len(skip) > LONGEST_PATTERN:
+    return [True] * min(layers, MOST_LAYERS) if skip is None else layers_of(skip, layers, WINDOW_PATTERN)
+
+
+class Pattern(NamedTuple):
+    """A setting that names layers: N, or a list of a 1 or a 0 for each."""
+
+    name: str
+    """The setting."""
+    nth: str
+    """Verb of every N-th layer, for messages."""
+    listed: str
+    """Noun of a layer with a 1, for messages."""
+    example: str
+    """A pattern, for messages."""
+    nth_is_one: bool
+    """True if N gives every N-th layer the 1, otherwise the 0."""
+
+
+WINDOW_PATTERN = Pattern(
+    name="window_attn_skip_freq",
+    nth="sees all",
+    listed="the window",
+    example="([1]*3+[0]*1)*6 for 24",
+    nth_is_one=False,
+)
+
+
+@lru_cache
+def layers_of(text: str, layers: int, pattern: Pattern) -> list[bool]:
+    """Parse which layers have the 1 of a setting, at most ``MOST_LAYERS``.
+
+    Raises:
+        UserError: it is neither a number of 2 or more nor a pattern of so many layers.
+    """
+    name, count = pattern.name, min(layers, MOST_LAYERS)
+    if len(text) > LONGEST_PATTERN:
         raise UserError(
-            f"window_attn_skip_freq is a text of {len(skip):,} characters; it can have {LONGEST_PATTERN:,}: write "
+            f"{name} is a text of {len(text):,} characters; it can have {LONGEST_PATTERN:,}: write "
             "layers that repeat as [1]*3"
         )
     try:
-        found = _value(ast.parse(skip.strip(), mode="eval").body, min(layers, MOST_LAYERS))
+        found = _value(ast.parse(text.strip(), mode="eval").body, count, pattern)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reason = str(error) if type(error) is ValueError else "it is neither"
         raise UserError(
-            f"window_attn_skip_freq is {skip}; it must be a number, of which every so-many-th layer sees all, or a "
-            f"pattern of 1 and 0 for num_layers {layers}, such as ([1]*3+[0]*1)*6 for 24; {reason}"
+            f"{name} is {text}; it must be a number, of which every so-many-th layer {pattern.nth}, or a "
+            f"pattern of 1 and 0 for num_layers {layers}, such as {pattern.example}; {reason}"
         ) from None
     if isinstance(found, int):
         if found < 2:
             raise UserError(
-                f"window_attn_skip_freq is {skip}, which leaves no layer with the window; it must be 2 (every other "
-                "layer sees all) or more, or left out"
+                f"{name} is {text}, which leaves no layer with {pattern.listed}; it must be 2 (every other "
+                f"layer {pattern.nth}) or more, or left out"
             )
-        return [layer % found != 0 for layer in range(1, min(layers, MOST_LAYERS) + 1)]
+        return [(layer % found == 0) == pattern.nth_is_one for layer in range(1, count + 1)]
     if len(found) != layers:
         raise UserError(
-            f"window_attn_skip_freq is {skip}, a pattern of {len(found)} layers, and num_layers is {layers}; give each "
+            f"{name} is {text}, a pattern of {len(found)} layers, and num_layers is {layers}; give each "
             "layer a 1 or a 0"
         )
     return list(map(bool, found))
 
 
-def _value(node: ast.expr, most: int) -> int | list[int]:
+def _value(node: ast.expr, most: int, pattern: Pattern) -> int | list[int]:
     """Evaluate lists of 1 and 0, numbers, + and *, and nothing else; no list grows longer than ``most``."""
     match node:
         case ast.Constant(value=int() as number) if type(number) is int:
             return number
         case ast.List(elts=elements):
-            found = [_value(element, most) for element in elements]
+            found = [_value(element, most, pattern) for element in elements]
             if any(one not in (0, 1) for one in found):
-                raise ValueError("a list has a 1 for each layer with the window and a 0 for each without")
+                raise ValueError(f"a list has a 1 for each layer with {pattern.listed} and a 0 for each without")
             return [int(one) for one in found if isinstance(one, int)]
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
-            values = [_value(left, most), _value(right, most)]
+            values = [_value(left, most, pattern), _value(right, most, pattern)]
             lists = [one for one in values if isinstance(one, list)]
             times = [one for one in values if isinstance(one, int)]
             if len(times) != isinstance(operator, ast.Mult):

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from kernels.backends import BackendName, SoftmaxBackendName
 from parallel.context.layout import BALANCED, ContextError
-from parallel.context.methods import method_of
+from parallel.context.methods import MethodName, SoftmaxMethodName, method_of
 from parallel.context.plan import make_plan
 
 HybridLayout = Literal["contiguous", "zigzag"]
@@ -16,20 +16,7 @@ HYBRID_LAYOUTS: tuple[HybridLayout, ...] = ("contiguous", "zigzag")
 class ContextConfig:
     """Attention of one sequence that context-parallel processes share."""
 
-    context_parallel_method: Literal[
-        "ring",
-        "striped",
-        "zigzag",
-        "allgather",
-        "wallfacer",
-        "ulysses",
-        "double_ring",
-        "exchange",
-        "lasp",
-        "lasp2",
-        "none",
-        "auto",
-    ] = "striped"
+    context_parallel_method: MethodName = "striped"
     """Layout and communication of the attention; none is plain SDPA in one process, to compare with. exchange sends
     each rank just the keys that its queries see: for packed documents, windows and several nodes. For linear
     attention: lasp, or lasp2, which pass states on, or ulysses. auto takes what the cost model finds fastest on the
@@ -124,9 +111,7 @@ class ContextConfig:
 class FullContextConfig(ContextConfig):
     """Full attention of one sequence that context-parallel processes share: every token attends to all."""
 
-    context_parallel_method: Literal[
-        "ring", "allgather", "wallfacer", "ulysses", "double_ring", "exchange", "striped", "zigzag", "none", "auto"
-    ] = "ring"
+    context_parallel_method: SoftmaxMethodName = "ring"
     """Communication of the attention; none is plain SDPA in one process, to compare with. striped and zigzag, which
     balance a causal mask, bring nothing here. auto takes what the cost model finds fastest on the cluster, once, as the
     run starts (docs/concepts/planner.md)."""

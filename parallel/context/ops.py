@@ -1,7 +1,7 @@
 """Operators of context parallelism: each with its call, forward, fake and backward.
 
-torch.compile, recompute policies and the planner see one of them as a whole. An operator takes no Python object, so it
-takes handles (``parallel.context.plan``); its call takes the object.
+torch.compile, recompute policies and the planner see one of them as a whole. An operator takes no
+Python object, so it takes handles (``parallel.context.plan``); its call takes the object.
 """
 
 from collections.abc import Callable, Sequence
@@ -191,10 +191,11 @@ def rank_operator(
     checked: Callable[[Tensor, Geometry], Plan] = plan_of,
     others: str = "",
 ) -> None:
-    """Register ``forward(plan, *given)`` and ``backward(plan, dout, kept, *given)`` of executors as one operator.
+    """Register the forward and backward of a class of executors as one operator.
 
-    It takes what is given, the inputs and others, then the handles of an executor and of a plan, and returns out and
-    what the backward needs besides.
+    They are ``forward(plan, *given)`` and ``backward(plan, dout, kept, *given)``. The operator takes
+    the inputs and others, then the handles of an executor and of a plan, and returns out and what
+    the backward needs besides.
     """
 
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
@@ -242,7 +243,7 @@ rank_operator(
 def delta_attention(
     executor: DeltaExecutor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute a rank's gated delta rule; differentiable, collective. Returns what ``DeltaExecutor.forward`` does."""
+    """Compute a rank's gated delta rule, as ``DeltaExecutor.forward``; differentiable, collective."""
     return torch.ops.longmesh.delta_attention(q, k, v, g, beta, executor.handle, plan)
 
 

@@ -27,7 +27,7 @@ from tests.steps import SkippedStep, Step, asked, check, launched, tests
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.ceilings import ceilings
 from tools.common.shapes import DTYPES
-from train.adamw import apex_kernel
+from train.optimizers.apex import apex_kernel
 
 RUN = {
     "cuda": "--bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --vocab-size 32000",
@@ -150,7 +150,7 @@ def _trained(device: str, *more: str) -> dict[str, Any]:
 
 def resume(device: str, folder: Path) -> dict[str, Any]:
     """Run the tests of whole runs on a GPU: a checkpoint and its resume, recomputation, offload."""
-    paths = ("tests/test_gpu.py", "tests/parallel", "tests/model", "tests/train/test_host_moments.py")
+    paths = ("tests/test_gpu.py", "tests/parallel", "tests/model", "tests/train/optimizers/test_host.py")
     return tests("cuda", folder, *paths)
 
 

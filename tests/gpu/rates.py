@@ -32,8 +32,8 @@ from tests.kernels.blocks import block_backward, block_forward
 from tools.common.ceilings import ceilings
 from tools.common.loopback import LoopbackTransport, step_of
 from tools.common.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS
-from train.adamw import Backend
-from train.optim import OptimizerConfig, build_optimizer
+from train.optimizers.adamw import Backend
+from train.optimizers.config import OptimizerConfig, build_optimizer
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 BACKENDS = {"cuda": tuple(name for name in SOFTMAX if name != "reference"), "cpu": ("aten",)}

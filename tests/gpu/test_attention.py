@@ -12,8 +12,7 @@ import torch
 from kernels.attention import select_backend
 from kernels.blocks import CAUSAL, FULL, Keys, Rows
 from kernels.ops import linear_attention
-from model.config import ModelConfig
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.parts.attention import sdpa
 from parallel.context import METHODS, make_plan
 from parallel.context.executor import Executor
@@ -23,6 +22,7 @@ from runtime.tensors import FORGET, cached_on_device
 from tests import threads
 from tests.gpu.rates import BACKENDS, relative_error
 from tests.kernels.blocks import block_backward, block_forward
+from tests.model.models import model_config
 from tools.common.loopback import LoopbackTransport, step_of
 from tools.common.shapes import DTYPES, AttentionShape
 
@@ -158,9 +158,7 @@ def step_named(name, device, documents, packed):
     """
     length, bounds = documents[-1], tuple(documents) if packed else None
     if name == "two layers":
-        model = LanguageModel(ModelConfig(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(
-            device
-        )
+        model = Decoder(model_config(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(device)
         return partial(layers, model, torch.zeros(1, 512, dtype=torch.long, device=device))
     work = AttentionShape(seq_length=length, num_heads=4, kv_heads=4, dtype="bfloat16")
     q, k, v, dout = work.tensors(device)

@@ -1,33 +1,41 @@
 """Small models of every kind, their weights as training leaves them, and the texts that they write on one device."""
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 
 from kernels.cache import States
-from model.config import ModelConfig
 from model.dit import DiT
 from model.dit_config import DiTConfig
+from model.families import DEFAULT, FAMILIES
 from model.generate import Draw, at_ends, check_lengths, write
 from model.registry import build_model
 
-LLAMA = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=40)
-GPT = replace(LLAMA, model_type="gpt", max_position_embeddings=100, num_query_groups=None)
-TRANSNORMER = replace(LLAMA, model_type="transnormer", num_query_groups=None)
-LINEAR = replace(LLAMA, model_type="linear_transformer", num_query_groups=None)
+
+def model_config(model_type=DEFAULT, **settings):
+    """The settings of a family."""
+    return FAMILIES[model_type].config(**settings)
+
+
+def as_family(config, model_type, **changes):
+    """The settings that another family shares with those of a model, and changes."""
+    cls = FAMILIES[model_type].config
+    shared = {entry.name for entry in fields(cls)} & {entry.name for entry in fields(config)} - {"model_type"}
+    return cls(**{name: getattr(config, name) for name in shared} | changes)
+
+
+FAMILY = {name: family.config(**family.tiny) for name, family in FAMILIES.items()}
+"""A tiny model of each family, by its model_type."""
+LLAMA, GPT, TRANSNORMER, LINEAR = KINDS = [
+    FAMILY[name] for name in ("llama", "gpt", "transnormer", "linear_transformer")
+]
+GEMMA3, OLMO3, QWEN3_5, OLMO_HYBRID = (FAMILY[name] for name in ("gemma3", "olmo3", "qwen3_5", "olmo_hybrid"))
 HYBRID = replace(TRANSNORMER, softmax_every=2)
-RULE = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
-QWEN3_5 = replace(LLAMA, model_type="qwen3_5", softmax_every=2, kv_channels=16, rotary_percent=0.25, **RULE)
-OLMO_HYBRID = replace(LLAMA, model_type="olmo_hybrid", softmax_every=2, linear_key_head_dim=6, linear_value_head_dim=12)
-LOCAL = {"window_size": "5,0", "window_attn_skip_freq": "2", "rotary_base_local": 90.0}
-GEMMA3 = replace(LLAMA, model_type="gemma3", kv_channels=16, query_pre_attn_scalar=21, **LOCAL)
-OLMO3 = replace(LLAMA, model_type="olmo3", **LOCAL)
 KDA = replace(QWEN3_5, linear_gate="per_channel", linear_num_key_heads=4)
 DELTAS = [QWEN3_5, OLMO_HYBRID, KDA]
-KINDS = [LLAMA, GPT, TRANSNORMER, LINEAR]
 IMAGE = DiTConfig(
     num_layers=2, hidden_size=24, num_attention_heads=4, latent_shape=(3, 8, 8), num_classes=5, learn_sigma=True
 )

@@ -6,16 +6,13 @@ import torch
 from model.parts.attention import HybridAttention, linear, sdpa
 from model.registry import build_model, initial_weight
 from runtime.errors import UserError
-from tests.model.models import GEMMA3, GPT, HYBRID, KINDS, LLAMA, OLMO3, built, tied, tokens, used
+from tests.model.models import FAMILY, GPT, HYBRID, KINDS, LLAMA, built, tied, tokens, used
 
 WINDOWS = {"window_size": "3,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"}
 ALL = {
-    "llama": LLAMA,
+    **{name: config for name, config in FAMILY.items() if not config.recurrent},
     "llama, tied": tied(LLAMA),
-    "gpt": GPT,
     "gpt, rope": dataclasses.replace(GPT, position_embedding_type="rope", max_position_embeddings=None),
-    "gemma3": GEMMA3,
-    "olmo3": OLMO3,
     "llama, windows and sinks": dataclasses.replace(LLAMA, **WINDOWS),
     "gpt, off by one": dataclasses.replace(GPT, window_size="5,0", softmax_type="off-by-one"),
     "gpt, grouped and tied": dataclasses.replace(tied(GPT), num_query_groups=2),
@@ -88,7 +85,11 @@ def test_explicit_positions_make_the_order_of_tokens_free(any_kind):
     assert (wrong - expected).abs().max() > 1e-3  # the bound sees positions that were not given
 
 
-@pytest.mark.parametrize("config", [*KINDS, HYBRID], ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "config",
+    [*(config for config in FAMILY.values() if not config.delta_rule), HYBRID],
+    ids=lambda config: config.model_type,
+)
 def test_the_mask_reaches_every_attention_and_is_refused_without_a_method(config):
     seen, mask = [], object()
 
@@ -96,9 +97,9 @@ def test_the_mask_reaches_every_attention_and_is_refused_without_a_method(config
         seen.append(mask)
         return linear(q, k, v, log_decay)
 
-    def scores(q, k, v, mask=None):
+    def scores(q, k, v, mask=None, **settings):
         seen.append(mask)
-        return sdpa(q, k, v)
+        return sdpa(q, k, v, **settings)
 
     both = HybridAttention(recurrence, scores)
     attend = both if config is HYBRID else recurrence if config.linear_attention else scores
@@ -115,7 +116,7 @@ def test_off_by_one_softmax_has_sinks_of_zero_and_learned_sinks_are_each_layers_
     config = dataclasses.replace(config, num_layers=4, softmax_type="learnable")
     learned = built(config).double()
     sinks = [layer.attention.sinks for layer in learned.layers if hasattr(layer.attention, "sinks")]
-    assert len({weight.data_ptr() for weight in sinks}) == (2 if config.softmax_every else 4)
+    assert len({weight.data_ptr() for weight in sinks}) == (2 if config.softmax_period else 4)
     for weight in sinks:
         weight.data.zero_()
     off_by_one, vanilla = (

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kernels.cache import KVCache, States
-from model.config import ModelConfig
 from model.generate import DivergedError, Draw
-from tests.model.models import HYBRID, KDA, LINEAR, LLAMA, OLMO_HYBRID, QWEN3_5, TRANSNORMER, built, generate
+from tests.model.models import FAMILY, HYBRID, KDA, LINEAR, LLAMA, TRANSNORMER, built, generate, model_config
 
 PROMPT = [[1, 2, 3], [7, 8, 9]]
 
@@ -14,7 +13,7 @@ PROMPT = [[1, 2, 3], [7, 8, 9]]
 class Table(torch.nn.Module):
     """Logits that depend on the last token alone: the distribution that generate draws from is known."""
 
-    config = ModelConfig(num_layers=1)
+    config = model_config(num_layers=1)
 
     def __init__(self, logits):
         super().__init__()
@@ -144,7 +143,7 @@ KINDS = {
     "hybrid, window and sinks": replace(HYBRID, window_size="40,0", softmax_type="learnable"),
 }
 KINDS = {name: replace(config, num_layers=3) for name, config in KINDS.items()}
-KINDS |= {"qwen3_5": QWEN3_5, "olmo_hybrid": OLMO_HYBRID, "kda": KDA}
+KINDS |= {**{name: config for name, config in FAMILY.items() if config.delta_rule}, "kda": KDA}
 
 
 @pytest.fixture(params=KINDS)
@@ -170,7 +169,7 @@ def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
         assert [len(cache) for cache in caches] == [min(stop, seen)] * len(caches)
         start = stop
     assert (torch.cat(parts, 1) - want).norm() < 1e-12 * want.norm()
-    assert len(caches) == (0 if recurrent.config.softmax_every is None else 1)
+    assert len(caches) == (0 if recurrent.config.softmax_period is None else 1)
     states = States(count)
     states.read(torch.arange(1, 2)[None], torch.full((2,), 2))
     wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), states=states)

@@ -1,20 +1,18 @@
 import dataclasses
-from typing import get_type_hints
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.config import ModelConfig
+from model.families import FAMILIES
 from model.parts.attention import HybridAttention
-from model.registry import attention_title, build_model, flops_per_token, num_parameters, state_elements
-from model.traits import TRAITS
-from tests.model.models import LLAMA, built, tied, tokens
+from model.registry import attention_title, build_model, flops_per_token, num_parameters
+from tests.model.models import LLAMA, as_family, built, model_config, tied, tokens
 
 TIED = tied(LLAMA)
 ODD = dataclasses.replace(LLAMA, kv_channels=10, ffn_hidden_size=50)
-GPTS = [dataclasses.replace(config, model_type="gpt", max_position_embeddings=16) for config in (LLAMA, TIED, ODD)]
+GPTS = [as_family(config, "gpt", max_position_embeddings=16) for config in (LLAMA, TIED, ODD)]
 LINEAR = [
-    dataclasses.replace(config, model_type=kind, num_query_groups=None)
+    as_family(config, kind, num_query_groups=None)
     for kind in ("transnormer", "linear_transformer")
     for config in (LLAMA, TIED, ODD)
 ]
@@ -24,8 +22,9 @@ HYBRIDS = [
 KINDS = [LLAMA, TIED, ODD, *GPTS, *LINEAR, *HYBRIDS]
 
 
-def test_every_model_type_has_its_module():
-    assert TRAITS.keys() == set(get_type_hints(ModelConfig)["model_type"].__args__)
+def test_every_family_has_a_tiny_model_and_settings_of_its_own_name():
+    for name, family in FAMILIES.items():
+        assert family.config(**family.tiny).model_type == name
 
 
 @pytest.mark.parametrize("config", KINDS)
@@ -35,13 +34,13 @@ def test_number_of_parameters(config):
 
 def test_known_sizes():
     """LLaMA-2-7B, LLaMA-3-8B and GPT-2 have 6,738,415,616, 8,030,261,248 and 124,439,808 on Hugging Face."""
-    llama2 = ModelConfig(
+    llama2 = model_config(
         num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, vocab_size=32000
     )
     assert num_parameters(llama2) == 6_738_415_616
     llama3 = dataclasses.replace(llama2, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)
     assert num_parameters(llama3) == 8_030_261_248
-    gpt2 = ModelConfig(
+    gpt2 = model_config(
         model_type="gpt", num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50257,
         max_position_embeddings=1024, untie_embeddings_and_output_weights=False,
     )  # fmt: skip
@@ -68,16 +67,16 @@ def test_flops_match_those_torch_counts(config):
         return ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
 
     both = HybridAttention(recurrence, scores)
-    attend = both if config.softmax_every else recurrence if config.linear_attention else scores
+    attend = both if config.softmax_period else recurrence if config.linear_attention else scores
     model = built(config, attend=attend)
     with FlopCounterMode(display=False) as counter:
         model(tokens()).sum().backward()
     width = config.num_attention_heads * config.head_dim
     full_mask = flops_per_token(config, 12) + 12 * len(softmax) * width * 12 / 2
     assert counter.get_total_flops() == 2 * 12 * full_mask
-    assert len(softmax) == (3 // config.softmax_every if config.softmax_every else len(softmax))
+    assert len(softmax) == (3 // config.softmax_period if config.softmax_period else len(softmax))
     if config.linear_attention:
-        assert sum(sizes) == state_elements(config)
+        assert sum(sizes) == config.state_elements
     if not softmax:
         assert flops_per_token(config, 12) == flops_per_token(config, 1 << 20)
 

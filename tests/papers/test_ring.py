@@ -2,9 +2,9 @@
 
 import pytest
 
-from model.config import ModelConfig
 from model.registry import flops_per_token
 from papers import ring
+from tests.model.models import model_config
 
 
 def test_minimal_blocks_are_as_printed_but_one():
@@ -26,7 +26,7 @@ def test_a_ring_holds_the_papers_six_blocks():
 def test_flops_grow_as_printed_and_as_the_registry_counts():
     stated = [row for row in ring.flops() if row.published["ratio"]]
     assert [(row.published["ratio"], row.analytic["ratio"]) for row in stated] == [(162.6, 162.6)]
-    model = ModelConfig(
+    model = model_config(
         model_type="gpt",
         num_layers=1,
         hidden_size=4096,

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from kernels.loss import cross_entropy_sum
-from model.config import ModelConfig
 from model.parts.attention import sdpa
 from model.parts.weights import Beginning, normal
 from model.registry import build_model, initial_weight
@@ -25,6 +24,7 @@ from parallel.mesh import MeshConfig
 from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor.split import split_model
 from planner.choice import with_layout
+from tests.model.models import model_config
 from tests.parallel.tiny import equal, gradients_of, weights_of
 from train.attention import context_of
 from train.config.entries import Config, TrainConfig
@@ -47,7 +47,7 @@ def config(tied=False, **changes):
         "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
         "vocab_size": VOCABULARY, "untie_embeddings_and_output_weights": not tied,
     }  # fmt: skip
-    return ModelConfig(**{**sizes, **changes})
+    return model_config(**{**sizes, **changes})
 
 
 def mesh_config(tp=1, cp=1):

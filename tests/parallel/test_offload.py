@@ -6,22 +6,22 @@ from collections import Counter
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.parts.attention import sdpa
 from parallel import offload
 from parallel.offload import ON_DEVICE, Offload
 from parallel.recompute import RecomputeConfig, recompute_layers
+from tests.model.models import model_config
 from tests.parallel.streams import streams
 
-MODEL = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
+MODEL = model_config(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
 KEPT = {"full": 1, "attention_boundary": 3}
 """Tensors that a layer keeps."""
 TOKENS = torch.randint(37, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 def model_of(granularity, moved):
-    model = LanguageModel(MODEL, sdpa)
+    model = Decoder(MODEL, sdpa)
     model.init_weights(3)
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity, recompute_offload=moved))
     return model

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.loss
-from model.config import ModelConfig
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.parts.attention import sdpa
 from model.parts.rotary import Rotary
 from model.registry import initial_weight
@@ -22,9 +21,10 @@ from parallel.data import init_parameters, shard_model
 from parallel.offload import ON_DEVICE, Layer
 from parallel.recompute import ATTENTION, RecomputeConfig, RecomputeError, recompute_layers
 from runtime.ranks import run_ranks
+from tests.model.models import model_config
 from train.objectives.language import NextToken
 
-MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
+MODEL = model_config(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
 LENGTH, SEED = 24, 3
 FORWARDS = {"none": 1, "full": 2, "selective": 2, "attention_boundary": 1}
 """Attention forwards per layer and step of each policy."""
@@ -56,7 +56,7 @@ def config(granularity, **settings):
 def step(chosen, method="striped", attend=None):
     """Loss and gradients of one process, float64."""
     cp = context_parallel(method, seq_len=LENGTH)
-    model = LanguageModel(MODEL, attend or cp.attend)
+    model = Decoder(MODEL, attend or cp.attend)
     model.init_weights(SEED)
     recompute_layers(model.double().layers, chosen)
     objective = NextToken(cp, torch.device("cpu"), chosen.loss_chunk_size)
@@ -97,7 +97,7 @@ def test_a_dropped_chunk_would_be_noticed(size, monkeypatch):
 def layer_output(chosen):
     """One layer's output, and the tensors that autograd's own store holds between forward and backward."""
     cp = context_parallel("striped", seq_len=LENGTH)
-    model = LanguageModel(MODEL, cp.attend)
+    model = Decoder(MODEL, cp.attend)
     model.init_weights(SEED)
     recompute_layers(model.layers, chosen)
     weights = {p.data_ptr() for p in model.parameters()}
@@ -167,7 +167,7 @@ def sharded_step(chosen, world_size, bf16):
     """As `step`, over context-parallel ranks that share the weights too; and the attention forwards of this rank."""
     cp = context_parallel("zigzag", seq_len=LENGTH, group=dist.group.WORLD)
     with torch.device("meta"):
-        model = LanguageModel(MODEL, cp.attend)
+        model = Decoder(MODEL, cp.attend)
     recompute_layers(model.layers, chosen)
     shard_model(model, model.layers, init_device_mesh("cpu", (world_size,)), bf16=bf16)
     init_parameters(
@@ -196,7 +196,7 @@ def on_two_ranks(rank, world_size, bf16):
 def test_with_context_parallelism_and_sharded_weights(bf16):
     for steps in run_ranks(on_two_ranks, 2, bf16):
         want, _ = steps["none"]
-        assert len(want) == 1 + len(list(LanguageModel(MODEL).parameters()))
+        assert len(want) == 1 + len(list(Decoder(MODEL).parameters()))
         for name, forwards in FORWARDS.items():
             got, count = steps[name]
             assert same(got, want), name
@@ -209,7 +209,7 @@ def exchanged(rank, world_size):
     found = {}
     for name in FORWARDS:
         cp = context_parallel("ulysses", seq_len=LENGTH, group=dist.group.WORLD)
-        model = LanguageModel(MODEL, cp.attend)
+        model = Decoder(MODEL, cp.attend)
         model.init_weights(SEED)
         recompute_layers(model.layers, config(name))
         objective = NextToken(cp, torch.device("cpu"))
@@ -241,7 +241,7 @@ def test_cuda_offload_frees_the_device(granularity):
     shape = replace(MODEL, num_layers=6, hidden_size=256)
     tokens, found, held = torch.randint(37, (1, 4096), device="cuda"), [], []
     for moved in (False, True):
-        model = LanguageModel(shape)
+        model = Decoder(shape)
         model.init_weights(SEED)
         recompute_layers(model.layers, config(granularity, recompute_offload=moved))
         model.to("cuda", torch.bfloat16)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from model.config import ModelConfig
 from model.parts.linear_attention import LRPE
 from parallel.data import (
     DataParallelConfig,
@@ -21,10 +20,11 @@ from parallel.data import (
 )
 from parallel.mesh import distributed_mesh
 from runtime.ranks import run_ranks
+from tests.model.models import model_config
 from tests.parallel import split
 from tests.parallel.tiny import gradients_of
 from tests.parallel.unequal import difference, gradient_norm_of, loss_sum, sharded, whole_model
-from train.optim import gradient_norm
+from train.gradients import gradient_norm
 
 STRATEGIES = get_args(Strategy)
 CASES = {
@@ -170,7 +170,7 @@ def test_fsdp_is_zero3():
     assert DataParallelConfig(data_parallel_sharding_strategy="fsdp").strategy == "zero3"
 
 
-CONFIG = ModelConfig(model_type="transnormer", num_layers=2, hidden_size=24, num_attention_heads=2, vocab_size=37)
+CONFIG = model_config(model_type="transnormer", num_layers=2, hidden_size=24, num_attention_heads=2, vocab_size=37)
 ANGLES = "layers.0.attention.lrpe.theta"
 
 

@@ -6,20 +6,20 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from kernels.loss import cross_entropy_sum
-from model.config import ModelConfig
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.registry import build_model, initial_weight
 from parallel.data import DataParallelConfig, init_parameters, shard_model, sharding_mesh
 from parallel.recompute import RecomputeConfig, recompute_layers
+from tests.model.models import model_config
 
-CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
+CONFIG = model_config(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
 SEED, LENGTH = 7, 10
 VALID = (LENGTH, 2, 5, 0)
 """Tokens that carry loss on each rank."""
 
 
 def whole_model():
-    model = LanguageModel(CONFIG)
+    model = Decoder(CONFIG)
     model.init_weights(SEED)
     return model
 

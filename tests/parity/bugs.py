@@ -10,7 +10,7 @@ from parallel.context.executor import Executor
 from parallel.context.linear.state import StateExecutor
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.tensor import styles
-from train import optim, trainer
+from train import gradients, trainer
 from train.batches import Batches
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
@@ -36,7 +36,7 @@ def no_sum_over_tp():
 
 
 def norm_counted_twice():
-    optim.untracked_replicas = lambda *_: 1
+    gradients.untracked_replicas = lambda *_: 1
 
 
 def label_lost():
@@ -75,13 +75,13 @@ def gradient_halved():
 
 def layer_not_reduced():
     """Make legacy_ddp skip the second layer's gradients."""
-    finish = optim.finish_gradients
+    finish = gradients.finish_gradients
 
     def some(model, mesh, strategy):
         reduced = [p for name, p in model.named_parameters() if not name.startswith("layers.1.")]
         finish(nn.ParameterList(reduced), mesh, strategy)
 
-    optim.finish_gradients = some
+    gradients.finish_gradients = some
 
 
 def local_means():
@@ -93,7 +93,7 @@ def local_means():
         if taken is None:
             return None
         own = sum(int(batch["count"]) for batch in taken.micro_batches)
-        return taken._replace(valid=own * self._run.mesh.dp_cp.size())
+        return taken._replace(valid=own * self._task.mesh.dp_cp.size())
 
     Batches.take = local
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import tomli_w
 
-from model.config import ModelConfig
 from parallel.context import ContextConfig
 from parallel.context.config import FullContextConfig
 from planner import choice
@@ -13,6 +12,7 @@ from planner.choice import fastest_method, rearranged, with_schedule
 from planner.cluster import CLUSTERS, load_cluster
 from planner.rehearsal import fake_process_group
 from planner.search import predicted, rank
+from tests.model.models import model_config
 from tests.planner.test_search import A100, config
 from train.config import diffusion
 from train.config.finalize import config_to_save, with_method
@@ -22,7 +22,7 @@ from train.config.language import parse_args, validate
 
 def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
     """A chain passes the fewest bytes, and waits for as many states as a document has parts."""
-    model = ModelConfig(model_type="qwen3_5", num_attention_heads=4, softmax_every=2, vocab_size=512)
+    model = model_config(model_type="qwen3_5", num_attention_heads=4, softmax_every=2, vocab_size=512)
 
     def run(size, schedule="auto"):
         context = ContextConfig(context_parallel_method="zigzag", delta_rule_schedule=schedule)
@@ -46,7 +46,7 @@ def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
 @pytest.mark.parametrize("kind", ["transnormer", "linear_transformer"])
 def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kind, tmp_path):
     """A state to the next rank waits for all before it: one latency after the other; gathered they hide."""
-    model = ModelConfig(model_type=kind, hidden_size=512, num_attention_heads=8, vocab_size=512)
+    model = model_config(model_type=kind, hidden_size=512, num_attention_heads=8, vocab_size=512)
     linear = replace(config(16), model=model)
     assert {c.config.context.context_parallel_method for c in rank([linear], 16, A100).candidates} == {"lasp", "lasp2"}
     node = replace(load_cluster(CLUSTERS / "cpu.toml"), gpus_per_node=16, inside_gb_per_s=1e3)

@@ -10,7 +10,7 @@ import pytest
 
 import pretrain_dit
 import pretrain_gpt
-from model.traits import HYBRIDS
+from model.families import DEFAULT, FAMILIES
 from planner.cluster import CLUSTERS
 from runtime import progress
 from runtime.errors import UserError
@@ -160,7 +160,7 @@ def one_of_a_kind():
 def test_every_kind_of_model_on_its_mesh(path, given, capsys):
     """With a layer a stage, and sequences of 4,096 tokens at most."""
     layers = max(given.get("pipeline_model_parallel_size", 1), given.get("softmax_every", 1))
-    layers = max(layers, 4 if given.get("model_type") in HYBRIDS else 1)
+    layers = max(layers, FAMILIES[given.get("model_type", DEFAULT)].config.delta_rule * 4 or 1)
     shorter = ("--seq-length", "4096") if given.get("seq_length", 0) > 4096 else ()
     run(path, *at_size(path), "--num-layers", str(layers), *shorter)
     assert "an optimizer's step ran" in capsys.readouterr().out

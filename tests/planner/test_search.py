@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import ModelConfig
 from parallel.mesh import MeshConfig
 from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import settings
 from planner.search import arrangements, contexts, rank
+from tests.model.models import model_config
 from tests.pretraining import pretrain
 from train.config.entries import Config, TrainConfig
 from train.config.language import load_config
@@ -18,7 +18,7 @@ A100 = load_cluster(CLUSTERS / "wallfacer_a100_8.toml")
 
 
 def config(size, heads=8, groups=8):
-    model = ModelConfig(hidden_size=512, num_attention_heads=heads, num_query_groups=groups, vocab_size=512)
+    model = model_config(hidden_size=512, num_attention_heads=heads, num_query_groups=groups, vocab_size=512)
     return Config(
         model=model, mesh=MeshConfig(context_parallel_size=size), train=TrainConfig(seq_length=4096, bf16=True)
     )
@@ -72,7 +72,7 @@ def test_all_arrangements_of_four_processes_and_nothing_to_choose_on_one():
     assert len(set(found)) == 10  # ordered triples of powers of 2 whose product divides 4
     assert len(found) == len(set(found))
     assert len(list(contexts(config(1), 8))) == 1
-    linear = replace(config(1), model=ModelConfig(model_type="transnormer", vocab_size=512))
+    linear = replace(config(1), model=model_config(model_type="transnormer", vocab_size=512))
     assert len(list(contexts(linear, 8))) == 1
 
 

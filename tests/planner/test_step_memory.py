@@ -1,13 +1,17 @@
 """The search's formula of memory, against the code itself on tensors without memory."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from planner.cluster import CLUSTERS, default_cluster, load_cluster
 from planner.dry_run import rehearsed
+from planner.levers import MOMENTS
 from planner.search import weigh
+from tests.train.optimizers.momentum import NAME, Momentum
 from train.config.language import parse_args
+from train.optimizers import OPTIMIZERS
 from train.tasks.language import LanguageTask
 
 LLAMA = (
@@ -50,6 +54,9 @@ CASES = {
     "gemma3": (1, "--model-type gemma3" + LOCAL),
     "gemma3, full": (1, "--model-type gemma3 --loss-chunk-size 2048" + LOCAL + AGAIN + "full"),
     "olmo3": (1, "--model-type olmo3" + LOCAL),
+    "smollm3": (1, "--model-type smollm3"),
+    "granite": (1, "--model-type granite --residual-multiplier 0.22 --embedding-multiplier 12"),
+    "granite, full": (1, "--model-type granite --residual-multiplier 0.22 --loss-chunk-size 2048" + AGAIN + "full"),
     "qwen3_5": (1, DELTA),
     "qwen3_5, full": (1, DELTA + AGAIN + "full --loss-chunk-size 2048"),
     "qwen3_5, attention_boundary, chunks": (1, DELTA + AGAIN + "attention_boundary " + CHUNKS),
@@ -81,3 +88,19 @@ def test_the_formula_is_near_what_the_code_takes(case):
     found = weigh(config, world_size, cluster, None).device
     ran = rehearsed(config, LanguageTask, world_size, cluster)
     assert found == pytest.approx(max(one.bytes for one in ran), rel=0.05)
+
+
+def test_an_optimizer_of_one_state_takes_half_of_the_moments(monkeypatch):
+    """The states that an optimizer names, against the tensors that its step makes."""
+    monkeypatch.setitem(OPTIMIZERS, NAME, Momentum())
+    cluster = load_cluster(CLUSTERS / "h100_pod.toml")
+    config = parse_args(shlex.split(LLAMA + "--data-parallel-sharding-strategy ddp " + CHUNKS))
+    lighter = replace(config, optimizer=replace(config.optimizer, optimizer=NAME))
+    whole, half = (weigh(one, 1, cluster, None) for one in (config, lighter))
+    parameters = whole.inputs[0].parameters
+    assert whole.device - half.device == 4 * parameters
+    (ran,) = rehearsed(lighter, LanguageTask, 1, cluster)
+    assert half.device == pytest.approx(ran.bytes, rel=0.05)
+    assert ran.memory["optimizer"] == pytest.approx(4 * parameters, rel=1e-3)
+    assert MOMENTS.further(config, cluster) == [(True,)]
+    assert MOMENTS.further(lighter, cluster) == []

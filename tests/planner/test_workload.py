@@ -8,7 +8,6 @@ import pytest
 from data.text.config import DataConfig
 from data.text.megatron import build_datasets
 from data.tokenizer import load_tokenizer
-from model.config import ModelConfig
 from parallel.context.config import HybridConfig
 from parallel.mesh import MeshConfig
 from planner.choice import with_layout
@@ -17,13 +16,14 @@ from planner.search import rank
 from planner.workload import DocumentsError, heaviest_documents, layout_seconds, typical_documents
 from runtime.errors import DataError
 from tests.data.text.corpora import write_documents
+from tests.model.models import model_config
 from tests.planner.test_search import config
 from train.config.entries import Config, TrainConfig
 
 
 def run(length, size, method="ring"):
     return Config(
-        model=ModelConfig(model_type="transnormer", hidden_size=2048, num_attention_heads=16, softmax_every=2),
+        model=model_config(model_type="transnormer", hidden_size=2048, num_attention_heads=16, softmax_every=2),
         mesh=MeshConfig(context_parallel_size=size),
         train=TrainConfig(seq_length=length, micro_batch_size=1, bf16=True),
         hybrid=HybridConfig(hybrid_softmax_method=method),

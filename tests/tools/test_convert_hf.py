@@ -26,7 +26,7 @@ from train.config.language import load_config
 from train.resume import AVERAGED
 
 OTHERS = ("mistral", "ministral", "qwen2, tied, a window", "qwen3", "llama, dynamic")
-FAMILIES = ["llama, llama3", "gpt2", "qwen3_5", "qwen2, yarn"]
+FAMILIES = ["llama, llama3", "gpt2", "qwen3_5", "qwen2, yarn", "granite", "smollm3"]
 FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 

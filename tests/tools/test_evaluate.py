@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from data.text.prepare import Request, prepare
 from data.tokenizer import load_tokenizer, train_tokenizer
-from model.config import ModelConfig
 from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
 from tests.data.families import llama_3
 from tests.data.text.corpora import write_pair
+from tests.model.models import model_config
 from tools.common.runs import open_run
 from tools.evaluate import buckets, documents, main
 from train.checkpoint.api import load_model, save_checkpoint
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
     tokenizer = train_tokenizer([f"value {i} of the table is, and so on\n" for i in range(300)], folder / "t", 300)
     shape = "\n".join(f"{name} = {value}" for name, value in SHAPE.items())
     (folder / "config.toml").write_text(CONFIG.format(shape=shape, tokenizer=tokenizer))
-    model = build_model(ModelConfig(**SHAPE, vocab_size=300))
+    model = build_model(model_config(**SHAPE, vocab_size=300))
     model.init_weights(1)
     with torch.no_grad():
         model.output.weight.mul_(50)
@@ -70,7 +70,7 @@ def rows(run):
 def by_position(run):
     """The mean loss [S] over the texts at each position."""
     tokens = rows(run)
-    model = build_model(ModelConfig(**SHAPE, vocab_size=300))
+    model = build_model(model_config(**SHAPE, vocab_size=300))
     load_model(run / "iter_0000003", model, architecture_of(model.config))
     with torch.no_grad():
         logits = model(tokens[:, :-1]).double()
@@ -191,7 +191,7 @@ def test_a_text_begins_with_what_its_tokenizer_adds(tmp_path):
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     shape = "\n".join(f"{name} = {value}" for name, value in SHAPE.items())
     (tmp_path / "config.toml").write_text(CONFIG.format(shape=shape, tokenizer=path))
-    model = build_model(ModelConfig(**SHAPE, vocab_size=len(theirs)))
+    model = build_model(model_config(**SHAPE, vocab_size=len(theirs)))
     model.init_weights(1)
     with torch.no_grad():
         model.output.weight.mul_(50)

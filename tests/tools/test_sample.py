@@ -9,18 +9,17 @@ import torch
 
 from data.fingerprint import digest
 from data.tokenizer import load_tokenizer, train_tokenizer
-from model.config import ModelConfig
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
 from tests.data.families import begins_with
-from tests.model.models import generate
+from tests.model.models import generate, model_config
 from tools import sample
 from train.checkpoint.api import save_checkpoint
 from train.generation import Writer
 from train.run import exit_status
 
-SHAPE = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
+SHAPE = model_config(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=300)
 GREEDY = ("--temperature", 0, "--num-samples", 1)
 CONFIG = """\
 [model]
@@ -67,7 +66,7 @@ def main(argv):
 
 def trained(iteration):
     """Weights large enough that texts tell them apart."""
-    model = LanguageModel(SHAPE)
+    model = Decoder(SHAPE)
     model.init_weights(iteration)
     with torch.no_grad():
         model.output.weight.mul_(50)

@@ -8,7 +8,7 @@ from parallel.data import DataParallelConfig, shard_model, sharding_mesh
 from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.ranks import run_ranks
 from tests.parallel.tiny import full, weights_of
-from train.optim import Ema, EmaConfig
+from train.ema import Ema, EmaConfig
 
 DECAY = 0.75
 INPUT = torch.linspace(-1, 1, 10).view(2, 5)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernels.cache import States
-from model.config import ModelConfig
 from model.generate import Draw
 from model.registry import architecture_of, build_model
 from parallel.context import ContextConfig
@@ -14,20 +13,21 @@ from parallel.mesh import MeshConfig
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from runtime.tensors import generator_of
+from tests.model.models import as_family, model_config
 from train.checkpoint.api import save_checkpoint
 from train.config.entries import Config
 from train.config.flags import write_toml
 from train.generation import opened
 
-LLAMA = ModelConfig(
+LLAMA = model_config(
     num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=61, init_method_std=0.2
 )
 """Its weights are so large that attention and logits are far from flat."""
 LOCAL = {"window_size": "6,0", "window_attn_skip_freq": "[1,0,1]"}
 
 
-def llama(**changes):
-    return dataclasses.replace(LLAMA, **changes)
+def llama(model_type="llama", **changes):
+    return as_family(LLAMA, model_type, **changes)
 
 
 MODELS = {
@@ -47,6 +47,8 @@ MODELS = {
         rotary_base_local=90.0,
         untie_embeddings_and_output_weights=False,
     ),
+    "smollm3": llama(model_type="smollm3", no_rope_freq="2"),
+    "granite": llama(model_type="granite", embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.5),
     "adapters": llama(lora_rank=4, lora_alpha=2.0),
     "dynamic rope": llama(
         rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16
@@ -126,7 +128,7 @@ def runs(tmp_path_factory):
 
 def naive(config, prompts):
     """The likeliest tokens and their logits [NEW, B, V], from a forward over all tokens for each."""
-    if config.rope_scaling_type == "dynamic":
+    if config.rope is not None and config.rope.rope_scaling_type == "dynamic":
         config = dataclasses.replace(config, rope_scaling_seq_length=max(map(len, prompts)) + NEW)
     model, found = weighted(config), []
     model.cast(torch.float64)

@@ -11,6 +11,7 @@ from data.text.config import DataConfig
 from model.diffusion import DiffusionConfig
 from parallel.mesh import MeshConfig
 from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
+from tests.train.optimizers.momentum import NAME, Momentum
 from tests.train.test_run import with_checkpoint
 from train import resume
 from train.callbacks.health import Progress
@@ -21,9 +22,11 @@ from train.config.entries import Config, DiTRunConfig, TrainConfig
 from train.config.finalize import config_to_save
 from train.config.flags import ConfigError
 from train.config.language import parse_args
-from train.optim import OptimizerConfig, schedule_of
+from train.optimizers import OPTIMIZERS
+from train.optimizers.config import OptimizerConfig
 from train.resume import _check_allowed, changes, checkpoint_extra, find_start
 from train.run import claim_folder, open_log
+from train.schedule import schedule_of
 
 PATH = Path("runs/x/iter_0000120")
 
@@ -260,6 +263,27 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1, allow_changed=("all",))
     assert resumed(named, model, optimizer, {}) == (named, Progress(iteration=1, consumed_samples=4))
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
+
+
+def test_state_of_another_optimizer_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    two_checkpoints(tmp_path)
+    monkeypatch.setitem(OPTIMIZERS, NAME, Momentum())
+    model, optimizer = build(1, sharded=False)
+    momentum = OptimizerConfig(optimizer=NAME)
+    for saved_by, config, message in (
+        ({"optimizer": NAME}, OptimizerConfig(), "state of optimizer momentum, and optimizer is adam, which"),
+        ({"weight_decay": 0.1}, momentum, "state of optimizer adam, and optimizer is momentum, which cannot go on"),
+    ):
+        extra = {"progress": {"iteration": 2, "consumed_samples": 8}, "settings": saved_by}
+        rewrite_manifest(tmp_path / "iter_0000002", extra=extra)
+        run = replace(with_checkpoint(load=str(tmp_path)), optimizer=config)
+        before = whole_tensors(model, optimizer)
+        with pytest.raises(CheckpointError, match=message):
+            resumed(run, model, optimizer, {})
+        assert equal(whole_tensors(model, optimizer), before)
+        weights = replace(run, checkpoint=replace(run.checkpoint, finetune=True))
+        resumed(weights, model, optimizer, {})
+    assert checkpoint_extra(Config(optimizer=momentum), {})["settings"]["optimizer"] == NAME
 
 
 def test_another_objective_is_refused_and_what_else_changed_is_noted(tmp_path, capsys):

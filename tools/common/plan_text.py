@@ -204,8 +204,8 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
     cluster = cluster.running(best.context.attention_backend, best.packed)
     kernel = RATED[cluster.attention_kernel].title if cluster.attention_kernel else "attention"
     known = f"unknown: no published run of such a model on this card by {kernel} is there to compare with"
-    recurrent = getattr(best.model, "recurrent", False)
-    delta = recurrent and best.model.traits.delta
+    recurrent = best.model.recurrent
+    delta = recurrent and best.model.delta_rule
     if cluster.public_error and best.causal and not recurrent:
         known = (
             f"at most {cluster.public_error:.0%} on published runs of this card, to which nothing was fitted; over all "

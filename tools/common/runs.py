@@ -146,7 +146,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
         )
     config = config_as_trained(with_vocabulary(config, tokenizer.vocab_size), manifest.extra)
     model, imported = config.model, IMPORTED in manifest.extra
-    meant = max(model.max_position_embeddings or 0, model.scaled_length) or None
+    meant = max(model.max_position_embeddings or 0, 0 if model.rope is None else model.rope.scaled_length) or None
     length = meant if imported else config.train.seq_length  # an import's config.toml has a default there
     chat = manifest.extra.get(CHAT)
     return Run(folder, checkpoint, manifest.iteration, config, tokenizer, length, imported, chat)

@@ -21,7 +21,7 @@ from runtime.files import sha256
 from runtime.tensors import Part, generator_of
 from tools.common.training import Records, trainer_of
 from tools.parity.modules import Notes, Piece
-from train import optim, tasks
+from train import gradients, tasks
 from train.checkpoint import saving
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
@@ -233,14 +233,15 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
 
 def _watch(trainer: Trainer, found: RankResult, send: bool, notes: Notes) -> None:
     """Store the first step's gradients before clipping, which ends the notes, and what the first checkpoint saves."""
-    clip, save = optim.clip_gradients, saving.save_checkpoint
+    clip, save = gradients.clip_gradients, saving.save_checkpoint
 
     def noting_clip(parameters: Any, norm: float, largest: float) -> None:
         notes.on = False
         if "gradients" not in found.tensors:
             parts = trainer.runner.parts
-            gradients = {name: p.grad for part in parts for name, p in part.named_parameters() if p.grad is not None}
-            found.keep("gradients", gradients, send)
+            named = [pair for part in parts for pair in part.named_parameters()]
+            by_name = {name: p.grad for name, p in named if p.grad is not None}
+            found.keep("gradients", by_name, send)
         clip(parameters, norm, largest)
 
     def noting_save(*args: Any, **more: Any) -> Any:
@@ -248,4 +249,4 @@ def _watch(trainer: Trainer, found: RankResult, send: bool, notes: Notes) -> Non
             found.keep("saved", state(trainer), send)
         return save(*args, **more)
 
-    optim.clip_gradients, saving.save_checkpoint = noting_clip, noting_save
+    gradients.clip_gradients, saving.save_checkpoint = noting_clip, noting_save

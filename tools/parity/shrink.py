@@ -4,14 +4,16 @@ import math
 from functools import singledispatch
 from typing import Any
 
-from model.traits import SIZES as DELTA_SIZES
+from model.config import DELTA_SIZES
 from parallel.mesh import SIZES
 from parallel.pipeline.stages import PipelineConfig
 from runtime.errors import UserError
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
-from train.config.flags import build, config_fields
-from train.optim import OptimizerConfig
+from train.config.fields import config_fields
+from train.config.flags import build
+from train.optimizers import OPTIMIZERS
+from train.optimizers.config import OptimizerConfig
 from train.tasks.registry import task_of
 
 PP, CP, TP = SIZES
@@ -39,7 +41,7 @@ def shrunk(asked: CommonConfig, world_size: int | None = None) -> tuple[CommonCo
 
     Raises UserError: no sizes keep every kind.
     """
-    sections = {name: field.section for name, field in config_fields(type(asked)).items()}
+    sections = {name: field.section for name, field in config_fields(asked).items()}
     old = {name: getattr(getattr(asked, section), name) for name, section in sections.items()}
     new = {name: value for name, value in old.items() if sections[name] not in ELSEWHERE}
     new["compile"] = False  # modules are looked at one by one
@@ -49,7 +51,7 @@ def shrunk(asked: CommonConfig, world_size: int | None = None) -> tuple[CommonCo
     _shrink_run(old, new, ranks, short / new[CP] / (asked.sequence_length / old[CP]))
     config = _with_heads(asked, old, new, ranks)
     one = {name: getattr(getattr(config, sections[name]), name) for name in new if sections[name] not in SHARED}
-    linear, plain = getattr(config.model, "linear_attention", False), not config.packed
+    linear, plain = config.model.linear_attention, not config.packed
     backend = "auto" if plain and not linear else "reference"
     one |= {"device": "cpu", "micro_batch_size": 1, "attention_backend": backend}
     one |= {} if linear else {"context_parallel_method": "none" if plain else "ring"}
@@ -103,7 +105,8 @@ def _shrink_text(asked: Config, old: Values, new: Values) -> int:
     # Where ranks do not divide the length, they do not divide the short one.
     short = min(length, PER_RANK * max(new[CP], 2) - 5 * bool(length % (2 * old[CP] * old[TP])))
     for name in ("max_position_embeddings", "rope_scaling_original_max_position_embeddings", "rope_scaling_seq_length"):
-        new[name] = old[name] and max(8 * new[TP], math.ceil(old[name] * short / length))
+        if old.get(name) is not None:
+            new[name] = max(8 * new[TP], math.ceil(old[name] * short / length))
     if (window := next(filter(None, asked.windows), None)) is not None:
         new["window_size"] = f"{max(4, window[0] * short // length)},0"
     if old["lora_rank"] is not None:
@@ -133,8 +136,9 @@ def _shrink_layers(asked: CommonConfig, old: Values, new: Values) -> None:
         new |= {name: getattr(PipelineConfig, name) for name in PipelineConfig.__dataclass_fields__}
     virtual = new["num_virtual_stages_per_pipeline_rank"] = min(new["num_virtual_stages_per_pipeline_rank"], 2)
     stages, every, windows = pp * virtual, None, tuple(asked.windows)
-    if "softmax_every" in old:
-        every = new["softmax_every"] = asked.model.softmax_period and 2
+    if alternating := asked.model.alternating:
+        every = 2
+        new |= alternating
     uneven = len(set(old["pipeline_layers"])) > 1 or layers % asked.pipeline.stages(old[PP])
     fewest = max(2, stages + bool(uneven and pp > 1), len(windows) * (every or 1))
     new["num_layers"] = fewest = min(layers, fewest + (fewest % 2 if every else 0))
@@ -152,8 +156,8 @@ def _shrink_run(old: Values, new: Values, ranks: int, ratio: float) -> None:
     many = (old["global_batch_size"] or 0) > old["micro_batch_size"] * dp
     for name in ("loss_chunk_size", "ffn_chunk_size"):
         new[name] = old[name] and max(8, math.ceil(old[name] * ratio))
-    kept = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-    for name in OptimizerConfig.__dataclass_fields__.keys() - kept:
+    numeric = ("lr", *OPTIMIZERS[old["optimizer"]].compared_settings)
+    for name in OptimizerConfig.__dataclass_fields__.keys() - numeric:
         del new[name]
     new |= {"micro_batch_size": micro, "global_batch_size": micro * dp * max(new[PP], 1 + many), "split": "50,50"}
     new |= {"train_iters": 2, "eval_iters": 1, "eval_interval": 2, "bf16": False, "num_workers": 0}

@@ -130,7 +130,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     tasks = "whose words its tokenizer has: RULER's needles, or the small vocabulary (default: %(default)s)"
     add("--task", choices=("niah", "line_retrieval"), default="niah", help=tasks)
     add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
-    add("--model-type", choices=("llama", "qwen3_5"), default="llama", help="its family (default: %(default)s)")
+    add("--model-type", metavar="NAME", help="its family, of those in tools/ruler/tiny.toml (default: the first)")
     for command in (score, make, repeat, model):
         command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
 

@@ -1,4 +1,4 @@
-"""A tiny LLaMA or Qwen3.5 of random weights, in a folder that transformers wrote, which learns to retrieve in minutes.
+"""A tiny model of random weights, in a folder that transformers wrote, which learns to retrieve in minutes.
 
 Its tokens are words of short lines, or of RULER's needles in built-in sentences. Of lines a name, a value and the end
 are a token each, and by the chat template a question ends with the name that it asks for. Of needles a token is a word
@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from model.families import FAMILIES
 from model.hf.folder import new_folder
 from runtime.errors import UserError
 from tools.ruler.lines import ADJECTIVES, NAME, NOUNS, VALUES
@@ -26,13 +27,19 @@ LEARNED = (
 )  # fmt: skip
 """The needle tasks without UUIDs."""
 OF_FILE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SHAPES: dict[str, dict[str, Any]] = OF_FILE["shapes"]
+"""Settings of transformers' that a family needs beside sizes, by model_type."""
 
 
-def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type: str) -> str:
+def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type: str | None) -> str:
     """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists.
 
-    ``task`` is line_retrieval or niah, whose words the tokenizer has; ``model_type`` llama or qwen3_5.
+    ``task`` is line_retrieval or niah, whose words the tokenizer has; ``model_type`` is one of ``SHAPES``, by default
+    the first.
     """
+    family = model_type or next(iter(SHAPES))
+    if family not in SHAPES:
+        raise UserError(f"model_type is {family}; it must be one of {', '.join(SHAPES)}")
     if hidden_size % (2 * HEADS):
         raise UserError(
             f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}: {HEADS} heads, even for rope"
@@ -40,7 +47,7 @@ def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type
     import torch
 
     try:
-        from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
     except ImportError as error:
         raise UserError(
             "a model is written by transformers: pip install transformers (make venv EXTRAS=dev)"
@@ -54,10 +61,8 @@ def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type
     )
     tokenizer.chat_template = OF_FILE["template"]
     torch.manual_seed(seed)
-    hybrid = model_type == "qwen3_5"
-    family: Any = Qwen3_5TextConfig if hybrid else LlamaConfig
-    shape = OF_FILE["hybrid"] if hybrid else {"num_attention_heads": HEADS}
-    config = family(
+    config = AutoConfig.for_model(
+        FAMILIES[family].hugging_face[0].kind,
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -67,7 +72,7 @@ def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=not lines,
-        **shape,
+        **SHAPES[family],
     )
     model: Any = AutoModelForCausalLM.from_config(config)
     with new_folder(folder) as draft:

@@ -15,7 +15,7 @@ from train.callbacks.health import Health
 from train.callbacks.metrics import RunLog
 from train.checkpoint.saving import Saves
 from train.config.common import CommonConfig
-from train.optim import Ema
+from train.ema import Ema
 from train.resume import AVERAGED, Start, checkpoint_extra, find_start
 
 

@@ -14,7 +14,7 @@ from runtime.watchdog import Watchdog
 from train.batches import Batches, summed
 from train.callbacks import Callback, Step, say
 from train.callbacks.metrics import RunLog, lacks_validation
-from train.optim import Ema
+from train.ema import Ema
 from train.tasks.task import Task
 
 

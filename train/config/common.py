@@ -17,14 +17,14 @@ from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from runtime.errors import at_least, require
-from train import adamw
 from train.callbacks.health import HealthConfig
 from train.callbacks.metrics import LoggingConfig
 from train.callbacks.profile import ProfileConfig
 from train.checkpoint.api import CheckpointConfig
 from train.config.flags import ConfigError, value_of
 from train.float8 import Float8Config
-from train.optim import OptimizerConfig, schedule_of
+from train.optimizers.config import OptimizerConfig
+from train.schedule import schedule_of
 
 NEEDS = (
     *((name, "save") for name in ("save_interval", "async_save", "keep_last", "keep_every")),
@@ -107,7 +107,7 @@ class CommonConfig(ABC):
     """The sections of every entry's configuration; an entry defines its model, data and training."""
 
     model: Any
-    """A ``ModelConfig`` or ``DiTConfig``."""
+    """A ``DecoderConfig`` or ``DiTConfig``."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -130,6 +130,8 @@ class CommonConfig(ABC):
     """Fields of what the weights learn to predict; a resumed run must have the same."""
     NOTED = tuple[str, ...]()
     """Other fields of the entry that change training; a resumed run may change them, with a note."""
+    DECIDED = tuple[str, ...]()
+    """Fields of the entry that each start decides anew, if they are left open."""
 
     @property
     def causal(self) -> bool:
@@ -182,12 +184,21 @@ class CommonConfig(ABC):
         return None
 
     def updated(self, **values: Any) -> Self:
-        """Return the configuration with other values of these fields, whatever their sections."""
-        sections: dict[str, dict[str, Any]] = {}
+        """Return the configuration with other values of these fields, whatever their sections.
+
+        Raises KeyError: no section has such a field.
+        """
+        sections = {
+            name: section.name
+            for section in fields(self)
+            for name in values
+            if name in getattr(self, section.name).__dataclass_fields__
+        }
+        changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            owner = next(one.name for one in fields(self) if name in getattr(self, one.name).__dataclass_fields__)
-            sections.setdefault(owner, {})[name] = value
-        return replace(self, **{name: replace(getattr(self, name), **changed) for name, changed in sections.items()})
+            changed.setdefault(sections[name], {})[name] = value
+        new = {section: replace(getattr(self, section), **fields_) for section, fields_ in changed.items()}
+        return replace(self, **new)
 
     @property
     def reads_text(self) -> bool:
@@ -234,22 +245,14 @@ def validate_run(config: CommonConfig) -> None:
             f"lr_wsd_decay_iters is {wsd}, but only {end - warmup} iterations lie between the warm-up and "
             f"lr_decay_iters {end}; lower it"
         )
-    there = {"recompute_offload": "what is kept lies in host memory already and a copy would only add to it"}
-    there["optimizer_cpu_offload"] = "Adam's moments lie in host memory already"
-    for name, why in there.items():
-        if value_of(config, name) and config.mesh.device_type == "cpu":
-            raise ConfigError(f"{name} is set and device is cpu, where {why}; leave it out, or use --device cuda")
-    if optimizer.optimizer_backend == "apex":
-        if optimizer.optimizer_cpu_offload:
-            raise ConfigError(
-                "optimizer_backend is apex and optimizer_cpu_offload is set, whose steps on moments in host memory are "
-                "torch's kernel; leave one out"
-            )
-        if config.mesh.device_type == "cpu" and not adamw.EMULATED:
-            raise ConfigError(
-                "optimizer_backend is apex and device is cpu, where its kernel does not run; leave it out, or use "
-                "--device cuda"
-            )
+    if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
+        raise ConfigError(
+            "recompute_offload is set and device is cpu, where what is kept lies in host memory "
+            "already and a copy would only add to it; leave it out, or use --device cuda"
+        )
+    whole = config.data_parallel.strategy in ("ddp", "legacy_ddp")
+    sharded = not whole or config.mesh.tensor_model_parallel_size > 1
+    optimizer.spec.check(optimizer, config.mesh.device_type, sharded=sharded)
     if train.compile:
         _check_compile(config)
     config.float8.check(config)
@@ -284,7 +287,7 @@ def _check_compile(config: CommonConfig) -> None:
 def _check_backend(config: CommonConfig) -> None:
     """Check that the attention kernel is used, fits the model's kind of attention and supports the run."""
     backend, method = config.context.attention_backend, config.context.context_parallel_method
-    linear, kind = getattr(config.model, "linear_attention", False), getattr(config.model, "model_type", None)
+    linear, kind = config.model.linear_attention, getattr(config.model, "model_type", None)
     if linear and backend not in ("auto", *LINEAR):
         raise ConfigError(
             f"attention_backend is {backend}, which is softmax attention, and model_type {kind} has linear attention; "

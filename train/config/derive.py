@@ -7,14 +7,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from model.config import ModelConfig
+from model.config import DecoderConfig
 from parallel.context.config import ContextConfig
 from parallel.data import DataParallelConfig
 from parallel.mesh import SIZES
 from parallel.pipeline.stages import PipelineConfig
 from train.config.common import CommonConfig
 from train.config.entries import Config
-from train.config.flags import config_fields
+from train.config.fields import config_fields
 from train.config.sizes import validate_entries, validate_mesh, validate_method
 from train.float8 import Float8Config
 
@@ -56,17 +56,9 @@ def beyond_vocabulary(size: int, entries: int) -> str | None:
 
 def with_rope_length(config: C) -> C:
     """Return the configuration with a length for dynamic scaling of rope, the run's by default: no rank sees all."""
-    model = config.model
-    if not config.rotates or model.rope_scaling_type != "dynamic" or model.rope_scaling_seq_length is not None:
+    if not config.rotates:
         return config
-    return config.updated(rope_scaling_seq_length=config.sequence_length)
-
-
-def rope_reach(model: ModelConfig) -> int:
-    """Return the positions that a model is meant for or its scaling of rope reaches; 0 if it says neither."""
-    meant = model.max_position_embeddings or 0
-    stretched = int(meant * (model.rope_scaling_factor or 1)) if model.rope_scaling_type == "linear" else 0
-    return max(meant, model.scaled_length, stretched)
+    return replace(config, model=config.model.with_rope_length(config.sequence_length))
 
 
 def rope_flags(config: CommonConfig) -> list[str]:
@@ -78,11 +70,12 @@ def rope_flags(config: CommonConfig) -> list[str]:
     if not config.rotates:
         return []
     model, length = config.model, config.sequence_length
-    kind, reach = model.rope_scaling_type, rope_reach(model)
-    if not 0 < reach < length:
+    reach, rope = model.reach, model.rope
+    if not 0 < reach < length or rope is None:
         return []
-    trained = model.rope_scaling_original_max_position_embeddings or model.max_position_embeddings or 0
-    factor = (model.rope_scaling_factor or 1) * length / reach
+    kind = rope.rope_scaling_type
+    trained = rope.rope_scaling_original_max_position_embeddings or model.max_position_embeddings or 0
+    factor = (rope.rope_scaling_factor or 1) * length / reach
     factor = math.ceil(round(1e4 * factor, 3)) / 1e4  # of few digits, and not below
     flags = [f"--rope-scaling-type {kind or 'yarn'}"]
     if kind != "linear":
@@ -98,16 +91,16 @@ def beyond_rope(config: CommonConfig) -> str | None:
     flags = rope_flags(config)
     if not flags:
         return None
-    length, reach = config.sequence_length, rope_reach(config.model)
+    length, reach = config.sequence_length, config.model.reach
     return (
         f"note: seq_length {length} is {length / reach:.3g} times the {reach} positions that the model and its rope "
         f"reach; scale rope with {' '.join(flags)}, or set --max-position-embeddings if it is trained for more"
     )
 
 
-def default_method(model: ModelConfig) -> Literal["striped", "zigzag", "lasp"]:
+def default_method(model: DecoderConfig) -> Literal["striped", "zigzag", "lasp"]:
     """Return the method of context parallelism of a kind of model for which nobody has named one."""
-    default: Literal["striped", "zigzag"] = "zigzag" if model.traits.delta else "striped"  # no state passes along it
+    default: Literal["striped", "zigzag"] = "zigzag" if model.delta_rule else "striped"  # no state passes along it
     return "lasp" if model.linear_attention else default
 
 

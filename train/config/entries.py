@@ -13,15 +13,17 @@ from data.latents.folder import latents_fingerprint
 from data.text.config import DataConfig, blend
 from data.text.indexed import LOSS_MASK, open_indexed
 from data.text.record import CHAT, chat_record
-from model.config import ModelConfig
+from model.config import DecoderConfig
 from model.diffusion import DiffusionConfig
 from model.dit_config import DiTConfig
+from model.families import DEFAULT, FAMILIES
 from parallel.context.config import FullContextConfig, HybridConfig
 from runtime.errors import at_least
 from tools.ruler.examples import RulerConfig
 from train.config.common import CommonConfig, LoopConfig
+from train.config.fields import Variants
 from train.config.flags import ENTRIES
-from train.optim import EmaConfig
+from train.ema import EmaConfig
 from train.sampling import SamplingConfig
 
 
@@ -41,14 +43,16 @@ class TrainConfig(LoopConfig):
 class Config(CommonConfig):
     """Everything that decides a run, one field per section; a field's name is unique over all sections."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: DecoderConfig = field(default_factory=FAMILIES[DEFAULT].config)
     data: DataConfig = field(default_factory=DataConfig)
     hybrid: HybridConfig = field(default_factory=HybridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     ruler: RulerConfig = field(default_factory=RulerConfig)
 
+    VARIANTS = Variants("model", "model_type", {name: family.config for name, family in FAMILIES.items()})
     SAMPLE_ORDER = ("seed", "seq_length", "data_path", "split", "blend_by_length", "pack_documents")
     NOTED = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")
+    DECIDED = ("hybrid_softmax_layout", "delta_rule_schedule", "rope_scaling_seq_length")
 
     @property
     def sequence_length(self) -> int:
@@ -65,11 +69,11 @@ class Config(CommonConfig):
 
     @property
     def rotates(self) -> bool:
-        return self.model.rotates
+        return self.model.rope is not None
 
     @property
     def delta(self) -> bool:
-        return self.model.traits.delta
+        return self.model.delta_rule
 
     @property
     def hybrid_layouts(self) -> bool:

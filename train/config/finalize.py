@@ -3,7 +3,7 @@
 Nothing replaces a field of it afterwards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,15 +25,15 @@ from train.config.derive import (
     with_rope_length,
     with_vocabulary,
 )
-from train.config.entries import Config
-from train.config.flags import ConfigError, load, read_toml
+from train.config.fields import config_fields
+from train.config.flags import ConfigError, load, read_toml, value_of
 from train.config.sizes import validate_hybrid
 from train.resume import Start, find_start
 from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)
 Method = Callable[[CommonConfig, int], tuple[ContextConfig, str]]
-"""A configuration and its processes -> the method of context parallelism, with a line that says why."""
+"""A configuration and its processes -> the method, with a line that says why."""
 Validate = Callable[[C, int], None]
 
 
@@ -42,10 +42,10 @@ class Planner(NamedTuple):
 
     method: Method
     """Chooses the method ``auto``."""
-    settings: Callable[[Any], Any]
-    """Chooses what is left open once the method is known."""
+    settings: Sequence[Callable[..., Any]]
+    """Choose, in turn, what is left open once the method is known."""
     mesh: Callable[[Any, int, int | None], tuple[Any, str]]
-    """A configuration, other processes than its sizes are for, entries of its tokenizer -> one for them, and why."""
+    """A configuration, the processes at hand, its tokenizer's entries -> one for them, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ class Final(Generic[C]):
     config: C
     """The one in use: complete, valid, and with the schedule that the run takes."""
     saved: C
-    """The one to write: as requested where another start decides anew, without what holds for this start alone."""
+    """The one to write: as requested where another start decides anew, and without what holds for
+    this start alone."""
     start: Start
     """The checkpoint or the weights to start from, or neither."""
     tokenizer: Any
@@ -63,7 +64,9 @@ class Final(Generic[C]):
 
 
 def validate_launch(config: C, validate: Validate[C]) -> None:
-    """Validate a run for the launched processes, before they join; with allow_resize ``finalize`` does it.
+    """Validate a run for the launched processes, before they join.
+
+    With allow_resize it is for others, and ``finalize`` validates it.
 
     Raises UserError: as ``validate``.
     """
@@ -83,11 +86,13 @@ def validate_launch(config: C, validate: Validate[C]) -> None:
 
 
 def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
-    """Decide everything that a parsed configuration leaves open, and print it; collective over joined processes.
+    """Decide everything that a parsed configuration leaves open, and print it; collective.
+
+    The processes have joined.
 
     Raises:
-        UserError: as the task's ``validate``; the tokenizer is missing; no mesh keeps the global batch, or fits in
-            memory; a choice cannot be made; or the checkpoint does not suit the run.
+        UserError: as the task's ``validate``; the tokenizer is missing; no mesh keeps the global
+            batch, or fits in memory; a choice cannot be made; or the checkpoint does not suit the run.
     """
     with raise_together():
         tokenizer = task.load_tokenizer(requested)
@@ -109,10 +114,11 @@ def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
 
 
 def complete(config: C, entries: int | None, planner: Planner) -> C:
-    """Return a configuration complete for a tokenizer of ``entries`` entries, and print what was chosen; collective.
+    """Return a complete configuration, and print what was chosen; collective.
 
-    A sequence longer than rope reaches is noted, and so is a tokenizer of more entries than the model. With
-    balance_over dp_cp, data-parallel ranks are context-parallel ones in it, as they are in the mesh.
+    ``entries`` are those of the tokenizer. A sequence longer than rope reaches is noted, and so is
+    a tokenizer of more entries than the model. With balance_over dp_cp, data-parallel ranks are
+    context-parallel ones in it, as they are in the mesh.
 
     Raises UserError: the vocabulary has fewer entries, or a choice cannot be made.
     """
@@ -127,7 +133,14 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
         if is_first():
             print(note, flush=True)
     config = with_method(config, dist.get_world_size(), planner.method)
-    return from_first(lambda: planner.settings(config))  # all ranks the same, whatever their GPUs and files are
+
+    def with_settings() -> C:
+        chosen = config
+        for choose in planner.settings:
+            chosen = choose(chosen)
+        return chosen
+
+    return from_first(with_settings)  # all ranks the same, whatever their GPUs and files are
 
 
 def with_method(config: C, world_size: int, choose: Method) -> C:
@@ -144,33 +157,31 @@ def with_method(config: C, world_size: int, choose: Method) -> C:
 
 
 def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[ContextConfig, str]:
-    """Return the method of the run that is resumed on the same mesh, or the chosen one, with a line that says why."""
+    """Return the method of the run that is resumed on the same mesh, or the chosen one, and why."""
     earlier = Path(config.checkpoint.load or "") / CONFIG
     if config.checkpoint.load is not None and not config.checkpoint.finetune and earlier.exists():
         before = load(type(config), earlier)
         alike = (before.mesh.joined(world_size), before.sequence_length) == (config.mesh, config.sequence_length)
         if alike and before.context.context_parallel_method != "auto":
-            if isinstance(config, Config):
-                validate_hybrid(replace(config, context=before.context))
+            if config.hybrid_layouts:
+                resumed: Any = replace(config, context=before.context)
+                validate_hybrid(resumed)
             return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
     return choose(config, world_size)
 
 
 def config_to_save(config: C, requested: C, world_size: int) -> C:
-    """Return the configuration to write: another start may have other processes to lay out and join, and lengths.
+    """Return the configuration to write: another start may have other processes, and lengths.
 
-    Checkpoints keep the resumed schedule. The flags that choose it and finetune are left out, as they hold for this
-    start alone, and so is a load that only finetune takes.
+    Checkpoints keep the resumed schedule. The flags that choose it and finetune are left out, as
+    they hold for this start alone, and so is a load that only finetune takes.
     """
     sections: Any = {name: getattr(requested, name) for name in ("mesh", "train", "data_parallel", "recompute")}
-    if isinstance(config, Config) and isinstance(requested, Config):
-        sections["hybrid"] = requested.hybrid
-        sections["context"] = replace(config.context, delta_rule_schedule=requested.context.delta_rule_schedule)
-        sections["model"] = replace(config.model, rope_scaling_seq_length=requested.model.rope_scaling_seq_length)
     if requested.mesh.joined(world_size) != config.mesh:
         sections["context"] = requested.context
     checkpoint = config.checkpoint
     return replace(config, **sections).updated(
+        **{name: value_of(requested, name) for name in config.DECIDED if name in config_fields(config)},
         override_opt_param_scheduler=False,
         use_checkpoint_opt_param_scheduler=False,
         finetune=False,

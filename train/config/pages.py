@@ -12,7 +12,16 @@ from typing import get_type_hints
 
 from train.config import megatron_flags
 from train.config.entries import ENTRIES
-from train.config.flags import METAVAR, attribute_docs, config_fields
+from train.config.fields import (
+    METAVAR,
+    Field,
+    config_fields,
+    documented,
+    fields_by_variant,
+    sections_of,
+    variant_fields,
+    variants_of,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -60,7 +69,7 @@ def flags_page() -> str:
 
 
 def _section(section: str) -> Iterable[str]:
-    """Yield a section's description and tables: flags of both entries, then of each alone."""
+    """Yield a section's description and tables: flags of both entries, then of each alone, then of variants."""
     rows = {entry: _rows(root, section) for entry, root in ENTRIES.items()}
     gpt, dit = rows.values()
     about = [
@@ -69,22 +78,35 @@ def _section(section: str) -> Iterable[str]:
     yield str(about[0])
     shared = [row for row in gpt if row in dit]
     alone = {entry: [row for row in rows[entry] if row not in shared] for entry in ENTRIES}
-    for title, table in {"": shared, **{f"`{entry}` alone:": own for entry, own in alone.items()}}.items():
+    tables = {"": shared, **{f"`{entry}` alone:": own for entry, own in alone.items()}}
+    for root in ENTRIES.values():
+        name = variants_of(root).name
+        if section == variants_of(root).section:
+            for variants, fields in variant_fields(root).items():
+                tables[f"`{name}` {variants} alone:"] = [_row(field, doc) for field, doc in fields]
+    for title, table in tables.items():
         if table:
             yield from ("", title) if title else ()
             yield from ("", "| flag | value | default | |", "| --- | --- | --- | --- |", *table)
 
 
 def _rows(root: type, section: str) -> list[str]:
-    """Return a table row per field of a section; none if the entry lacks the section."""
-    cls = get_type_hints(root).get(section)
-    docs, rows = {} if cls is None else attribute_docs(cls), []
-    for field in (field for field in config_fields(root).values() if field.section == section):
-        value = " ".join(f"`{choice}`" for choice in field.choices) if field.choices else METAVAR.get(field.base, "")
-        value += " ..." if field.many else ""
-        default, about = field.typed, " ".join(docs[field.name].split())
-        rows.append(f"| `{field.flag}` | {value} | {default and f'`{default}`'} | {about} |")
-    return rows
+    """Return a table row per field of a section that all variants have; none if the entry lacks the section."""
+    cls = sections_of(root).get(section)
+    docs = {} if cls is None else documented(root, cls)
+    shared = set.intersection(*map(set, fields_by_variant(root).values()))
+    return [
+        _row(field, docs[field.name])
+        for field in config_fields(root).values()
+        if field.section == section and field.name in shared
+    ]
+
+
+def _row(field: Field, doc: str) -> str:
+    value = " ".join(f"`{choice}`" for choice in field.choices) if field.choices else METAVAR.get(field.base, "")
+    value += " ..." if field.many else ""
+    about = " ".join(doc.split())
+    return f"| `{field.flag}` | {value} | {field.typed and f'`{field.typed}`'} | {about} |"
 
 
 def configs_page() -> str:

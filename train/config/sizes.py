@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import replace
 
-from model.config import ModelConfig
+from model.config import DecoderConfig
 from model.dit_config import DiTConfig
 from parallel.context.config import HybridConfig
 from parallel.context.layout import ContextError
@@ -13,7 +13,8 @@ from parallel.recompute import RecomputeConfig
 from runtime.errors import divisors, nearest, with_article
 from train.config.common import CommonConfig
 from train.config.entries import Config
-from train.config.flags import ConfigError, config_fields, spelled, value_of
+from train.config.fields import config_fields
+from train.config.flags import ConfigError, spelled, value_of
 
 LARGEST = dict.fromkeys(("num_layers", "num_virtual_stages_per_pipeline_rank"), 10**5)
 LARGEST |= dict.fromkeys(("num_attention_heads", "num_query_groups"), 10**6)
@@ -29,7 +30,7 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
 
     Iterations, intervals and seeds take no memory and have no bound here.
     """
-    for name, field in config_fields(type(config)).items():
+    for name, field in config_fields(config).items():
         if field.base is not int or name == "seed" or name.endswith(("_iters", "_interval", "_step")):
             continue
         value = value_of(config, name)
@@ -46,7 +47,8 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
     width, shared = model.hidden_size, mesh.context_parallel_size * mesh.tensor_model_parallel_size
     matrices = model.num_layers * width * 2 * (model.num_attention_heads * model.head_dim + model.ffn_size)
     entries = (getattr(model, "vocab_size", None) or 0) * width
-    state = 16 * (matrices + entries) // world_size  # float32 weights and gradients, AdamW's two moments
+    # float32 weights and gradients, and the optimizer's state
+    state = (8 + config.optimizer.spec.state_bytes) * (matrices + entries) // world_size
     hidden = 4 * config.train.micro_batch_size * config.sequence_length * width // shared
     for names, what, size in (
         ("num_layers, hidden_size and vocab_size", "the state of the model", state),
@@ -142,7 +144,7 @@ def validate_method(config: Config) -> None:
     """Raise ConfigError for a method that does not support the model's kind of attention."""
     kind, linear = config.model.model_type, config.model.linear_attention
     method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
-    if config.model.traits.delta and cp > 1 and method in METHODS:
+    if config.model.delta_rule and cp > 1 and method in METHODS:
         asked = config.context.context_parallel_layout
         if (method_of(method).layout(causal=True) if asked == "auto" else asked) == "striped":
             raise ConfigError(
@@ -150,7 +152,7 @@ def validate_method(config: Config) -> None:
                 "delta rule, whose states pass along consecutive tokens, which no rank of that layout has; use zigzag, "
                 "or exchange for packed documents"
             )
-    if not config.model.traits.delta and (schedule := config.context.delta_rule_schedule) != "auto":
+    if not config.model.delta_rule and (schedule := config.context.delta_rule_schedule) != "auto":
         raise ConfigError(
             f"delta_rule_schedule is {schedule}, and model_type {kind} has no layers with a delta rule; leave it out"
         )
@@ -191,8 +193,8 @@ def validate_hybrid(config: Config) -> None:
             if (value := getattr(hybrid, name)) != getattr(HybridConfig, name):
                 raise ConfigError(
                     f"{name} is {value} and softmax_every is not set, so that no layer has softmax attention beside "
-                    "others of linear attention; leave it out, or give a transnormer --softmax-every"
-                    if not model.traits.delta
+                    "others of linear attention; leave it out, or give --softmax-every"
+                    if not model.delta_rule
                     else f"{name} is {value}, and all layers of {with_article(model.model_type)} have one layout; "
                     "leave it out, and give --context-parallel-method"
                 )
@@ -226,17 +228,15 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
         )
 
 
-def _validate_shares(model: ModelConfig | DiTConfig, tp: int) -> None:
+def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
     """Check that a layer's heads and channels divide among ``tp`` ranks."""
     size, heads, groups = f"tensor_model_parallel_size {tp}", model.num_attention_heads, model.query_groups
-    shared = {"num_attention_heads": heads, "ffn_hidden_size": model.ffn_size}
-    if isinstance(model, ModelConfig) and model.traits.delta:
-        shared["linear_num_key_heads"] = model.key_heads
+    shared = model.shared_sizes
     for name, value in shared.items():
         if value % tp:
             sizes = ", ".join(map(str, divisors(math.gcd(*shared.values()))))
             raise ConfigError(f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}")
-    if isinstance(model, ModelConfig) and model.traits.qk_norm == "joint" and groups % tp:
+    if isinstance(model, DecoderConfig) and model.joint_qk_norm and groups % tp:
         raise ConfigError(
             f"num_query_groups is {groups}, not a multiple of {size}, and {with_article(model.model_type)} normalises "
             f"all keys of a token at once, each by one rank; sizes that fit: {', '.join(map(str, divisors(groups)))}"

@@ -13,7 +13,7 @@ from data.text.blend import cumulative_lengths, positions_in_documents
 from data.text.config import DataConfig, blend
 from data.text.indexed import entropy, token_counts
 from kernels.operators import linear
-from model.language import LanguageModel
+from model.decoder import Decoder
 from parallel.context import ContextParallel
 from parallel.context.plan import PLANS, PlanHandle
 from parallel.tensor.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
@@ -122,7 +122,7 @@ class NextToken(Objective):
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Tie the embedding of the first stage and the last if it is also the output projection."""
-        assert isinstance(part, LanguageModel)
+        assert isinstance(part, Decoder)
         apart = part.config.untie_embeddings_and_output_weights or part.config.lora_rank is not None  # frozen copies
         return {} if apart else {"embedding.weight": (0, stages - 1)}
 

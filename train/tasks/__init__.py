@@ -1,1 +1,1 @@
-"""Tasks of the entries: what language models and diffusion transformers train on, in a file each."""
+"""Tasks of the entries: language models and diffusion transformers, a file each."""

@@ -1,4 +1,4 @@
-"""Diffusion transformers on latents of images or videos: noise to denoise, over patches that ranks share."""
+"""Diffusion transformers on latents of images or videos, over patches that ranks share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,6 @@ from torch import nn
 
 from data.latents.dataset import build_latent_datasets
 from model.dit import DiT, dit_flops_per_patch, num_dit_parameters
-from parallel.mesh import Mesh
 from runtime.together import raise_together
 from train.attention import diffusion_context
 from train.config import diffusion
@@ -27,13 +26,13 @@ class DiffusionTask(Task[DiTRunConfig]):
     parse_args = staticmethod(diffusion.parse_args)
     validate = staticmethod(diffusion.validate)
 
-    def __init__(self, config: DiTRunConfig, mesh: Mesh) -> None:
-        """Set up attention over the context-parallel ranks, and the loss; collective."""
+    def set_up(self) -> None:
+        """Make context parallelism with its attention, and the loss; collective."""
+        config = self.config
         with raise_together():
-            cp, self._attend = diffusion_context(config, mesh.cp.get_group())
+            self.cp, self._attend = diffusion_context(config, self.mesh.cp.get_group())
         process, seed = diffusion_of(config), config.train.seed
-        objective = Denoising(cp, mesh.device, config.model, process, seed, joined=config.packed)
-        super().__init__(config, mesh, cp, objective)
+        self.objective = Denoising(self.cp, self.mesh.device, config.model, process, seed, joined=config.packed)
 
     def build_model(self) -> nn.Module:
         """Build the whole model."""

@@ -10,7 +10,6 @@ from data.text.blend import MockTokenizer
 from data.text.megatron import build_datasets
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.registry import attention_title, build_model, flops_per_token, num_parameters, num_trained
-from parallel.mesh import Mesh
 from runtime.together import is_first, raise_together
 from train.attention import context_of, plan_ahead
 from train.callbacks.ruler import Curve
@@ -30,23 +29,26 @@ class LanguageTask(Task[Config]):
     validate = staticmethod(language.validate)
     objective: NextToken
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        """Set up attention over the context-parallel ranks, and the loss; collective."""
+    def set_up(self) -> None:
+        """Make context parallelism with its attention, and the loss; collective."""
+        config = self.config
         with raise_together():
-            cp, self._attend = context_of(config, mesh.cp.get_group())
-        objective = NextToken(
-            cp,
-            mesh.device,
+            self.cp, self._attend = context_of(config, self.mesh.cp.get_group())
+        self.objective = NextToken(
+            self.cp,
+            self.mesh.device,
             config.recompute.loss_chunk_size,
             reset_position_ids=config.data.reset_position_ids,
             reset_attention_mask=config.data.reset_attention_mask,
             prepare=partial(plan_ahead, config, self._attend),
         )
-        super().__init__(config, mesh, cp, objective)
 
     @staticmethod
     def load_tokenizer(config: Config) -> Tokenizer | MockTokenizer:
-        """Load the data's tokenizer; for mock_data return one of vocab_size entries. Raises DataError: no file."""
+        """Load the data's tokenizer; for mock_data return one of vocab_size entries.
+
+        Raises DataError: it is missing.
+        """
         if config.data.mock_data:
             return MockTokenizer(config.model.vocabulary)
         return load_tokenizer(str(config.data.tokenizer_model))
@@ -76,7 +78,7 @@ class LanguageTask(Task[Config]):
     def description(self, data: Data) -> str:
         """Describe the run in one line: the model, the mesh and the data."""
         config, model = self.config, self.config.model
-        title = f"{model.traits.title} of {num_parameters(model):,} parameters"
+        title = f"{model.title} of {num_parameters(model):,} parameters"
         if model.lora_rank is not None:
             title += f", of which {num_trained(model):,} in adapters of rank {model.lora_rank} are trained"
         if (attention := attention_title(model)) is not None:

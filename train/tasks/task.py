@@ -47,9 +47,21 @@ class Task(ABC, Generic[C]):
     data_flags: ClassVar[tuple[str, ...]]
     """The flags that name its data, with placeholders."""
 
-    def __init__(self, config: C, mesh: Mesh, cp: ContextParallel, objective: Objective) -> None:
-        """Keep a configuration that is complete and valid, with what follows from it on this mesh."""
-        self.config, self.mesh, self.cp, self.objective = config, mesh, cp, objective
+    cp: ContextParallel
+    objective: Objective
+
+    def __init__(self, config: C, mesh: Mesh) -> None:
+        """Set up a complete and valid configuration on a mesh; collective."""
+        self.config, self.mesh = config, mesh
+        self.set_up()
+        self.batch_samples = config.train.batch_size(mesh.dp.size())
+        """The sequences, or samples, per iteration."""
+        self.batch_tokens = self.batch_samples * config.sequence_length
+        """The tokens per iteration."""
+
+    @abstractmethod
+    def set_up(self) -> None:
+        """Make ``cp``, which shares sequences over ranks, and ``objective``; collective."""
 
     @staticmethod
     @abstractmethod
@@ -128,16 +140,6 @@ class Task(ABC, Generic[C]):
             hidden=self.hidden_states,
             tied=objective.tied(parts[0], pipeline.stages(ranks)),
         )
-
-    @property
-    def batch_samples(self) -> int:
-        """The sequences, or samples, per iteration."""
-        return self.config.train.batch_size(self.mesh.dp.size())
-
-    @property
-    def batch_tokens(self) -> int:
-        """The tokens per iteration."""
-        return self.batch_samples * self.config.sequence_length
 
     @property
     def validation_samples(self) -> int:

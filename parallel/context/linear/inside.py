@@ -1,4 +1,4 @@
-"""Softmax attention in a layout of its own, inside a model whose other layers have another layout."""
+"""Softmax attention in a layout of its own, inside a model of another layout."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Context-parallel methods by name."""
 
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
 from parallel.context.layout import ContextError
 from parallel.context.methods.base import Method
 from parallel.context.methods.exchange import Exchange
@@ -18,6 +20,13 @@ LINEAR_METHODS: dict[str, Method] = STATE_METHODS | {
     name: method for name, method in METHODS.items() if method.splits_heads
 }
 """All methods for linear attention: they pass states on, or give each rank the whole sequence of some heads."""
+
+if TYPE_CHECKING:
+    MethodName: TypeAlias = str
+    SoftmaxMethodName: TypeAlias = str
+else:  # choices of a flag
+    MethodName = Literal[(*METHODS, *STATE_METHODS, "none", "auto")]
+    SoftmaxMethodName = Literal[(*METHODS, "none", "auto")]
 
 
 def method_of(name: str) -> Method:

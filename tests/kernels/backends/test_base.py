@@ -1,4 +1,4 @@
-"""The table of backends: each has the kernels that it states, and all that lists names takes them from there."""
+"""The table of backends: each has the kernels that it states, and all lists of names follow."""
 
 from typing import get_args, get_type_hints
 

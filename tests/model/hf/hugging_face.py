@@ -7,19 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from model.config import ModelConfig
 from model.hf import config_to_hf, from_hf
 from model.parts.rope import frequencies
 from model.registry import build_model
-from tests.model.models import without_float32
+from tests.model.models import as_family, model_config, without_float32
 
 transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's models")
 
 SHAPE = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": 61}
 SHAPE |= {"norm_epsilon": 1e-6, "init_method_std": 0.2}
 """Weights ten times the usual, so that softmax and logits are far from flat."""
-LLAMA = ModelConfig(**SHAPE, ffn_hidden_size=80, num_query_groups=2, rotary_base=5000.0)
-GPT2 = ModelConfig(
+LLAMA = model_config(**SHAPE, ffn_hidden_size=80, num_query_groups=2, rotary_base=5000.0)
+GPT2 = model_config(
     **SHAPE,
     model_type="gpt",
     position_embedding_type="learned_absolute",
@@ -47,15 +46,17 @@ BANDS = {"rope_scaling_low_freq_factor": 1.0, "rope_scaling_high_freq_factor": 4
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 8.0, TRAINED: 16}
 DELTA = {"num_layers": 3, "softmax_every": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 10}
-QWEN3_5 = dataclasses.replace(
-    LLAMA, model_type="qwen3_5", num_attention_heads=3, num_query_groups=1, kv_channels=16, rotary_percent=0.25, **DELTA
+QWEN3_5 = as_family(
+    LLAMA, "qwen3_5", num_attention_heads=3, num_query_groups=1, kv_channels=16, rotary_percent=0.25, **DELTA
 )
-OLMO_HYBRID = dataclasses.replace(LLAMA, model_type="olmo_hybrid", rotary_base=10000.0, **DELTA)
+OLMO_HYBRID = as_family(LLAMA, "olmo_hybrid", **DELTA)
 LOCAL = {"window_size": "7,0", "window_attn_skip_freq": "[1,1,0]", "num_layers": 3}
-GEMMA3 = dataclasses.replace(
-    LLAMA, model_type="gemma3", kv_channels=16, query_pre_attn_scalar=21, rotary_base_local=300.0, **LOCAL, **TIED
+GEMMA3 = as_family(LLAMA, "gemma3", kv_channels=16, query_pre_attn_scalar=21, rotary_base_local=300.0, **LOCAL, **TIED)
+SMOLLM3 = as_family(LLAMA, "smollm3", num_layers=4, no_rope_freq="2", **TIED)
+GRANITE = as_family(
+    LLAMA, "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5
 )
-OLMO3 = dataclasses.replace(LLAMA, model_type="olmo3", rotary_base_local=5000.0, **LOCAL, **YARN)
+OLMO3 = as_family(LLAMA, "olmo3", rotary_base_local=5000.0, **LOCAL, **YARN)
 CONFIGS = {
     "llama": LLAMA,
     "llama, mha": llama(num_query_groups=6),
@@ -86,6 +87,12 @@ CONFIGS = {
         linear_value_head_dim=12,
         linear_conv_kernel_dim=3,
     ),
+    "smollm3": SMOLLM3,
+    "smollm3, untied, a pattern, yarn": dataclasses.replace(
+        SMOLLM3, num_layers=3, no_rope_freq="[0,1,1]", untie_embeddings_and_output_weights=True, **YARN
+    ),
+    "granite": GRANITE,
+    "granite, tied, mha": dataclasses.replace(GRANITE, num_query_groups=6, logits_scaling=2.0, **TIED),
     "gpt2": GPT2,
     "gpt2, untied": dataclasses.replace(GPT2, untie_embeddings_and_output_weights=True),
     "gpt2, narrow feed-forward": dataclasses.replace(GPT2, ffn_hidden_size=80),
@@ -122,9 +129,9 @@ def hugging_face(config, dtype=torch.float32):
     theirs.to(torch.float64 if config.recurrent else dtype)
     if config.model_type == "gemma3":
         theirs.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype)
-    if config.recurrent or (config.traits.local_rope and dtype == torch.float64):
+    if config.recurrent or (hasattr(config, "rotary_base_local") and dtype == torch.float64):
         forward, module = theirs.forward, sys.modules[type(theirs).__module__]
-        if config.rotates:
+        if config.rope is not None:
             theirs.model.rotary_emb = ExactRotary(config)
 
         def wide(*inputs, **settings):
@@ -132,7 +139,7 @@ def hugging_face(config, dtype=torch.float32):
                 return forward(*inputs, **settings)
 
         theirs.forward = wide
-    if config.model_type == "llama" and dtype == torch.float64:
+    if config.model_type in ("llama", "smollm3", "granite") and dtype == torch.float64:
         theirs.model.rotary_emb = ExactRotary(config)
         for name, module in list(theirs.named_modules()):
             if "norm" in name:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
-from model.hf.api import FAMILIES
+from model.hf.api import HUGGING_FACE
 from model.registry import build_model
 from runtime.errors import UserError, with_article
 from tests.model.hf.hugging_face import (
@@ -93,7 +93,7 @@ def test_round_trip(config):
     assert config_from_hf(config_to_hf(full)) == full
 
 
-IN_BFLOAT16 = ("llama", "gemma3", "qwen3_5", "gpt2")
+IN_BFLOAT16 = ("llama", "gemma3", "qwen3_5", "granite", "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ IN_BFLOAT16 = ("llama", "gemma3", "qwen3_5", "gpt2")
 def test_transformers_loads_what_is_saved(tmp_path, name, dtype):
     config, made = CONFIGS[name], hugging_face(CONFIGS[name])
     model = ours(made, config).to(dtype)
-    longest = config.max_position_embeddings or config.scaled_length or 4096
+    longest = config.max_position_embeddings or getattr(config, "scaled_length", 0) or 4096
     save_hf(tmp_path / "out", config, model.state_dict(), contents={"max_position_embeddings": longest})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert type(theirs) is type(made)
@@ -203,10 +203,10 @@ def test_a_key_that_no_family_knows_is_told(name, key):
 
 
 def test_every_key_that_transformers_writes_is_known():
-    for family in (one for one in FAMILIES if one != "transnormer"):
+    for family in (one for one in HUGGING_FACE if one != "transnormer"):
         written = transformers.AutoConfig.for_model(family).to_dict()
-        assert written.keys() <= FAMILIES[family].known, family
-        assert set(transformers.GenerationConfig._get_default_generation_params()) <= FAMILIES[family].known
+        assert written.keys() <= HUGGING_FACE[family].known, family
+        assert set(transformers.GenerationConfig._get_default_generation_params()) <= HUGGING_FACE[family].known
 
 
 def odd_files(folder, kind):
@@ -287,7 +287,9 @@ def _load(contents, folder):
     return load_file(path)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma3", "olmo3", "qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gpt2", "gemma3", "olmo3", "qwen3_5", "olmo_hybrid", "smollm3", "granite"]
+)
 def test_sinks_are_refused_both_ways(name):
     config = CONFIGS[name]
     state, other = hugging_face(config).state_dict(), dataclasses.replace(config, softmax_type="learnable")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.decoder import Decoder
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
 from model.hf.api import open_hf
-from model.language import LanguageModel
 from model.registry import build_model
 from runtime.errors import UserError
 from tests.model.hf.hugging_face import (
@@ -87,8 +87,8 @@ def test_a_gpt_that_theirs_cannot_be_is_not_written(tmp_path, change, words):
     config = replace(GPT2, **change)
     for write in (
         lambda: config_to_hf(config),
-        lambda: to_hf(LanguageModel(config).state_dict(), config),
-        lambda: save_hf(tmp_path / "out", config, LanguageModel(config).state_dict()),
+        lambda: to_hf(Decoder(config).state_dict(), config),
+        lambda: save_hf(tmp_path / "out", config, Decoder(config).state_dict()),
     ):
         with pytest.raises(ValueError, match=f"^{words}, and Hugging Face's GPT-2 has only .*; keep it in"):
             write()
@@ -98,7 +98,7 @@ def test_a_gpt_that_theirs_cannot_be_is_not_written(tmp_path, change, words):
 def test_the_table_of_positions_has_one_length(tmp_path):
     assert config_to_hf(GPT2, {"max_position_embeddings": 50})["n_positions"] == 50
     with pytest.raises(ValueError, match="max_position_embeddings is 60 and the model's table of positions has 50"):
-        save_hf(tmp_path / "out", GPT2, LanguageModel(GPT2).state_dict(), {"max_position_embeddings": 60})
+        save_hf(tmp_path / "out", GPT2, Decoder(GPT2).state_dict(), {"max_position_embeddings": 60})
     assert not (tmp_path / "out").exists()
 
 

@@ -44,6 +44,12 @@ CASES = {
     "olmo3, flat beside tables": ("Olmo3", {**WINDOWS, "rope_parameters": {**PLAIN, "rope_theta": 7.0, **OF_BOTH}}),
     "qwen3_5": ("Qwen3_5", LINEAR),
     "olmo hybrid": ("OlmoHybrid", {**LINEAR, "rope_parameters": {"rope_theta": None}}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3, a pattern": ("SmolLM3", {"no_rope_layers": [0, 1, 0], "rope_parameters": YARN}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 1.5},
+    ),
     "gpt2": ("GPT2", {}),
 }
 """Classes of models, and what their configurations are made from."""

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from model.config import ModelConfig
-from model.parts.attention import attention_of, sdpa
+from model.parts.attention import sdpa
 from model.parts.rope import RopeConfig
 from model.parts.rotary import Rotary
+from tests.model.models import model_config
 
 
 def leaves(length, groups=2, heads=4):
@@ -70,12 +70,12 @@ def test_a_layer_is_that_of_gpt_oss_and_so_is_every_gradient(layer):
         layer_types=kinds, attn_implementation="eager",
     )  # fmt: skip
     theirs = GptOssAttention(theirs_config, layer).double()
-    config = ModelConfig(
+    config = model_config(
         model_type="gpt", position_embedding_type="rope", hidden_size=24, num_attention_heads=4, num_query_groups=2,
         kv_channels=8, num_layers=2, vocab_size=9, window_size="5,0", window_attn_skip_freq="2",
         softmax_type="learnable",
     )  # fmt: skip
-    ours = attention_of(config, layer, sdpa).double()  # with biases
+    ours = config.attention(layer, sdpa, bias=True).double()
     torch.manual_seed(0)
     for name, parameter in theirs.named_parameters():
         nn.init.normal_(parameter)

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from model.decoder import Decoder
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
-from model.language import LanguageModel
-from model.parts.linear_attention import LRPE, alibi_slopes, log_decay_of
-from tests.model.models import TRANSNORMER, built, tied, tokens
+from model.parts.linear_attention import LRPE, alibi_slopes, paper_decay, released_decay
+from tests.model.models import FAMILY, TRANSNORMER, built, tied, tokens
 
 UNTIED = dataclasses.replace(
     TRANSNORMER, num_layers=3, ffn_hidden_size=40, norm_epsilon=1e-6, init_method_std=0.1, vocab_size=50
@@ -95,7 +95,7 @@ HEADS = {"num_attention_heads": 8, "kv_channels": 4}
 def test_bound_sees_a_wrong_configuration(breakage):
     """Negative control: weights of the same shapes in a model that computes something else."""
     model = built(TIED).double()
-    other = LanguageModel(dataclasses.replace(TIED, **breakage)).double()
+    other = Decoder(dataclasses.replace(TIED, **breakage)).double()
     other.load_state_dict(model.state_dict())
     want = released(to_hf(model.state_dict(), TIED), TIED, TOKENS)
     assert (other(TOKENS) - want).norm() > 1e-4 * want.norm()
@@ -105,14 +105,13 @@ def test_decays():
     assert alibi_slopes(8) == pytest.approx([2**-h for h in range(1, 9)])
     for heads in (1, 4, 6, 12, 40):
         assert alibi_slopes(heads) == pytest.approx(released_slopes(heads))
-    assert log_decay_of(TIED, 0) == pytest.approx([-slope * (1 + 1e-5) for slope in alibi_slopes(4)])
-    assert log_decay_of(TIED, 2) == pytest.approx([-slope * 1e-5 for slope in alibi_slopes(4)])
-    paper = dataclasses.replace(TIED, linear_decay="paper")
-    assert [math.exp(rate) for rate in log_decay_of(paper, 0)] == pytest.approx(
+    assert released_decay(4, 3, 0) == pytest.approx([-slope * (1 + 1e-5) for slope in alibi_slopes(4)])
+    assert released_decay(4, 3, 2) == pytest.approx([-slope * 1e-5 for slope in alibi_slopes(4)])
+    assert [math.exp(rate) for rate in paper_decay(4, 3, 0)] == pytest.approx(
         [math.exp(-8 * h / 4 * (1 - 1 / 3)) for h in (1, 2, 3, 4)]
     )
-    assert log_decay_of(paper, 2) == (0, 0, 0, 0)
-    assert max(log_decay_of(dataclasses.replace(TIED, num_layers=1), 0)) < 0
+    assert paper_decay(4, 3, 2) == (0, 0, 0, 0)
+    assert max(released_decay(4, 1, 0)) < 0
 
 
 def test_positions_are_relative_and_exact_far_out():
@@ -167,7 +166,7 @@ def test_round_trip_in_the_released_naming(config, tmp_path):
     loaded, state, _ = load_hf(tmp_path / "out")
     assert config_from_hf(config_to_hf(loaded)) == loaded
     assert (loaded.head_dim, loaded.no_scale_embedding) == (config.head_dim, config.no_scale_embedding)
-    again = LanguageModel(loaded)
+    again = Decoder(loaded)
     again.load_state_dict(state)
     assert torch.equal(again(TOKENS), model(TOKENS))
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -199,9 +198,13 @@ def test_a_released_configuration_is_read():
         ({"linear_decay": "paper"}, "linear_decay is paper"),
         ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05"),
         ({"softmax_every": 2}, "softmax_every is 2, and a released TransNormer has only linear attention in every lay"),
-        ({"model_type": "linear_transformer"}, "model_type is linear_transformer.*only llama, gpt, transnormer"),
     ],
 )
 def test_what_the_released_code_cannot_be_is_not_written(change, message):
     with pytest.raises(ValueError, match=message):
         config_to_hf(dataclasses.replace(TIED, **change))
+
+
+def test_a_linear_transformer_is_not_written():
+    with pytest.raises(ValueError, match=r"model_type is linear_transformer, .* only llama, gpt, transnormer"):
+        config_to_hf(FAMILY["linear_transformer"])

@@ -9,19 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.parts.lora import is_adapter, merge
 from model.registry import architecture_of, build_model, flops_per_token, initial_weight, num_parameters, num_trained
 from runtime.errors import UserError
-from tests.model.models import GEMMA3, GPT, KDA, LINEAR, LLAMA, OLMO3, QWEN3_5, TRANSNORMER, tied
+from tests.model.models import FAMILY, GPT, KDA, LLAMA, TRANSNORMER, tied
 
 KINDS = {
-    "llama": LLAMA,
+    **FAMILY,
     "gpt, tied": tied(GPT),
     "sinks": dataclasses.replace(LLAMA, softmax_type="learnable", window_size="5,0"),
-    "gemma3": GEMMA3,
-    "olmo3": OLMO3,
-    "qwen3_5": QWEN3_5,
     "kda": KDA,
-    "transnormer": TRANSNORMER,
     "hybrid": dataclasses.replace(TRANSNORMER, num_layers=3, softmax_every=3),
-    "linear_transformer": LINEAR,
 }
 TOKENS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
 

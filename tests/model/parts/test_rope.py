@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from model.config import ModelConfig
 from model.parts.rope import RopeConfig, frequencies
 from model.parts.rotary import Rotary
 from model.registry import architecture_of
+from tests.model.models import model_config
 
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="compares with transformers' tables")
 
@@ -91,9 +91,9 @@ def test_a_rank_with_the_first_tokens_turns_them_as_the_whole_sequence_does():
 
 
 def test_an_architecture_has_the_scaling_only_where_it_is_set():
-    plain = ModelConfig(vocab_size=40, max_position_embeddings=4096)
+    plain = model_config(vocab_size=40, max_position_embeddings=4096)
     assert not [name for name in architecture_of(plain) if name.startswith("rope_scaling")]
-    assert architecture_of(plain) == architecture_of(ModelConfig(vocab_size=40))
+    assert architecture_of(plain) == architecture_of(model_config(vocab_size=40))
     yarn = dataclasses.replace(
         plain, rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_scaling_original_max_position_embeddings=64
     )
@@ -125,4 +125,4 @@ def test_what_makes_no_sense_is_refused(kind, values, message):
     others = ("rotary_base", "model_type", "max_position_embeddings")
     named = {name if name in others else f"rope_scaling_{name}": value for name, value in values.items()}
     with pytest.raises(ValueError, match=f"^rope_scaling_{message}"):
-        ModelConfig(rope_scaling_type=kind, **named)
+        model_config(rope_scaling_type=kind, **named)

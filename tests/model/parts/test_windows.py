@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import ModelConfig
 from model.parts.windows import windows_of
 from runtime.errors import UserError
+from tests.model.models import model_config
 
 
 @pytest.mark.parametrize("text", ["8,0", "(8,0)", " (8, 0) "])
@@ -69,7 +69,7 @@ def test_what_is_no_window_or_no_layers_is_refused_and_never_run(size, skip, mes
 
 def test_layers_of_a_hybrid_keep_their_numbers():
     """Every second of 8 layers has softmax attention; Megatron counts all layers."""
-    config = ModelConfig(model_type="transnormer", num_layers=8, softmax_every=2, window_size="8,0")
+    config = model_config(model_type="transnormer", num_layers=8, softmax_every=2, window_size="8,0")
     assert [config.window(layer) for layer in range(8)] == [None, (8, 0)] * 4
     fourths = replace(config, window_attn_skip_freq="4")
     assert [fourths.window(layer) for layer in range(8)] == [None, (8, 0), None, None] * 2

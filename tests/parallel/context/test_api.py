@@ -4,16 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.config import ModelConfig
-from model.language import LanguageModel
+from model.decoder import Decoder
 from model.parts.attention import PrefetchingAttend
 from parallel import recompute
 from parallel.context import ContextError, Traffic, context_parallel
 from parallel.recompute import RecomputeConfig, recompute_layers
 from runtime.ranks import run_ranks
+from tests.model.models import model_config
 
 LENGTH, BATCH = 96, 2
-MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=8, num_query_groups=4, vocab_size=37)
+MODEL = model_config(num_layers=2, hidden_size=64, num_attention_heads=8, num_query_groups=4, vocab_size=37)
 GATHERING = {
     4: [("wallfacer", {"team_size": 2}), ("allgather", {}), ("allgather", {"ulysses_degree": 2})],
     8: [("wallfacer", {"team_size": 2}), ("wallfacer", {"team_size": 2, "ulysses_degree": 2})],
@@ -35,7 +35,7 @@ def early(cp):
 
 
 def llama(attend, granularity="none"):
-    model = LanguageModel(MODEL, attend).double()
+    model = Decoder(MODEL, attend).double()
     model.init_weights(3)
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
     return model

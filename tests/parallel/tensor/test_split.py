@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.decoder import Decoder
 from model.dit import DiT
-from model.language import LanguageModel
 from model.parts.attention import Attention, sdpa
 from model.parts.weights import Split
 from model.registry import build_model
@@ -19,7 +19,7 @@ from parallel.recompute import RecomputeConfig, recompute_layers
 from parallel.tensor import styles as tensor_styles
 from parallel.tensor.split import WORDS, split_model, split_words
 from runtime.ranks import run_ranks
-from tests.model.models import DELTAS, GEMMA3, IMAGE, KINDS, OLMO3
+from tests.model.models import FAMILY, IMAGE, KDA
 from tests.parallel.split import (
     BATCH,
     GRADIENT,
@@ -37,7 +37,7 @@ from tests.parallel.split import (
 )
 from tests.parallel.unequal import gradient_norm_of
 from tools.common.cases import case_of
-from train.optim import gradient_norm
+from train.gradients import gradient_norm
 
 LEARNED = {"model_type": "gpt", "max_position_embeddings": LENGTH}
 ROPE = {"model_type": "gpt", "position_embedding_type": "rope"}
@@ -208,7 +208,7 @@ def test_chunks_of_the_loss_never_have_the_logits_of_all_tokens_or_of_the_whole_
 
 def of_another_kind(rank, world_size):
     with distributed_mesh(mesh_config(tp=2)) as mesh, torch.device("meta"):
-        model = LanguageModel(GPTS[0])
+        model = Decoder(GPTS[0])
         model.layers[1].mlp.router = torch.nn.Linear(24, 2)
         message = r"layers\.1\.mlp\.router\.weight: MLP \(model/parts/feed_forward\.py\)"
         with pytest.raises(ValueError, match=message):
@@ -240,7 +240,7 @@ def test_a_part_without_a_word_or_with_an_unknown_one_is_refused(monkeypatch, sp
         split_words(torch.nn.ModuleDict({"mlp": Scaled()}))
 
 
-@pytest.mark.parametrize("model", [*KINDS, *DELTAS, GEMMA3, OLMO3, IMAGE])
+@pytest.mark.parametrize("model", [*FAMILY.values(), KDA, IMAGE])
 def test_every_part_states_its_split_in_words_that_have_a_style(model):
     with torch.device("meta"):
         built = DiT(model) if model is IMAGE else build_model(replace(model, lora_rank=2))

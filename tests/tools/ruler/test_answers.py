@@ -8,11 +8,11 @@ import torch
 
 from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
-from model.config import ModelConfig
 from model.registry import architecture_of, build_model
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
+from tests.model.models import model_config
 from tools.common.arguments import UsageError
 from tools.ruler import __main__ as command
 from tools.ruler import answers, examples, lines
@@ -103,7 +103,7 @@ SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_posi
 def run_of(folder, template=TEMPLATES["chatml"], scale=50.0, **shape):
     """A run's folder with a checkpoint of random weights."""
     tokenizer = write_tokenizer(folder / "tokenizer", template)
-    model = build_model(ModelConfig(**SHAPE, **shape, vocab_size=load_tokenizer(tokenizer).vocab_size))
+    model = build_model(model_config(**SHAPE, **shape, vocab_size=load_tokenizer(tokenizer).vocab_size))
     model.init_weights(1)
     with torch.no_grad():
         model.output_weight.mul_(scale)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import ModelConfig
 from runtime.errors import UserError
+from tests.model.models import model_config
 from tests.planner.test_search import config
 from train.config import diffusion
 from train.config.derive import beyond_rope, beyond_vocabulary, rope_flags, with_joined_ranks, with_vocabulary
@@ -14,7 +14,7 @@ from train.config.language import parse_args, validate
 
 
 def test_the_vocabulary_is_the_tokenizers_unless_another_one_is_named():
-    unset = replace(config(1), model=ModelConfig())
+    unset = replace(config(1), model=model_config())
     assert with_vocabulary(unset, 300).model.vocab_size == 300
     assert with_vocabulary(config(1), 300) == config(1)
     assert with_vocabulary(config(1), 513) == config(1)

@@ -9,9 +9,11 @@ from train.config import diffusion as dit_config
 from train.config import flags
 from train.config import language as config
 from train.config.entries import Config, DiTRunConfig
-from train.config.flags import config_fields, spelled, write_toml
+from train.config.fields import config_fields, fields_by_variant
+from train.config.flags import spelled, write_toml
 from train.config.language import load_config, parse_args
 from train.config.megatron_flags import entries
+from train.optimizers import OPTIMIZERS
 
 
 def test_megatrons_spelling_of_a_flag_and_underscores_are_taken():
@@ -61,6 +63,13 @@ def test_a_field_is_spelled_as_a_command_line_has_it(name, value, words):
     assert spelled(name, value) == words
 
 
+def another(field):
+    """Another value than a field's default, if there is one."""
+    if field.choices:
+        return next((choice for choice in field.choices if choice != field.default), None)
+    return {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
+
+
 def test_toml_round_trip_of_every_field(tmp_path):
     changed = {"split": "90,5,5", "window_size": "8,0", "window_attn_skip_freq": "2"}
     changed |= {
@@ -69,6 +78,7 @@ def test_toml_round_trip_of_every_field(tmp_path):
         "blend_by_length": ("9:0.5",),
         "ruler_lengths": (8, 16),
         "ruler_tasks": ("vt", "cwe"),
+        "model_type": "gpt",
         "position_embedding_type": "learned_absolute",
         "data_parallel_sharding_strategy": "fsdp",
         "pipeline_schedule": "Interleaved1F1B",
@@ -87,10 +97,14 @@ def test_toml_round_trip_of_every_field(tmp_path):
     delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3}
     delta |= {"model_type": "qwen3_5", "rotary_percent": 0.1 + 0.4, "delta_rule_schedule": "tree"}
     gemma = {"model_type": "gemma3", "rotary_base_local": 5.1 + 0.2, "query_pre_attn_scalar": 16, "window_size": "8,0"}
-    kinds = linear | delta | gemma
+    factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    granite = {"model_type": "granite", **dict.fromkeys(factors, 0.1 + 0.2)}
+    smollm3 = {"model_type": "smollm3", "no_rope_freq": "2"}
+    kinds = linear | delta | gemma | granite | smollm3
     # Which go with the model type that the others have no use for.
     llama = {"add_qkv_bias": True, "qk_layernorm": True, "rope_scaling_type": "yarn", "rope_scaling_truncate": False}
-    llama |= {name: 16.0 for name in flags.config_fields(Config) if name.startswith("rope_scaling_")} | llama
+    every = {name: field for table in fields_by_variant(Config).values() for name, field in table.items()}
+    llama |= {name: 16.0 for name in every if name.startswith("rope_scaling_")} | llama
     llama |= {"profile_step_start": 8, "profile_ranks": (1, 2), "spike_factor": 2.5, "watchdog_factor": 2.5}
     llama |= {"rope_scaling_original_max_position_embeddings": 16, "rope_scaling_beta_slow": 0.5}
     length = "rope_scaling_original_max_position_embeddings"
@@ -100,29 +114,36 @@ def test_toml_round_trip_of_every_field(tmp_path):
     others = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_seq_length")
     dynamic = {name: value for name, value in dynamic.items() if name not in others[:2]}
     alone |= {name: value for name, value in llama.items() if name not in others}
-    for name, field in flags.config_fields(Config).items():
-        if name in changed or name in alone or name in others or (name in kinds and name != "model_type"):
+    values_of = {name: another(field) for name, field in every.items()}
+    optimizers = [{} if name == "adam" else {"optimizer": name} for name in OPTIMIZERS]
+    for settings, spec in zip(optimizers, OPTIMIZERS.values(), strict=True):
+        settings |= {name: values_of[name] for name in spec.setting_names}
+    of_optimizers = {"optimizer", *(name for settings in optimizers for name in settings)}
+    for name, value in values_of.items():
+        if name in changed or name in alone or name in others or name in kinds:
             continue
-        one = {bool: not field.default, int: 16, float: 0.1 + 0.2, str: 'a "b" \\ é'}[field.base]
-        changed[name] = next(choice for choice in field.choices if choice != field.default) if field.choices else one
-    for values in ({}, alone, linear, delta, gemma, changed, llama3, dynamic):
+        if name not in of_optimizers:
+            changed[name] = value
+    for values in ({}, alone, linear, delta, gemma, granite, smollm3, changed, llama3, dynamic, *optimizers):
         config = flags.build(Config, values)
         (tmp_path / "config.toml").write_text(write_toml(config))
         assert load_config(tmp_path / "config.toml") == config
         for name, value in values.items():
-            field = flags.config_fields(Config)[name]
-            assert getattr(getattr(config, field.section), name) == value != field.default
+            field = config_fields(config)[name]
+            assert getattr(getattr(config, field.section), name) == value
+            assert value != every[name].default or name == "model_type"
     known = changed | alone | kinds | llama3 | dynamic
-    assert known.keys() == flags.config_fields(Config).keys()
+    assert known.keys() | of_optimizers == every.keys()
 
 
 def test_help_has_defaults_as_they_are_typed():
-    words = " ".join(flags._parser(Config, "about").format_help().split())
+    words = " ".join(flags._parser(Config, "about", None).format_help().split())
     assert "(default: 0)" in words[words.index("--profile-ranks N [N ...]") :][:200]
     assert "(default: (" not in words
 
 
 OURS = {field.flag for root in (Config, DiTRunConfig) for field in config_fields(root).values()}
+EVERY = OURS | {field.flag for table in fields_by_variant(Config).values() for field in table.values()}
 
 
 def test_the_table_is_whole_and_names_flags_that_exist():
@@ -135,7 +156,7 @@ def test_the_table_is_whole_and_names_flags_that_exist():
         assert not entry.fits or entry.field in config_fields(Config), entry
         if entry.verdict == ">":
             named = set(re.findall(r"--[a-z][a-z0-9-]+", entry.text))
-            assert named & OURS or "--config" in named, entry
+            assert named & EVERY or "--config" in named, entry
 
 
 @pytest.mark.parametrize("parse", [config.parse_args, dit_config.parse_args])
@@ -162,7 +183,10 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
         ("--use-distributed-optimizer --bf16 --sequence-parallel --calculate-per-token-loss", None),
         ("--use-distributed-optimizer --data-parallel-sharding-strategy ddp", "data_parallel_sharding_strategy is ddp"),
         ("--normalization LayerNorm", "--normalization is LayerNorm"),
-        ("--optimizer", "--optimizer has no value"),
+        ("--hidden-dropout", "--hidden-dropout has no value"),
+        ("--optimizer adam --adam-w-mode", None),
+        ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd' (choose from"),
+        ("--sgd-momentum 0.9", "there is no SGD; --optimizer names what there is"),
         ("--transformer-impl transformer_engine --use-flash-attn --use-mcore-models", None),
         ("--fp16", "here give --bf16"),
         ("--num-experts 8", "there is no mixture of experts"),

@@ -1,14 +1,14 @@
 import math
-from typing import get_type_hints
 
 import pytest
 
+from model.families import FAMILIES
 from parallel.context import METHODS, STATE_METHODS
 from runtime.errors import UserError
 from tests.starts import ROOT
 from train.config import diffusion, flags
 from train.config.entries import Config, DiTRunConfig
-from train.config.flags import attribute_docs
+from train.config.fields import attribute_docs, config_fields, fields_by_variant, sections_of
 from train.config.language import load_config, parse_args, validate
 
 CONFIGS = sorted(path for path in (ROOT / "configs" / "models").glob("*.toml") if "dit_" not in path.name)
@@ -63,6 +63,23 @@ def test_an_optional_choice_is_unset_by_none():
     assert "'alibi' is not one of rope, learned_absolute" in message
 
 
+def test_the_file_names_the_family_unless_a_flag_does(tmp_path):
+    """Earlier versions wrote the settings of all families: those at their defaults are passed over."""
+    old = "add_qkv_bias = false\nlinear_gate = 'per_head'\nrotary_percent = 1.0\nrope_scaling_truncate = true\n"
+    path = write(tmp_path, f"[model]\nmodel_type = 'linear_transformer'\nno_scale_embedding = true\n{old}")
+    config = parse_args(["--config", str(path)])
+    assert type(config.model) is FAMILIES["linear_transformer"].config
+    assert config.model.no_scale_embedding
+    assert not {"add_qkv_bias", "linear_gate"} & config_fields(config).keys()
+    assert "add_qkv_bias" not in flags.write_toml(config)
+    assert load_config(write(tmp_path, flags.write_toml(config))) == config
+    transnormer = parse_args(["--config", str(path), "--model-type", "transnormer", "--linear-decay", "paper"]).model
+    assert (type(transnormer), transnormer.no_scale_embedding) == (FAMILIES["transnormer"].config, True)
+    assert "no_scale_embedding in [model]; model_type llama has none" in refusal(
+        "--config", str(path), "--model-type", "llama"
+    )
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_load_and_are_free_of_contradictions(path):
     mesh = load_config(path).mesh
@@ -89,6 +106,16 @@ def test_shipped_configs_load_and_are_free_of_contradictions(path):
         ("[data]\ndata_path = [1]", ["data_path is 1", "a string"]),
         ("[context]\ncontext_parallel_method = 'rign'", ["'rign'", "one of ring, striped"]),
         ("[train]\nseed = ", ["not valid TOML"]),
+        ("[model]\nmodel_type = 'bert'", ["model_type is 'bert'", "one of llama, gpt, "]),
+        ("[model]\nmodel_type = 2", ["model_type is 2", "one of llama, gpt, "]),
+        (
+            "[model]\nlinear_gate = 'per_channel'",
+            ["unknown key linear_gate in [model]; model_type llama has none; qwen"],
+        ),
+        (
+            "[model]\nmodel_type = 'gpt'\nadd_qkv_bias = true",
+            ["add_qkv_bias in [model]; model_type gpt has none; llama"],
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
@@ -120,7 +147,14 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
         ("--model-type bert", ["--model-type", "'bert'", "llama", "gpt"]),
         ("--model-type gpt", ["max_position_embeddings is not set", "position_embedding_type to rope"]),
-        ("--position-embedding-type learned_absolute", ["position_embedding_type is learned_absolute", "gpt"]),
+        (
+            "--position-embedding-type learned_absolute",
+            ["position_embedding_type is learned_absolute", "llama has rope alone"],
+        ),
+        ("--linear-gate per_head", ["--linear-gate; model_type llama has none; qwen3_5 and olmo_hybrid have it"]),
+        ("--model-type qwen3_5 --no-qk-layernorm", ["--no-qk-layernorm; model_type qwen3_5 has none; llama has it"]),
+        ("--query-pre-attn-scalar 8 --model-type=olmo3", ["model_type olmo3 has none; gemma3 has it"]),
+        ("--model-type", ["--model-type: expected one argument"]),
         ("--exit-on-missing-checkpoint", ["exit_on_missing_checkpoint", "--load"]),
     ],
 )
@@ -228,7 +262,7 @@ def test_missing_data_is_refused_and_consistent_settings_are_not():
 
 
 def test_the_methods_offered_are_those_that_exist():
-    offered = set(flags.config_fields(Config)["context_parallel_method"].choices)
+    offered = set(config_fields(Config)["context_parallel_method"].choices)
     assert offered == {*METHODS, *STATE_METHODS, "none", "auto"}
 
 
@@ -244,10 +278,11 @@ def test_help_explains_every_flag(parse, root, absent, capsys):
     assert done.err == ""
     assert "torchrun" in done.out
     assert absent not in done.out
-    sections = get_type_hints(root)
-    for name, field in flags.config_fields(root).items():
-        section = sections[field.section]
-        text = attribute_docs(section).get(name, "")
-        assert len(text) > 10, f"{section.__name__}.{name} has no attribute docstring"
-        assert f"  {field.flag}" in done.out
-        assert text.split()[0] in done.out
+    for variant, table in fields_by_variant(root).items():
+        sections = sections_of(root, variant or None)
+        for name, field in table.items():
+            section = sections[field.section]
+            text = attribute_docs(section).get(name, "")
+            assert len(text) > 10, f"{section.__name__}.{name} has no attribute docstring"
+            assert f"  {field.flag}" in done.out
+            assert text.split()[0] in done.out

@@ -1,7 +1,7 @@
 """Pages of docs/reference/ that are made from the sources: current, and whole."""
 
 from train.config.entries import ENTRIES
-from train.config.flags import config_fields
+from train.config.fields import config_fields
 from train.config.pages import FOLDER, ROOT, pages
 
 

@@ -12,7 +12,6 @@ from data.loader import IGNORE_INDEX
 from data.text.blend import positions_in_documents
 from data.text.config import DataConfig
 from kernels.loss import cross_entropy_sum
-from model.config import ModelConfig
 from model.registry import build_model
 from parallel.context import METHODS, context_parallel, make_plan, plan
 from parallel.context.config import ContextConfig
@@ -21,13 +20,14 @@ from parallel.mesh import MeshConfig
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.data.text.corpora import document_starts, write_documents
+from tests.model.models import as_family, model_config
 from train.attention import context_of
 from train.config.entries import Config, TrainConfig
 from train.objectives.language import NextToken, corpus_entropy
 
 LENGTH = 13  # of which neither 2 nor 3 ranks have equal parts
-LLAMA = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=29)
-GPT = replace(LLAMA, model_type="gpt", max_position_embeddings=LENGTH)
+LLAMA = model_config(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=29)
+GPT = as_family(LLAMA, "gpt", max_position_embeddings=LENGTH)
 
 
 def whole_batch():
@@ -131,7 +131,7 @@ def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size, untied):
 )
 def test_a_backend_that_is_not_for_the_model_or_the_device_is_a_user_error(kind, backend):
     config = Config(
-        model=replace(LLAMA, model_type=kind),
+        model=as_family(LLAMA, kind),
         context=ContextConfig(attention_backend=backend),
         mesh=MeshConfig(device="cpu"),
         train=TrainConfig(bf16=kind == "llama"),
@@ -156,7 +156,7 @@ def test_validation_line_tells_what_frequencies_alone_would_give():
 
 
 ROWS, LENGTH, EOD = 2, 13, 0
-DEEP = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=29, init_method_std=0.2)
+DEEP = model_config(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=29, init_method_std=0.2)
 CPU = torch.device("cpu")
 
 
@@ -265,7 +265,7 @@ def replaced(batch):
 
 def test_learned_positions_restart_in_a_table_as_long_as_a_sample():
     """Joined samples are longer than the table; their positions are not."""
-    config = replace(DEEP, model_type="gpt", max_position_embeddings=LENGTH)
+    config = as_family(DEEP, "gpt", max_position_embeddings=LENGTH)
     gpt = build_model(config, context_parallel("ring", seq_len=ROWS * LENGTH).attend)
     gpt.init_weights(3)
     one = joined("reset_attention_mask", "reset_position_ids")

@@ -15,17 +15,18 @@ from runtime.ranks import run_ranks
 from tests.parallel import tiny
 from tests.parallel.split import build, config, mesh_config, own_batch
 from tests.pretraining import flags_of, on_rank
-from tests.train import apex_stub
-from tests.train.test_host_moments import everything, model, steps
-from train import adamw
+from tests.train.optimizers import apex_stub
+from tests.train.optimizers.test_host import everything, model, steps
 from train.callbacks.metrics import METRICS
 from train.checkpoint.api import load_checkpoint
 from train.checkpoint.manifest import checkpoint_folder
 from train.objectives.language import NextToken
-from train.optim import OptimizerConfig, build_optimizer
+from train.optimizers import apex
+from train.optimizers.adamw import Backend
+from train.optimizers.config import OptimizerConfig, build_optimizer
 
 STRATEGIES = get_args(Strategy)
-TORCH, APEX = (OptimizerConfig(lr=1e-2, optimizer_backend=backend) for backend in get_args(adamw.Backend))
+TORCH, APEX = (OptimizerConfig(lr=1e-2, optimizer_backend=backend) for backend in get_args(Backend))
 ORDERS = ((TORCH, TORCH), (APEX, APEX), (TORCH, APEX), (APEX, TORCH))
 """Backends of the steps before a checkpoint and after it."""
 
@@ -34,7 +35,7 @@ ORDERS = ((TORCH, TORCH), (APEX, APEX), (TORCH, APEX), (APEX, TORCH))
 def stub(monkeypatch):
     """Have apex's modules for a test, with torch's arithmetic."""
     given = dict(sys.modules)
-    monkeypatch.setattr(adamw, "EMULATED", True)
+    monkeypatch.setattr(apex, "EMULATED", True)
     apex_stub.install(modules=given)
     for name in ("apex", "apex.multi_tensor_apply", "amp_C"):
         monkeypatch.setitem(sys.modules, name, given[name])
@@ -62,7 +63,7 @@ def test_the_kernels_own_arithmetic_is_adamw_and_its_other_mode_is_not(stub):
     want = torch.cat([x.flatten() for x in trained(TORCH)])
     start = torch.cat([x.flatten() for x in model()])
     for mode, least, most in ((1, 0.0, 1e-6), (0, 1e-3, 1.0)):
-        stub.setattr(adamw, "ADAM_W", mode)
+        stub.setattr(apex, "ADAM_W", mode)
         found = torch.cat([x.flatten() for x in trained(APEX)])
         error = (found - want)[: len(start)].norm() / (want[: len(start)] - start).norm()
         assert least <= error < most, (mode, error)

@@ -1,16 +1,11 @@
-"""Language models of every kind: token ids to logits in two steps, and weights determined by seed and name.
+"""The decoder of every family: token ids to logits in two steps, and weights determined by seed and name.
 
-``model.traits`` says what the kinds have: LLaMA (Touvron et al. 2023), with RMSNorm, rotary positions, SwiGLU and no
-biases; Gemma 3 (arXiv:2503.19786), OLMo 3 (arXiv:2512.13961), Qwen3.5 and OLMo Hybrid, which differ in norms, ropes and
-gates; GPT (Radford et al. 2019), with LayerNorm, GELU, biases and learned positions; TransNormerLLM and the Linear
-Transformer (``model.parts.linear_attention``).
+A family's settings (``model.families``) build its layers, its norm and what it adds to embeddings.
 
 Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entries.
 """
 
-import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,14 +13,10 @@ from torch import Tensor, nn
 
 from kernels.cache import States
 from kernels.operators import linear
-from model.config import ModelConfig
-from model.parts.attention import Attend, HybridAttention, LinearAttend, attention_of
-from model.parts.blocks import LAYERS, PreNormLayer, drop_layers
-from model.parts.delta import DeltaAttention, OneDevice
-from model.parts.feed_forward import FEED_FORWARDS
-from model.parts.linear_attention import LinearAttention, Sinusoids, TokenMixer
+from model.config import DecoderConfig
+from model.parts.attention import Attend, HybridAttention, LinearAttend
+from model.parts.blocks import drop_layers
 from model.parts.lora import is_adapter
-from model.parts.norms import NORMS
 from model.parts.projections import Linear
 from model.parts.rotary import Rotary
 from model.parts.weights import Beginning, Inits, Splits, Stream, initial_value, normal_inits
@@ -34,29 +25,7 @@ Head = Callable[[Tensor, Tensor], Tensor]
 """Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
 
 
-def layer_of(config: ModelConfig, layer: int, attends: HybridAttention) -> PreNormLayer:
-    """Build a layer, counted from 0: softmax attention, linear attention or a delta rule, and a feed-forward."""
-    traits, width = config.traits, config.hidden_size
-    norm = partial(NORMS[traits.norm], width, eps=config.norm_epsilon)
-    feed_forward = FEED_FORWARDS[traits.feed_forward](width, config.ffn_size)
-    if not config.has_softmax(layer):
-        kind = DeltaAttention if traits.delta else TokenMixer if traits.positions == "lrpe" else LinearAttention
-        return PreNormLayer(norm, kind(config, layer, attends.linear), feed_forward)
-    attention = attention_of(config, layer, attends.softmax)
-    return LAYERS[traits.norms](norm, attention, feed_forward)
-
-
-def cores_of(config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
-    """Return both cores of attention, of which a model that is no hybrid needs one."""
-    if attend is None:
-        return HybridAttention(OneDevice()) if config.traits.delta else HybridAttention()
-    if isinstance(attend, HybridAttention):
-        return attend
-    core: Any = attend
-    return HybridAttention(linear=core) if config.linear_attention else HybridAttention(softmax=core)
-
-
-class LanguageModel(nn.Module):
+class Decoder(nn.Module):
     """Token ids -> logits. Weights are undefined until init_weights or load_state_dict.
 
     A layer takes (x, places, mask, states). Tied embeddings have no output module, and the embedding's weight is the
@@ -78,7 +47,7 @@ class LanguageModel(nn.Module):
     }
     STREAM = Stream(plain=False)
 
-    def __init__(self, config: ModelConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> None:
+    def __init__(self, config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> None:
         """Build it.
 
         Args:
@@ -89,18 +58,14 @@ class LanguageModel(nn.Module):
         self.config = config
         self.inits = normal_inits(config.init_method_std, config.num_layers)
         """The meaning of the words in parts' INIT."""
-        # Once, not in every step.
-        self.rotates, self.rotary_dim, self.local_rope = config.rotates, config.rotary_dim, config.local_rope
+        self.local_rope = config.local_rope  # once, not in every step
         width, table = config.hidden_size, config.position_table
-        scaled = config.traits.rounds_scale or (config.linear_attention and not config.no_scale_embedding)
-        self.scale = math.sqrt(width) if scaled else None
-        """Factor of the embeddings (Vaswani et al. 2017, section 3.4)."""
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, width)
         self.position_embedding: nn.Embedding | None = None if table is None else nn.Embedding(table, width)
-        self.sinusoids = Sinusoids(width) if config.traits.positions == "sinusoidal" else None
-        attends = cores_of(config, attend)
-        self.layers = nn.ModuleList(layer_of(config, layer, attends) for layer in range(config.num_layers))
-        self.norm: nn.Module | None = NORMS[config.traits.norm](width, eps=config.norm_epsilon)
+        self.sinusoids = config.added_positions()
+        attends = config.cores(attend)
+        self.layers = nn.ModuleList(config.block(layer, attends) for layer in range(config.num_layers))
+        self.norm: nn.Module | None = config.norm()
         untied = config.untie_embeddings_and_output_weights
         self.output: nn.Linear | None = Linear(width, config.vocabulary, bias=False) if untied else None
 
@@ -143,7 +108,7 @@ class LanguageModel(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        """Return normalised hidden states [B, T, C], for `project`; arguments as in `forward`.
+        """Return what `project` takes, normalised hidden states [B, T, C]; arguments as in `forward`.
 
         Learned positions, also of padding, must be below max_position_embeddings.
 
@@ -159,15 +124,16 @@ class LanguageModel(nn.Module):
         places = self.places(positions, x.dtype)
         for layer in self.layers:
             x = layer(x, places, mask, states)
-        return x if self.norm is None else self.norm(x)
+        if self.norm is None:
+            return x
+        scale = self.config.logits_scale
+        return self.norm(x) if scale is None else self.norm(x) * scale
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""
         assert self.embedding is not None, "a part without an embedding takes hidden states"
-        x, scale = self.embedding(tokens), self.scale
-        if self.config.traits.rounds_scale:
-            # In the embeddings' dtype, as in the released models' code: the root of 3072 is 55.5 in bfloat16.
-            scale = torch.tensor(scale, dtype=x.dtype).item()
+        x = self.embedding(tokens)
+        scale = self.config.embedding_scale(x.dtype)
         x = x if scale is None else x * scale
         if self.position_embedding is not None:
             return x + self.position_embedding(positions)  # [B, T, C] + [T, C] or [B, T, C]
@@ -175,11 +141,12 @@ class LanguageModel(nn.Module):
 
     def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return what every layer is told of the positions; ``dtype`` is the activations'."""
-        if not self.rotates:
+        rope = self.config.rope
+        if rope is None:
             return positions if self.config.linear_attention else None
-        rotary = Rotary(positions, self.rotary_dim, self.config, dtype)
+        rotary = Rotary(positions, self.config.rotary_dim, rope, dtype)
         if self.local_rope is not None:
-            rotary.local = Rotary(positions, self.rotary_dim, self.local_rope, dtype)
+            rotary.local = Rotary(positions, self.config.rotary_dim, self.local_rope, dtype)
         return rotary
 
     def project(self, hidden: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from train import adamw
+from train.optimizers import apex
 
 CALLS = Counter[str]()
 Lists = list[list[Tensor]]
@@ -71,4 +71,4 @@ def install(kernel=as_torch, modules=None):
     modules |= {name: ModuleType(name) for name in ("apex", "apex.multi_tensor_apply", "amp_C")}
     modules["apex.multi_tensor_apply"].multi_tensor_applier = MultiTensorApply()
     modules["amp_C"].multi_tensor_adam = kernel
-    adamw.EMULATED = True
+    apex.EMULATED = True

@@ -12,12 +12,12 @@ from parallel.offload import Slabs, pinned_bytes
 from runtime.ranks import run_ranks
 from tests.parallel.streams import streams
 from tests.parallel.unequal import loss_sum, sharded
-from train import adamw
-from train.adamw import MOMENTS, HostAdamW
 from train.checkpoint.api import load_checkpoint, save_checkpoint
 from train.checkpoint.manifest import checkpoint_folder
 from train.checkpoint.tensors import tensors_of
-from train.optim import OptimizerConfig, build_optimizer
+from train.optimizers import host
+from train.optimizers.config import OptimizerConfig, build_optimizer
+from train.optimizers.host import MOMENTS, HostAdamW
 
 SIZES = ((33, 7), (7,), (50, 40), (3,), (0,), (64,))
 
@@ -52,11 +52,11 @@ def everything(weights, optimizer):
     return [*weights, *(one[name] for one in state for name in ("step", "exp_avg", "exp_avg_sq"))]
 
 
-@pytest.mark.parametrize("made", [adamw.on_host, adamw.cut])
+@pytest.mark.parametrize("made", [host.on_host, host.cut])
 @pytest.mark.parametrize("piece", [64, 1 << 24])
 def test_weights_and_moments_are_those_of_adamw(piece, made, monkeypatch):
-    monkeypatch.setattr(adamw, "PIECE", piece)
-    monkeypatch.setattr(adamw, "on_host", made)
+    monkeypatch.setattr(host, "PIECE", piece)
+    monkeypatch.setattr(host, "on_host", made)
     found, want = (everything(*trained(moved)) for moved in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
@@ -80,7 +80,7 @@ def test_slabs_are_powers_of_two_and_take_little_more_than_is_in_them(shards):
 def test_a_moment_has_a_storage_of_its_own_in_memory_that_others_share():
     slabs = Slabs()
     slabs.place(1 << 20)
-    first, second = (adamw.cut(torch.ones(300, 7).T, slabs) for _ in range(2))
+    first, second = (host.cut(torch.ones(300, 7).T, slabs) for _ in range(2))
     assert first.shape == (7, 300)
     assert first.untyped_storage().nbytes() == first.nbytes
     assert second.data_ptr() - first.data_ptr() == 8704  # 17 times 512
@@ -123,7 +123,7 @@ def test_every_wait_is_needed(dropped, race, monkeypatch):
 
 def saved_and_loaded(rank, world_size, folder):
     """Return if shards of weights and moments are those of AdamW after two steps, the second behind a checkpoint."""
-    adamw.on_host = adamw.cut  # as beside a GPU
+    host.on_host = host.cut  # as beside a GPU
     found = []
     for order in ((False, False), (True, True), (True, False), (False, True)):
         path = folder / "".join(map(str, order))
@@ -149,7 +149,7 @@ def test_sharded_moments_go_through_checkpoints_with_and_without(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
 def test_cuda_moments_are_pinned_and_the_same(monkeypatch):
-    monkeypatch.setattr(adamw, "PIECE", 512)
+    monkeypatch.setattr(host, "PIECE", 512)
     results = []
     for moved in (True, False):
         weights = model().cuda()

@@ -1,0 +1,30 @@
+"""Families of language models, a file each, and the registry of them: a line for each."""
+
+from importlib import import_module
+
+from model.families.family import ModelFamily
+
+NAMES = (
+    "llama",
+    "gpt",
+    "transnormer",
+    "linear_transformer",
+    "gemma3",
+    "olmo3",
+    "qwen3_5",
+    "olmo_hybrid",
+    "smollm3",
+    "granite",
+)
+"""Files of this folder, whose names are the model_types; the first one is the default."""
+DEFAULT = NAMES[0]
+
+
+def _family(name: str) -> ModelFamily:
+    family: ModelFamily = import_module(f"{__name__}.{name}").FAMILY
+    if missing := sorted(family.config.__abstractmethods__):
+        raise TypeError(f"model/families/{name}.py: {family.config.__name__} lacks {', '.join(missing)}")
+    return family
+
+
+FAMILIES = {name: _family(name) for name in NAMES}

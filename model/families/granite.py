@@ -1,0 +1,116 @@
+"""Granite 3 (IBM, October 2024), dense: a LLaMA with factors of embeddings, scores, residuals and logits.
+
+The factors are those of muP (arXiv:2203.03466), so that settings of small models hold for large ones.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.cache import States
+from model.config import Architecture, Footprint
+from model.families.family import ModelFamily
+from model.hf.common import NAMES, ROPE_PART, SILU, SMALL_STD, WHOLE_HEADS, fields
+from model.hf.family import Family, Field, Need
+from model.parts.attention import HybridAttention
+from model.parts.blocks import PreNormLayer
+from model.parts.feed_forward import SwiGLU
+from model.parts.settings import RopePositionsConfig, WindowedConfig
+from runtime.errors import require
+
+FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(WindowedConfig, RopePositionsConfig):
+    """A Granite 3: a LLaMA with factors of embeddings, scores, residuals and logits."""
+
+    model_type: str = "granite"
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings."""
+    attention_multiplier: float | None = None
+    """Factor of the scores of attention; by default 1 / root of the width of a head."""
+    residual_multiplier: float = 1.0
+    """Factor of what attention and feed-forward add to the residual stream."""
+    logits_scaling: float = 1.0
+    """Divisor of the logits."""
+
+    title = "Granite 3"
+    footprint = Footprint(fused_residual=4.0, gated=True)
+
+    def check(self) -> None:
+        """Check the factors."""
+        super().check()
+        for name in FACTORS:
+            value = getattr(self, name)
+            require(self, value is None or 0 < value < math.inf, name, "it must be a number above 0")
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores of attention."""
+        return self.attention_multiplier or self.head_dim**-0.5
+
+    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
+        """Build a layer, counted from 0."""
+        query_scale = self.score_scale * math.sqrt(self.head_dim)  # attend divides by sqrt(D)
+        attention = self.attention(layer, attends.softmax, query_scale=query_scale)
+        return ScaledLayer(self, attention, SwiGLU(self.hidden_size, self.ffn_size))
+
+    def embedding_scale(self, dtype: torch.dtype) -> float:
+        """Return the factor of the embeddings."""
+        return self.embedding_multiplier
+
+    @property
+    def logits_scale(self) -> float:
+        """Factor of the logits."""
+        return 1 / self.logits_scaling
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with the factors."""
+        return super().architecture() | self.resolved(*FACTORS)
+
+
+class ScaledLayer(PreNormLayer):
+    """A layer that multiplies what it adds to the residual stream."""
+
+    def __init__(self, config: GraniteConfig, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__(config.norm, attention, mlp)
+        self.scale = config.residual_multiplier
+
+    def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), places, mask, states) * self.scale
+        return x + self.mlp(self.mlp_norm(x)) * self.scale
+
+
+GRANITE = Family(
+    kind="granite",
+    title="a Granite",
+    architecture="GraniteForCausalLM",
+    ours=GraniteConfig,
+    fields={**fields(), **{name: Field(name, float, 1.0) for name in FACTORS}},
+    tied=False,
+    parts=(ROPE_PART,),
+    only={**SILU, "mlp_bias": (False,)},
+    rates=("attention_dropout",),
+    needs=(Need("window_size", lambda config: not any(config.windows), "none"), WHOLE_HEADS, SMALL_STD),
+    names=NAMES,
+)
+
+FAMILY = ModelFamily(
+    GraniteConfig,
+    tiny={
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "vocab_size": 40,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 1.5,
+    },
+    hugging_face=(GRANITE,),
+)

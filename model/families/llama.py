@@ -1,0 +1,119 @@
+"""LLaMA (Touvron et al. 2023), with RMSNorm, rope, SwiGLU and no biases; and its kin, which add a bias or norms.
+
+Mistral, Ministral, Qwen2 and Qwen3 are LLaMAs to us. All use half-split rotary pairs and weights [out, in], so only
+names change.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from model.config import Architecture, Footprint
+from model.families.family import ModelFamily
+from model.hf.common import FIELDS, NAMES, ROPE_PART, SILU, SMALL_STD, WHOLE_HEADS, fields
+from model.hf.family import REQUIRED, Family, Need, Part
+from model.hf.parts import (
+    WINDOWS,
+    ministral_from_hf,
+    qwen_from_hf,
+    qwen_to_hf,
+    window_from_hf,
+    window_to_hf,
+    windows_to_hf,
+)
+from model.parts.attention import HybridAttention
+from model.parts.blocks import PreNormLayer
+from model.parts.feed_forward import SwiGLU
+from model.parts.settings import RopePositionsConfig, WindowedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(WindowedConfig, RopePositionsConfig):
+    """A LLaMA: RMSNorm, rope, SwiGLU, no biases."""
+
+    model_type: str = "llama"
+    add_qkv_bias: bool = False
+    """Give the projections of queries, keys and values biases in a llama, as Qwen2 has them."""
+    qk_layernorm: bool = False
+    """Normalise each head's queries and keys by an RMS norm in a llama, as Qwen3 does."""
+
+    title = "LLaMA"
+    footprint = Footprint(fused_residual=4.0, gated=True)
+
+    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
+        """Build a layer, counted from 0."""
+        qk_norm = self.head_norm if self.qk_layernorm else None
+        attention = self.attention(layer, attends.softmax, qkv_bias=self.add_qkv_bias, qk_norm=qk_norm)
+        return PreNormLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size))
+
+    def architecture(self) -> Architecture:
+        """Return that of ``DecoderConfig``, with biases and norms of queries and keys."""
+        extras = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(self, name)}
+        return super().architecture() | extras
+
+
+LLAMA = Family(
+    kind="llama",
+    title="a LLaMA",
+    architecture="LlamaForCausalLM",
+    ours=LlamaConfig,
+    fields=FIELDS,
+    tied=False,
+    parts=(ROPE_PART,),
+    own={"add_qkv_bias": False, "qk_layernorm": False},
+    only={**SILU, "mlp_bias": (False,), "sliding_window": (None,), "rope_interleaved": (None, False)},
+    rates=("attention_dropout",),
+    ignored=frozenset({"pretraining_tp", "max_sequence_length", "is_llama_config"}),
+    needs=(Need("window_size", lambda config: not any(config.windows), "none"), WHOLE_HEADS, SMALL_STD),
+    names=NAMES,
+    # Old checkpoints include the rotary frequencies, which follow from the configuration.
+    derived=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+)
+MISTRAL = replace(
+    LLAMA,
+    kind="mistral",
+    title="a Mistral",
+    architecture="MistralForCausalLM",
+    fields=fields(num_key_value_heads=8, max_position_embeddings=131072),
+    parts=(ROPE_PART, Part(WINDOWS[:1], window_from_hf, window_to_hf)),
+    only={"hidden_act": ("silu", "swish"), "attention_bias": (None, False), "mlp_bias": (None, False)},
+    ignored=frozenset(),
+    needs=(Need("window_attn_skip_freq", lambda config: len(set(config.windows)) == 1, "none"),),
+)
+MINISTRAL = replace(
+    MISTRAL,
+    kind="ministral",
+    title="a Ministral",
+    architecture="MinistralForCausalLM",
+    fields=fields(num_key_value_heads=8, max_position_embeddings=131072, head_dim=REQUIRED),
+    parts=(ROPE_PART, Part(WINDOWS, ministral_from_hf, windows_to_hf)),
+    needs=(Need("window_size", lambda config: any(config.windows), "a width"),),
+    instead_of="mistral",
+    told_by="layer_types",
+)
+QWEN2 = replace(
+    MISTRAL,
+    kind="qwen2",
+    title="a Qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields=fields(num_key_value_heads=32, max_position_embeddings=32768),
+    parts=(ROPE_PART, Part(("use_sliding_window", "max_window_layers", *WINDOWS), qwen_from_hf, qwen_to_hf)),
+    own={"add_qkv_bias": True, "qk_layernorm": False},
+    only={**MISTRAL.only, "use_mrope": (None, False)},
+    needs=(),
+)
+QWEN3 = replace(
+    QWEN2,
+    kind="qwen3",
+    title="a Qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields=fields(num_key_value_heads=32, max_position_embeddings=32768, head_dim=128),
+    own={"add_qkv_bias": False, "qk_layernorm": True},
+    only={**QWEN2.only, "attention_bias": (False,)},
+)
+
+FAMILY = ModelFamily(
+    LlamaConfig,
+    tiny={"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 40},
+    hugging_face=(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3),
+)

@@ -1,0 +1,132 @@
+"""OLMo Hybrid: an OLMo without rope, in which three layers of four have a gated delta rule."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from model.config import DELTA_SIZES, Footprint
+from model.families.family import ModelFamily
+from model.hf.common import NAMES, POST_NORMS, SILU, SMALL_STD, fields
+from model.hf.delta import CONVOLUTION, KINDS, kinds_from_hf, kinds_to_hf, taps_from_hf, taps_to_hf
+from model.hf.family import TOKEN_IDS, Contents, Family, Field, Part
+from model.hf.folder import entry, unsupported
+from model.hf.parts import ROPE
+from model.parts.attention import HybridAttention
+from model.parts.blocks import PostNormLayer, PreNormLayer
+from model.parts.delta import DeltaAttention, DeltaConfig
+from model.parts.feed_forward import SwiGLU
+from model.parts.settings import LengthConfig, WindowedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoHybridConfig(WindowedConfig, LengthConfig, DeltaConfig):
+    """An OLMo Hybrid: three layers of four have a gated delta rule, and none has rope."""
+
+    model_type: str = "olmo_hybrid"
+
+    title = "OLMo Hybrid"
+    positions = "none"
+    footprint = Footprint(fused_residual=4.0, gated=True, qk_norms=1.0)
+    joint_qk_norm = True
+    max_beta = 2.0
+
+    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
+        """Build a layer, counted from 0."""
+        feed_forward = SwiGLU(self.hidden_size, self.ffn_size)
+        if not self.has_softmax(layer):
+            return PreNormLayer(self.norm, DeltaAttention(self, layer, attends.linear), feed_forward)
+        attention = self.attention(layer, attends.softmax, qk_norm=self.joint_norm)
+        return PostNormLayer(self.norm, attention, feed_forward)
+
+    @property
+    def out_epsilon(self) -> float:
+        """Epsilon of the norm of a delta rule's output."""
+        return 1e-5
+
+
+def _no_rope(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return nothing. Without a table transformers turns by a base of 10,000; only one of null is none."""
+    rope = hf.get("rope_parameters")
+    if not isinstance(rope, dict) or rope.get("rope_theta", 0) is not None or hf.get("rope_theta") is not None:
+        rest = (
+            ": transformers turns queries and keys by it, and here an OLMo Hybrid has no rope, as the released one; "
+            'only {"rope_theta": null} is'
+        )
+        raise unsupported("rope_parameters", rope, rest)
+    return {}
+
+
+def _sizes_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of layers with a delta rule, by default as transformers has them."""
+    heads, width = settings["num_attention_heads"], settings["hidden_size"]
+    keys = entry(hf, "linear_num_key_heads", int, None) or heads
+    values = entry(hf, "linear_num_value_heads", int, None) or heads
+    key_dim = entry(hf, "linear_key_head_dim", int, None) or int(0.75 * width / max(keys, 1))
+    value_dim = entry(hf, "linear_value_head_dim", int, None) or 2 * key_dim
+    return dict(zip(DELTA_SIZES, (keys, values, key_dim, value_dim), strict=True))
+
+
+def _sizes_to_hf(config: OlmoHybridConfig) -> dict[str, Any]:
+    return dict(config.resolved(*DELTA_SIZES))
+
+
+LINEAR_NAMES = NAMES.renamed(
+    {
+        **{f"attention.w{one}": f"linear_attn.{one}_proj" for one in "qkvabo"},
+        "attention.wu": "linear_attn.g_proj",
+        "attention.gates": "linear_attn",
+        "attention.out_norm": "linear_attn.o_norm",
+    },
+    fused={"linear_attn.conv1d": CONVOLUTION},
+)
+HYBRID_NAMES = NAMES.renamed(POST_NORMS, linear=LINEAR_NAMES, ours_of=taps_from_hf, theirs_of=taps_to_hf)
+RELEASED = HYBRID_NAMES.renamed(
+    {},
+    linear=LINEAR_NAMES.renamed({"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}),
+)
+"""Names in the released files."""
+SAVED = RELEASED.renamed({"attention_norm": "feedforward_layer_norm"})
+"""Names in files that transformers writes, which turns its module's back in layers of softmax attention too."""
+OLMO_HYBRID = Family(
+    kind="olmo_hybrid",
+    title="an OLMo Hybrid",
+    architecture="OlmoHybridForCausalLM",
+    ours=OlmoHybridConfig,
+    fields={
+        **fields(max_position_embeddings=65536),
+        "linear_conv_kernel_dim": Field("linear_conv_kernel_dim", int, 4),
+    },
+    tied=False,
+    parts=(
+        Part(ROPE, _no_rope, lambda config: {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
+        Part(tuple(DELTA_SIZES), _sizes_from_hf, _sizes_to_hf),
+        Part(KINDS[:1], kinds_from_hf, kinds_to_hf),
+    ),
+    own={"linear_gate": "per_head"},
+    only={**SILU, "linear_allow_neg_eigval": (True,)},
+    rates=("attention_dropout",),
+    ids=TOKEN_IDS,
+    ignored=frozenset(f"linear_{one}" for one in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")),
+    needs=(SMALL_STD,),
+    names=HYBRID_NAMES,
+    stored=(RELEASED, SAVED),
+    # Joined, since transformers cuts what it writes into thirds, whatever the widths.
+    apart={"linear_attn.conv1d": tuple(f"linear_attn.{one}_conv1d" for one in "qkv")},
+    skipped=r"mtp\..*",
+)
+
+FAMILY = ModelFamily(
+    OlmoHybridConfig,
+    tiny={
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "vocab_size": 40,
+        "num_query_groups": 2,
+        "softmax_every": 2,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 12,
+    },
+    hugging_face=(OLMO_HYBRID,),
+)

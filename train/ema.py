@@ -1,0 +1,73 @@
+"""Averages of the weights over the iterations (EMA)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parallel.data import reshard, to_local
+from runtime.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """Averages of the weights over the iterations."""
+
+    ema_decay: float | None = None
+    """Share of the average that an iteration keeps, such as 0.9999; validation and samples take the
+    averages. 0 or none keeps none."""
+
+    def __post_init__(self) -> None:
+        decay = self.ema_decay
+        fix = "it must be 0 or more and below 1, such as 0.9999"
+        require(self, decay is None or 0 <= decay < 1, "ema_decay", fix)
+
+
+class Ema:
+    """Averages of this rank's shards in float32; ranks do not communicate."""
+
+    def __init__(self, decay: float, parts: Sequence[nn.Module]) -> None:
+        """Start from the weights of ``parts``, this rank's initialised parts of the model."""
+        self.decay, self._parts = decay, parts
+        self._copies: dict[str, list[nn.Parameter]] = {}
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                self._copies.setdefault(name, []).append(parameter)
+        self.weights: dict[str, Tensor] = {}
+        """The averages by parameter name, sharded like the weights."""
+        for name, copies in self._copies.items():
+            self.weights[name] = copies[0].detach().clone()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Reset the averages to the current weights."""
+        for name, copies in self._copies.items():
+            to_local(self.weights[name]).copy_(to_local(copies[0]))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages by ``1 - decay`` of the way to the weights."""
+        weights = [to_local(copies[0]) for copies in self._copies.values()]
+        averages = [to_local(average) for average in self.weights.values()]
+        torch._foreach_lerp_(averages, weights, 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Swap the averages in for the weights in the block, and the exact weights back after."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for part in self._parts:
+            reshard(part)  # weights still gathered after a forward would not be gathered again
+        for name, copies in self._copies.items():
+            average, weight = to_local(self.weights[name]), to_local(copies[0]).clone()
+            for parameter in copies:
+                to_local(parameter).copy_(average)
+            average.copy_(weight)

@@ -1,0 +1,71 @@
+"""AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from runtime.errors import require
+from train.config.flags import ConfigError
+from train.optimizers import apex
+from train.optimizers.base import Group, OptimizerSpec, OwnSettings
+from train.optimizers.host import MOMENTS, HostAdamW
+
+Backend = Literal["torch", "apex"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSettings(OwnSettings):
+    """Settings of AdamW alone."""
+
+    adam_beta1: float = 0.9
+    """First moment's decay."""
+    adam_beta2: float = 0.95
+    """Second moment's decay."""
+    adam_eps: float = 1e-8
+    """Epsilon of Adam."""
+    optimizer_backend: Backend = "torch"
+    """Kernel of a step: torch's fused AdamW, or that of NVIDIA's apex, whose CUDA extensions must
+    be built. Checkpoints are the same, and either goes on from the other's."""
+
+    def __post_init__(self) -> None:
+        require(self, self.adam_eps > 0, "adam_eps", "it must be above 0")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(self, 0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")
+
+
+class Adam(OptimizerSpec):
+    """AdamW by torch's fused kernel or apex's, or by torch's with its moments in host memory."""
+
+    settings = AdamSettings
+    free_settings = ("optimizer_backend",)
+    states = MOMENTS
+    offloads = True
+
+    def build(self, config: Any, groups: list[Group], *, portable: bool) -> torch.optim.Optimizer:
+        step: type[torch.optim.AdamW] = torch.optim.AdamW
+        if config.optimizer_cpu_offload:
+            step = HostAdamW
+        if config.optimizer_backend == "apex" and not portable:
+            step = apex.ApexAdamW
+        betas = (config.adam_beta1, config.adam_beta2)
+        return step(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+
+    def check(self, config: Any, device_type: str, *, sharded: bool) -> None:
+        super().check(config, device_type, sharded=sharded)
+        if config.optimizer_backend != "apex":
+            return
+        if config.optimizer_cpu_offload:
+            raise ConfigError(
+                "optimizer_backend is apex and optimizer_cpu_offload is set, whose steps on "
+                "moments in host memory are torch's kernel; leave one out"
+            )
+        if device_type == "cpu" and not apex.EMULATED:
+            raise ConfigError(
+                "optimizer_backend is apex and device is cpu, where its kernel does not run; leave "
+                "it out, or use --device cuda"
+            )
+
+    def require_available(self, config: Any) -> None:
+        if config.optimizer_backend == "apex":
+            apex.apex_kernel()

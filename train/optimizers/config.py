@@ -1,0 +1,73 @@
+"""The section [optimizer] of a configuration, and the optimizer that it builds."""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from runtime.errors import UserError, at_least
+from train.optimizers import OPTIMIZERS
+from train.optimizers.base import OptimizerSpec
+from train.schedule import ScheduleConfig
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+# The later ones come first: one may inherit the settings of one before.
+OWN_SETTINGS = tuple(spec.settings for spec in reversed(OPTIMIZERS.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
+    """The optimizer, its settings and its learning rate."""
+
+    optimizer: OptimizerName = "adam"
+    """Optimizer; adam has decoupled weight decay (Loshchilov and Hutter 2019)."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms and biases get none."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    optimizer_cpu_offload: bool = False
+    """Keep the optimizer's state, Adam's 8 bytes per parameter, in host memory. A step brings it to
+    the device and back a piece at a time, which takes time and changes no bit
+    (docs/concepts/memory.md)."""
+
+    def __post_init__(self) -> None:
+        ScheduleConfig.__post_init__(self)
+        at_least(self, 0, "weight_decay", "clip_grad")
+        if self.optimizer not in OPTIMIZERS:
+            names = ", ".join(OPTIMIZERS)
+            raise UserError(f"optimizer is {self.optimizer}; it must be one of {names}")
+        self.spec.settings.__post_init__(self)
+        self._refuse_others_settings()
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The chosen optimizer."""
+        return OPTIMIZERS[self.optimizer]
+
+    def _refuse_others_settings(self) -> None:
+        """Raise UserError for a setting of another optimizer than the chosen one."""
+        for name, spec in OPTIMIZERS.items():
+            for field in fields(spec.settings):  # type: ignore[arg-type]
+                value = getattr(self, field.name)
+                if field.name not in self.spec.setting_names and value != field.default:
+                    raise UserError(
+                        f"{field.name} is {value}, a setting of optimizer {name}, and optimizer is "
+                        f"{self.optimizer}; leave it out, or give --optimizer {name}"
+                    )
+
+
+def build_optimizer(config: OptimizerConfig, *parts: nn.Module, portable: bool = False) -> torch.optim.Optimizer:
+    """Build the optimizer of the trained parameters of ``parts``, this rank's parts of the model.
+
+    ``portable`` leaves out kernels that may be missing where a run is only rehearsed.
+    """
+    named: list[tuple[str, nn.Parameter]] = []
+    for part in parts:
+        named += [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = config.spec.groups(config, named)
+    return config.spec.build(config, groups, portable=portable)

@@ -57,7 +57,7 @@ def pytest_runtest_setup(item):
 
 
 ENTRIES = 1024
-"""Of the tokenizer: with 4096, logits were a third of what tests compute."""
+"""Entries of the tokenizer: with 4096, logits were a third of what tests compute."""
 
 
 @pytest.fixture(scope="session")

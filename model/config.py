@@ -29,15 +29,19 @@ class Footprint(NamedTuple):
     """Numbers of a family that the planner's model of memory takes."""
 
     fused_residual: float
-    """``planner.step_memory.StepShape.residual`` if norms are kernels: inputs and outputs of both, and more."""
+    """``planner.step_memory.StepShape.residual`` if norms are kernels: inputs and outputs of both,
+    and more."""
     gated: bool
     """True if the feed-forward has a gate."""
     first_layer: float = 0.0
-    """``planner.step_memory.StepShape.first_layer``: what the first layer keeps beyond the others."""
+    """``planner.step_memory.StepShape.first_layer``: what the first layer keeps beyond the
+    others."""
     output_gate: float = 0.0
-    """Widths of the queries that a gate of attention's output keeps, beside layers with a delta rule."""
+    """Widths of the queries that a gate of attention's output keeps, beside layers with a delta
+    rule."""
     qk_norms: float = 0.0
-    """Copies of the queries and keys that their norms keep, beside layers with a delta rule; 2 in float32."""
+    """Copies of the queries and keys that their norms keep, beside layers with a delta rule; 2 in
+    float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +89,8 @@ class DecoderConfig(LoraConfig, ABC):
 
     @abstractmethod
     def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0, of [B, T, C] -> [B, T, C]; it takes (x, places, mask, states)."""
+        """Build a layer, counted from 0, of [B, T, C] -> [B, T, C]; it takes (x, places, mask,
+        states)."""
 
     linear_attention = False
     """True if attention keeps a state instead of keys and values; in a hybrid, in most layers."""
@@ -94,11 +99,17 @@ class DecoderConfig(LoraConfig, ABC):
     joint_qk_norm = False
     """True if a norm takes the queries, or the keys, of all heads at once."""
     softmax_type = "vanilla"
-    """Divisor of softmax attention's weights, which ``model.parts.settings.WindowedConfig`` makes a setting."""
+    """Divisor of softmax attention's weights, which ``model.parts.settings.WindowedConfig`` makes a
+    setting."""
 
     def __post_init__(self) -> None:
         family = type(self).model_type
-        require(self, self.model_type == family, "model_type", f"the settings are those of model_type {family}")
+        require(
+            self,
+            self.model_type == family,
+            "model_type",
+            f"the settings are those of model_type {family}",
+        )
         self.check()
         self.adapted_linears()
 
@@ -111,13 +122,23 @@ class DecoderConfig(LoraConfig, ABC):
             require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
         must = f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels"
         require(self, self.kv_channels is not None or self.hidden_size % heads == 0, "hidden_size", must)
-        require(self, heads % self.query_groups == 0, "num_query_groups", f"it must divide num_attention_heads {heads}")
+        require(
+            self,
+            heads % self.query_groups == 0,
+            "num_query_groups",
+            f"it must divide num_attention_heads {heads}",
+        )
 
     def check_counts(self, *names: str) -> None:
         """Check settings that are 1 or more, or left out. Raises UserError."""
         for name in names:
             value = getattr(self, name)
-            require(self, value is None or value >= 1, name, "it must be 1 or more, or left out for its default")
+            require(
+                self,
+                value is None or value >= 1,
+                name,
+                "it must be 1 or more, or left out for its default",
+            )
 
     def is_default(self, name: str) -> bool:
         """Return whether a setting has its default."""
@@ -140,11 +161,13 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def reach(self) -> int:
-        """Positions that the model is meant for or its scaling of rope reaches; 0 if it says neither."""
+        """Positions that the model is meant for or its scaling of rope reaches; 0 if it says
+        neither."""
         return self.max_position_embeddings or 0
 
     def with_rope_length(self: C, length: int) -> C:
-        """Return the configuration with a length for dynamic scaling of rope, if it needs one and has none."""
+        """Return the configuration with a length for dynamic scaling of rope, if it needs one and
+        has none."""
         return self
 
     @property
@@ -154,12 +177,14 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def softmax_period(self) -> int | None:
-        """Layers from one with softmax attention to the next; None if all have the same attention."""
+        """Layers from one with softmax attention to the next; None if all have the same
+        attention."""
         return None
 
     @property
     def own_softmax_layout(self) -> bool:
-        """Return whether layers of softmax attention may lie in another layout than those of linear attention."""
+        """Return whether layers of softmax attention may lie in another layout than those of linear
+        attention."""
         return False
 
     def norm(self, width: int | None = None) -> nn.Module:
@@ -175,7 +200,8 @@ class DecoderConfig(LoraConfig, ABC):
         return JointRMSNorm(heads * self.head_dim, eps=self.norm_epsilon)
 
     def attention(self, layer: int, attend: Attend, **settings: Any) -> Attention:
-        """Build the softmax attention of a layer; ``settings`` are those of ``Attention`` that the family chooses."""
+        """Build the softmax attention of a layer; ``settings`` are those of ``Attention`` that the
+        family chooses."""
         softmax_type: Any = self.softmax_type
         return Attention(
             self.hidden_size,
@@ -190,7 +216,8 @@ class DecoderConfig(LoraConfig, ABC):
         )
 
     def cores(self, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
-        """Return both cores of attention, of which a model that is no hybrid needs one; by default of one device."""
+        """Return both cores of attention, of which a model that is no hybrid needs one; by default
+        of one device."""
         if attend is None:
             return HybridAttention()
         if isinstance(attend, HybridAttention):
@@ -226,7 +253,8 @@ class DecoderConfig(LoraConfig, ABC):
         return True
 
     def window(self, layer: int) -> Window | None:
-        """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or is linear."""
+        """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or
+        is linear."""
         return None
 
     @property
@@ -236,7 +264,8 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings with which layers of two kinds take turns; none if all layers are of one kind."""
+        """Settings with which layers of two kinds take turns; none if all layers are of one
+        kind."""
         return {}
 
     @property
@@ -245,7 +274,8 @@ class DecoderConfig(LoraConfig, ABC):
         return ("wq", "wk", "wv", "wo", "gate", "up", "down")
 
     def adapted_linears(self) -> tuple[str, ...]:
-        """Return the linear layers that get an adapter, by their names in a layer; none without lora_rank."""
+        """Return the linear layers that get an adapter, by their names in a layer; none without
+        lora_rank."""
         return self.adapted(self.linears, self.hidden_size)
 
     @property
@@ -270,7 +300,8 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the feed-forward; 8/3 of hidden_size gives SwiGLU's three matrices the size of a GELU's two."""
+        """Width inside the feed-forward; 8/3 of hidden_size gives SwiGLU's three matrices the size
+        of a GELU's two."""
         return self.ffn_hidden_size or 64 * math.ceil(8 * self.hidden_size / 3 / 64)
 
     @property
@@ -296,20 +327,34 @@ class DecoderConfig(LoraConfig, ABC):
         return 0
 
     def architecture(self) -> Architecture:
-        """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit.
+        """Return all that decides the model's shapes and function, defaults resolved; if equal,
+        checkpoints fit.
 
         An entry that older checkpoints lack is left out where it has its old meaning.
         """
         names = (
             *("model_type", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-            *("num_query_groups", "kv_channels", "vocab_size", "norm_epsilon", "untie_embeddings_and_output_weights"),
+            *(
+                "num_query_groups",
+                "kv_channels",
+                "vocab_size",
+                "norm_epsilon",
+                "untie_embeddings_and_output_weights",
+            ),
         )
         entries = self.resolved(*names)
-        entries |= {"position_embedding_type": self.positions, "max_position_embeddings": self.position_table}
+        entries |= {
+            "position_embedding_type": self.positions,
+            "max_position_embeddings": self.position_table,
+        }
         entries["rotary_base"] = RopeConfig.rotary_base  # in every checkpoint, also of families without rope
         if self.lora_rank is not None:
             targets = ",".join(self.adapted_linears())
-            entries |= {"lora_rank": self.lora_rank, "lora_scale": self.lora_scale, "lora_target": targets}
+            entries |= {
+                "lora_rank": self.lora_rank,
+                "lora_scale": self.lora_scale,
+                "lora_target": targets,
+            }
         return entries
 
     def resolved(self, *names: str) -> Architecture:

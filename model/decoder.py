@@ -1,4 +1,4 @@
-"""The decoder of every family: token ids to logits in two steps, and weights determined by seed and name.
+"""The decoder of every family: token ids to logits in two steps.
 
 A family's settings (``model.families``) build its layers, its norm and what it adds to embeddings.
 
@@ -28,8 +28,8 @@ Head = Callable[[Tensor, Tensor], Tensor]
 class Decoder(nn.Module):
     """Token ids -> logits. Weights are undefined until init_weights or load_state_dict.
 
-    A layer takes (x, places, mask, states). Tied embeddings have no output module, and the embedding's weight is the
-    only copy in the state dict. Modules that `keep` dropped are None.
+    A layer takes (x, places, mask, states). Tied embeddings have no output module, and the
+    embedding's weight is the only copy in the state dict. Modules that `keep` dropped are None.
     """
 
     INIT: ClassVar[Inits] = {
@@ -77,16 +77,18 @@ class Decoder(nn.Module):
         mask: Any = None,
         states: States | None = None,
     ) -> Tensor:
-        """Return logits [B, T, V] of tokens [B, T]; positions [T] or [B, T] are global, by default 0 .. T-1.
+        """Return logits [B, T, V] of tokens [B, T]; positions [T] or [B, T] are global, by default
+        0 .. T-1.
 
-        A head replaces the logits, for example by a loss that never materialises all of them. It runs here because a
-        sharded model has whole weights only during its forward.
+        A head replaces the logits, for example by a loss that never materialises all of them. It
+        runs here because a sharded model has whole weights only during its forward.
 
-        The mask of the micro-batch is handed to every attention unseen (``model.parts.attention.Attend``). With states,
-        the tokens follow those that the states hold, which are extended by them.
+        The mask of the micro-batch is handed to every attention unseen
+        (``model.parts.attention.Attend``). With states, the tokens follow those that the states
+        hold, which are extended by them.
 
-        A part that `keep` made takes hidden states [B, T, C] of earlier layers instead of tokens, and returns hidden
-        states if layers follow.
+        A part that `keep` made takes hidden states [B, T, C] of earlier layers instead of tokens,
+        and returns hidden states if layers follow.
         """
         hidden = self.hidden(tokens, positions, mask, states)
         if not self.is_last:
@@ -106,9 +108,14 @@ class Decoder(nn.Module):
         return weight.weight
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Any = None, states: States | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Any = None,
+        states: States | None = None,
     ) -> Tensor:
-        """Return what `project` takes, normalised hidden states [B, T, C]; arguments as in `forward`.
+        """Return what `project` takes, normalised hidden states [B, T, C]; arguments as in
+        `forward`.
 
         Learned positions, also of padding, must be below max_position_embeddings.
 
@@ -156,8 +163,8 @@ class Decoder(nn.Module):
     def keep(self, layers: range) -> None:
         """Reduce the model to these layers; parameters keep their names.
 
-        Modules before the layers stay with the first layer, norm and output with the last. With tied embeddings the
-        last part keeps a copy of the embedding.
+        Modules before the layers stay with the first layer, norm and output with the last. With
+        tied embeddings the last part keeps a copy of the embedding.
         """
         total = len(self.layers)
         drop_layers(self.layers, layers)
@@ -174,7 +181,8 @@ class Decoder(nn.Module):
     def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
         """Cast the model to ``dtype``; modules with full_precision stay in float32.
 
-        With ``frozen`` adapters stay too: a model on the meta device then trains them with masters in float32.
+        With ``frozen`` adapters stay too: a model on the meta device then trains them with masters
+        in float32.
         """
         self.to(dtype)
         for name, module in self.named_modules():

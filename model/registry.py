@@ -1,4 +1,4 @@
-"""Build language models, count their parameters, FLOPs and states, and name what decides their shapes and function."""
+"""Build models, count their parameters, FLOPs and states, and name what checkpoints must share."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ from runtime.tensors import Part
 
 
 def build_model(config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> Decoder:
-    """Build a model on torch's default device, with uninitialised weights and its adapters; attend as in the class."""
+    """Build a model on torch's default device, with uninitialised weights and its adapters; attend
+    as in the class."""
     model = Decoder(config, attend)
     if config.lora_rank is not None:
         add_adapters(model, config.adapted_linears(), config.lora_rank, config.lora_scale)
@@ -65,14 +66,16 @@ def num_trained(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     """Return the FLOPs of training on one token, forward and backward, without recomputation.
 
-    Counts 6 per weight of every matrix product, including the output projection but not embedding lookups, as PaLM does
-    (Chowdhery et al. 2022, appendix B), and 4 per frozen one, which has no gradient. Attention adds 12 * layers * heads
+    Counts 6 per weight of every matrix product, including the output projection but not embedding
+    lookups, as PaLM does (Chowdhery et al. 2022, appendix B), and 4 per frozen one, which has no
+    gradient. Attention adds 12 * layers * heads
     * head width * seq_length for a full mask; the causal mask needs half, and half is counted, as in Megatron-LM's
-    num_floating_point_operations. PaLM and nanoGPT count the full square and so report a higher utilisation. Under a
-    window a token has the keys that it sees in the place of that half. Linear attention adds 12 per element of a
-    layer's state, which each token writes and reads, and a delta rule 18: a token reads the state at its key, writes
-    there, and reads it at its query (Yang, Kautz and Hatamizadeh 2024, equation 10); the convolution before it adds 6
-    per tap. Each layer of a hybrid counts as its kind. Sinks add nothing that counts.
+    num_floating_point_operations. PaLM and nanoGPT count the full square and so report a higher
+    utilisation. Under a window a token has the keys that it sees in the place of that half. Linear
+    attention adds 12 per element of a layer's state, which each token writes and reads, and a delta
+    rule 18: a token reads the state at its key, writes there, and reads it at its query (Yang,
+    Kautz and Hatamizadeh 2024, equation 10); the convolution before it adds 6 per tap. Each layer
+    of a hybrid counts as its kind. Sinks add nothing that counts.
     """
     fixed, windows = _counted(config)
     keys = sum(layers * mean_keys(window, seq_length) for window, layers in windows)
@@ -81,7 +84,8 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
 
 @lru_cache(maxsize=64)
 def _counted(config: DecoderConfig) -> tuple[float, tuple[tuple[Window | None, int], ...]]:
-    """Return a token's FLOPs besides scores, and how many layers of softmax attention have each window."""
+    """Return a token's FLOPs besides scores, and how many layers of softmax attention have each
+    window."""
     model = _on_meta(config)
     matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     if model.output is None:
@@ -94,9 +98,11 @@ def _counted(config: DecoderConfig) -> tuple[float, tuple[tuple[Window | None, i
 
 
 def mean_keys(window: Window | None, seq_length: int) -> float:
-    """Return how many keys a token sees on average, those of the diagonal as halves: seq_length / 2 without a window.
+    """Return how many keys a token sees on average, those of the diagonal as halves: seq_length / 2
+    without a window.
 
-    A window of w keys, a token's own among them, hides (seq_length - w)^2 / 2 of seq_length^2 / 2 pairs.
+    A window of w keys, a token's own among them, hides (seq_length - w)^2 / 2 of seq_length^2 / 2
+    pairs.
     """
     keys = seq_length if window is None else min(window[0] + 1, seq_length)
     return keys - keys**2 / (2 * seq_length) if seq_length else 0.0
@@ -124,5 +130,6 @@ def _on_meta(config: DecoderConfig) -> Decoder:
 
 
 def architecture_of(config: DecoderConfig | DiTConfig) -> Architecture:
-    """Return all that decides the model's shapes and function, defaults resolved; if equal, checkpoints fit."""
+    """Return all that decides the model's shapes and function, defaults resolved; if equal,
+    checkpoints fit."""
     return config.architecture()

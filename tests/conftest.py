@@ -56,7 +56,7 @@ def pytest_runtest_setup(item):
             pytest.skip(why)
 
 
-ENTRIES = 1024
+VOCABULARY = 1024
 """Entries of the tokenizer: with 4096, logits were a third of what tests compute."""
 
 
@@ -71,6 +71,6 @@ def default_data(tmp_path_factory):
     with owned(prefix.parent.with_name("data-lock"), wait=True):
         if not prefix.parent.exists():
             draft = prefix.parent.with_name("data-draft")
-            prepare(Request(max_bytes=1_000_000, vocab_size=ENTRIES), draft / prefix.name, progress=False)
+            prepare(Request(max_bytes=1_000_000, vocab_size=VOCABULARY), draft / prefix.name, progress=False)
             draft.rename(prefix.parent)
     return prefix

@@ -1,4 +1,4 @@
-"""A family of language models: its settings, its tables of Hugging Face's, and a tiny one for tests."""
+"""A family of language models: its settings, its tables of Hugging Face's, a tiny model."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,5 +15,5 @@ class ModelFamily(NamedTuple):
     tiny: Mapping[str, Any]
     """Settings of a small model with everything that the family has, for tests."""
     hugging_face: tuple[Family, ...]
-    """Families of transformers' that are this one with some settings; of several that can write a model, the first one
-    does."""
+    """Families of transformers' that are this one with some settings; of several that can write a
+    model, the first one does."""

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786): norms on both sides of attention and feed-forward, GeGLU, two ropes."""
+"""Gemma 3 (arXiv:2503.19786): norms on both sides of each branch, GeGLU, two ropes."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
 
     model_type: str = "gemma3"
     query_pre_attn_scalar: int | None = None
-    """Number by whose root the scores of a gemma3's attention are divided; by default the width of a head."""
+    """Number by whose root the scores of a gemma3's attention are divided; by default the width of
+    a head."""
 
     title = "Gemma 3"
     # Inputs of four norms, in float32.
@@ -93,8 +94,16 @@ GEMMA3 = Family(
     },
     tied=True,
     parts=(
-        Part((*WINDOWS, INTERVAL), partial(windows_from_hf, every=6, interval=INTERVAL), windows_to_hf),
-        Part((*ROPE, LOCAL), partial(ropes_from_hf, bases=(1e6, 1e4), local=LOCAL), partial(ropes_to_hf, local=LOCAL)),
+        Part(
+            (*WINDOWS, INTERVAL),
+            partial(windows_from_hf, every=6, interval=INTERVAL),
+            windows_to_hf,
+        ),
+        Part(
+            (*ROPE, LOCAL),
+            partial(ropes_from_hf, bases=(1e6, 1e4), local=LOCAL),
+            partial(ropes_to_hf, local=LOCAL),
+        ),
     ),
     only={
         "hidden_activation": ("gelu_pytorch_tanh",),

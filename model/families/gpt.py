@@ -23,7 +23,8 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
 
     model_type: str = "gpt"
     position_embedding_type: Literal["rope", "learned_absolute"] | None = None
-    """Source of tokens' positions; by default rope, and learned_absolute in a model with a table of them."""
+    """Source of tokens' positions; by default rope, and learned_absolute in a model with a table of
+    them."""
 
     title = "GPT"
     footprint = Footprint(fused_residual=4.0, gated=False)
@@ -102,7 +103,11 @@ GPT2 = Family(
     parts=(Part(("n_ctx",), lambda hf, settings: {}, lambda config: {}),),  # of old files, beside n_positions
     own={"position_embedding_type": "learned_absolute"},
     only={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # one function under three names
+        "activation_function": (
+            "gelu_new",
+            "gelu_pytorch_tanh",
+            "gelu_fast",
+        ),  # one function under three names
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),

@@ -1,6 +1,7 @@
-"""Granite 3 (IBM, October 2024), dense: a LLaMA with factors of embeddings, scores, residuals and logits.
+"""Granite 3 (IBM, October 2024), dense: a LLaMA with four factors.
 
-The factors are those of muP (arXiv:2203.03466), so that settings of small models hold for large ones.
+Embeddings, scores, residuals and logits are multiplied. The factors are those of muP
+(arXiv:2203.03466), so that settings of small models hold for large ones.
 """
 
 import math
@@ -95,7 +96,11 @@ GRANITE = Family(
     parts=(ROPE_PART,),
     only={**SILU, "mlp_bias": (False,)},
     rates=("attention_dropout",),
-    needs=(Need("window_size", lambda config: not any(config.windows), "none"), WHOLE_HEADS, SMALL_STD),
+    needs=(
+        Need("window_size", lambda config: not any(config.windows), "none"),
+        WHOLE_HEADS,
+        SMALL_STD,
+    ),
     names=NAMES,
 )
 

@@ -1,6 +1,7 @@
-"""The Linear Transformer (Katharopoulos et al. 2020): a GPT with linear attention, features elu + 1, no decay.
+"""The Linear Transformer (Katharopoulos et al. 2020): a GPT with linear attention.
 
-Sinusoidal positions (Vaswani et al. 2017, section 3.5) are added to the embeddings and set no maximum length.
+Features are elu + 1, and nothing decays. Sinusoidal positions (Vaswani et al. 2017, section 3.5)
+are added to the embeddings and set no maximum length.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""LLaMA (Touvron et al. 2023), with RMSNorm, rope, SwiGLU and no biases; and its kin, which add a bias or norms.
+"""LLaMA (Touvron et al. 2023) and its kin: RMSNorm, rope, SwiGLU.
 
-Mistral, Ministral, Qwen2 and Qwen3 are LLaMAs to us. All use half-split rotary pairs and weights [out, in], so only
-names change.
+Mistral, Ministral, Qwen2 and Qwen3 are LLaMAs to us. All use half-split rotary pairs and weights
+[out, in], so only names change.
 """
 
 from dataclasses import dataclass, replace
@@ -61,10 +61,19 @@ LLAMA = Family(
     tied=False,
     parts=(ROPE_PART,),
     own={"add_qkv_bias": False, "qk_layernorm": False},
-    only={**SILU, "mlp_bias": (False,), "sliding_window": (None,), "rope_interleaved": (None, False)},
+    only={
+        **SILU,
+        "mlp_bias": (False,),
+        "sliding_window": (None,),
+        "rope_interleaved": (None, False),
+    },
     rates=("attention_dropout",),
     ignored=frozenset({"pretraining_tp", "max_sequence_length", "is_llama_config"}),
-    needs=(Need("window_size", lambda config: not any(config.windows), "none"), WHOLE_HEADS, SMALL_STD),
+    needs=(
+        Need("window_size", lambda config: not any(config.windows), "none"),
+        WHOLE_HEADS,
+        SMALL_STD,
+    ),
     names=NAMES,
     # Old checkpoints include the rotary frequencies, which follow from the configuration.
     derived=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
@@ -76,7 +85,11 @@ MISTRAL = replace(
     architecture="MistralForCausalLM",
     fields=fields(num_key_value_heads=8, max_position_embeddings=131072),
     parts=(ROPE_PART, Part(WINDOWS[:1], window_from_hf, window_to_hf)),
-    only={"hidden_act": ("silu", "swish"), "attention_bias": (None, False), "mlp_bias": (None, False)},
+    only={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (None, False),
+        "mlp_bias": (None, False),
+    },
     ignored=frozenset(),
     needs=(Need("window_attn_skip_freq", lambda config: len(set(config.windows)) == 1, "none"),),
 )
@@ -97,7 +110,10 @@ QWEN2 = replace(
     title="a Qwen2",
     architecture="Qwen2ForCausalLM",
     fields=fields(num_key_value_heads=32, max_position_embeddings=32768),
-    parts=(ROPE_PART, Part(("use_sliding_window", "max_window_layers", *WINDOWS), qwen_from_hf, qwen_to_hf)),
+    parts=(
+        ROPE_PART,
+        Part(("use_sliding_window", "max_window_layers", *WINDOWS), qwen_from_hf, qwen_to_hf),
+    ),
     own={"add_qkv_bias": True, "qk_layernorm": False},
     only={**MISTRAL.only, "use_mrope": (None, False)},
     needs=(),
@@ -114,6 +130,12 @@ QWEN3 = replace(
 
 FAMILY = ModelFamily(
     LlamaConfig,
-    tiny={"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 40},
+    tiny={
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "vocab_size": 40,
+    },
     hugging_face=(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3),
 )

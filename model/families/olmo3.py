@@ -1,4 +1,4 @@
-"""OLMo 3 (arXiv:2512.13961): norms after attention and feed-forward, joint norms of queries and keys, two ropes."""
+"""OLMo 3 (arXiv:2512.13961): norms after each branch, joint norms of heads, two ropes."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,8 @@ from model.parts.settings import LocalRopeConfig, RopePositionsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo3Config(LocalRopeConfig, RopePositionsConfig):
-    """An OLMo 3: norms after attention and feed-forward; layers with a window have rope of their own."""
+    """An OLMo 3: norms after attention and feed-forward; layers with a window have rope of their
+    own."""
 
     model_type: str = "olmo3"
 

@@ -46,7 +46,8 @@ class OlmoHybridConfig(WindowedConfig, LengthConfig, DeltaConfig):
 
 
 def _no_rope(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return nothing. Without a table transformers turns by a base of 10,000; only one of null is none."""
+    """Return nothing. Without a table transformers turns by a base of 10,000; only one of null is
+    none."""
     rope = hf.get("rope_parameters")
     if not isinstance(rope, dict) or rope.get("rope_theta", 0) is not None or hf.get("rope_theta") is not None:
         rest = (
@@ -87,7 +88,8 @@ RELEASED = HYBRID_NAMES.renamed(
 )
 """Names in the released files."""
 SAVED = RELEASED.renamed({"attention_norm": "feedforward_layer_norm"})
-"""Names in files that transformers writes, which turns its module's back in layers of softmax attention too."""
+"""Names in files that transformers writes, which turns its module's back in layers of softmax
+attention too."""
 OLMO_HYBRID = Family(
     kind="olmo_hybrid",
     title="an OLMo Hybrid",
@@ -99,7 +101,11 @@ OLMO_HYBRID = Family(
     },
     tied=False,
     parts=(
-        Part(ROPE, _no_rope, lambda config: {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
+        Part(
+            ROPE,
+            _no_rope,
+            lambda config: {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+        ),
         Part(tuple(DELTA_SIZES), _sizes_from_hf, _sizes_to_hf),
         Part(KINDS[:1], kinds_from_hf, kinds_to_hf),
     ),

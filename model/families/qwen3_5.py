@@ -1,4 +1,4 @@
-"""Qwen3.5: a LLaMA with a gate of attention's output, in which three layers of four have a gated delta rule."""
+"""Qwen3.5: three layers of four have a gated delta rule, the others gated attention."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +9,15 @@ from torch import nn
 from model.config import Architecture, Footprint
 from model.families.family import ModelFamily
 from model.hf.common import NAMES, SILU, fields
-from model.hf.delta import CONVOLUTION, KINDS, kinds_from_hf, kinds_to_hf, sizes, taps_from_hf, taps_to_hf
+from model.hf.delta import (
+    CONVOLUTION,
+    KINDS,
+    kinds_from_hf,
+    kinds_to_hf,
+    sizes,
+    taps_from_hf,
+    taps_to_hf,
+)
 from model.hf.family import Family, Field, Fused, Part
 from model.hf.parts import ROPE, rope_from_hf, rope_to_hf
 from model.parts.attention import HybridAttention
@@ -27,7 +35,8 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
 
     model_type: str = "qwen3_5"
     rotary_percent: float = 1.0
-    """Share of a head's channels that rope turns, the first ones, in a qwen3_5, whose released models have 0.25."""
+    """Share of a head's channels that rope turns, the first ones, in a qwen3_5, whose released
+    models have 0.25."""
 
     title = "Qwen3.5"
     # Inputs of two norms, in float32.
@@ -48,7 +57,12 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
 
     def check_turned(self) -> None:
         """Check the channels that turn."""
-        require(self, 0 < self.rotary_percent <= 1, "rotary_percent", "it must be above 0, and 1 (all) at most")
+        require(
+            self,
+            0 < self.rotary_percent <= 1,
+            "rotary_percent",
+            "it must be above 0, and 1 (all) at most",
+        )
         width = self.rotary_dim
         must = f"{width} of {self.head_dim} channels would turn, which must be an even number above 0"
         even = width % 2 == 0 or self.rotary_percent == 1
@@ -67,7 +81,8 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
 
 
 def _rope_to_hf(config: Qwen3_5Config) -> dict[str, Any]:
-    """Return the entries of rope; transformers turns a quarter of a head where a file does not say its share."""
+    """Return the entries of rope; transformers turns a quarter of a head where a file does not say
+    its share."""
     return rope_to_hf(config, config.rotary_percent)
 
 
@@ -110,7 +125,11 @@ QWEN3_5 = Family(
     },
     tied=False,
     parts=(
-        Part(ROPE, partial(rope_from_hf, share=0.25, others=("mrope_section", "mrope_interleaved")), _rope_to_hf),
+        Part(
+            ROPE,
+            partial(rope_from_hf, share=0.25, others=("mrope_section", "mrope_interleaved")),
+            _rope_to_hf,
+        ),
         Part(KINDS, kinds_from_hf, kinds_to_hf),
     ),
     own={"linear_gate": "per_head"},

@@ -1,4 +1,7 @@
-"""SmolLM3 (Hugging Face, July 2025): a LLaMA without rope in every fourth layer (NoPE, arXiv:2501.18795)."""
+"""SmolLM3 (Hugging Face, July 2025): a LLaMA without rope in every fourth layer.
+
+Those layers know the order of tokens by the causal mask alone (NoPE, arXiv:2501.18795).
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +37,8 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
 
     model_type: str = "smollm3"
     no_rope_freq: str = "4"
-    """Layers without rope: N is every N-th one; a pattern has a 1 for each layer without it and a 0 for each with it,
-    such as ([0]*3+[1]*1)*9 for 36."""
+    """Layers without rope: N is every N-th one; a pattern has a 1 for each layer without it and a 0
+    for each with it, such as ([0]*3+[1]*1)*9 for 36."""
 
     title = "SmolLM3"
     footprint = Footprint(fused_residual=4.0, gated=True)
@@ -44,7 +47,12 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
         """Check that some layer has rope."""
         super().check()
         must = "it leaves no layer with rope; give one of them a 0"
-        require(self, not all(layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)), "no_rope_freq", must)
+        require(
+            self,
+            not all(layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)),
+            "no_rope_freq",
+            must,
+        )
 
     @property
     def layers_with_rope(self) -> list[bool]:
@@ -68,7 +76,8 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
 
 
 def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our layers without rope; theirs are a list with a 1 for each layer with it, or an interval."""
+    """Return our layers without rope; theirs are a list with a 1 for each layer with it, or an
+    interval."""
     count = settings["num_layers"]
     layers, interval = min(count, LISTED), entry(hf, "no_rope_layer_interval", int, 4)
     kinds = hf.get("layer_types")
@@ -109,13 +118,21 @@ SMOLLM3 = Family(
     tied=True,
     parts=(
         Part(ROPE, partial(rope_from_hf, theta=2e6), rope_to_hf),
-        Part(("no_rope_layers", "no_rope_layer_interval", "layer_types"), _layers_from_hf, _layers_to_hf),
+        Part(
+            ("no_rope_layers", "no_rope_layer_interval", "layer_types"),
+            _layers_from_hf,
+            _layers_to_hf,
+        ),
     ),
     only={**SILU, "mlp_bias": (False,), "use_sliding_window": (False,)},
     rates=("attention_dropout",),
     ids=TOKEN_IDS,
     ignored=frozenset({"sliding_window", "max_window_layers", "pretraining_tp"}),
-    needs=(Need("window_size", lambda config: not any(config.windows), "none"), WHOLE_HEADS, SMALL_STD),
+    needs=(
+        Need("window_size", lambda config: not any(config.windows), "none"),
+        WHOLE_HEADS,
+        SMALL_STD,
+    ),
     names=NAMES,
 )
 

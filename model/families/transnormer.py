@@ -1,8 +1,9 @@
 """TransNormerLLM (Qin et al. 2023, arXiv:2307.14995), with linear attention with decay.
 
-The output of attention is normalised and gated, and the feed-forward gated without an activation, as its released
-models compute; the norms have no weights. With softmax_every the model is a hybrid: every so many-th layer has softmax
-attention with rope, as every eighth in MiniMax-01 (2025, arXiv:2501.08313).
+The output of attention is normalised and gated, and the feed-forward gated without an activation,
+as its released models compute; the norms have no weights. With softmax_every the model is a hybrid:
+every so many-th layer has softmax attention with rope, as every eighth in MiniMax-01 (2025,
+arXiv:2501.08313).
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
 
     model_type: str = "transnormer"
     linear_decay: Literal["released", "paper"] | None = None
-    """Decay of a transnormer's heads: as its released models do, the default, or as its paper writes."""
+    """Decay of a transnormer's heads: as its released models do, the default, or as its paper
+    writes."""
 
     title = "TransNormer"
     positions = "lrpe"
@@ -59,7 +61,8 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
 
     @property
     def state_elements(self) -> int:
-        """Elements of the states of all layers, per sequence; LRPE doubles the first layer's keys."""
+        """Elements of the states of all layers, per sequence; LRPE doubles the first layer's
+        keys."""
         state = self.num_attention_heads * self.head_dim**2
         return state * (self.recurrent_layers + (not self.has_softmax(0)))
 
@@ -74,7 +77,11 @@ THETA = "layers.0.attention.lrpe.theta"
 
 
 def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    ffn, heads, inside = entry(hf, "glu_dim", int), settings["num_attention_heads"], entry(hf, "hidden_dim", int)
+    ffn, heads, inside = (
+        entry(hf, "glu_dim", int),
+        settings["num_attention_heads"],
+        entry(hf, "hidden_dim", int),
+    )
     if heads < 1 or inside % heads:
         raise UserError(f"{CONFIG}: hidden_dim is {inside}; it must be a multiple of decoder_attention_heads {heads}")
     layers, lrpe = settings["num_layers"], entry(hf, "linear_use_lrpe_list", list)
@@ -112,7 +119,11 @@ TRANSNORMER = Family(
     only={"norm_type": ("simplermsnorm",), "linear_act_fun": ("silu",), "bias": (False,)},
     ignored=frozenset({"add_bos_token"}),
     needs=(
-        Need("softmax_every", lambda config: config.softmax_every is None, "linear attention in every layer"),
+        Need(
+            "softmax_every",
+            lambda config: config.softmax_every is None,
+            "linear attention in every layer",
+        ),
         Need("linear_decay", lambda config: config.linear_decay in (None, "released"), "released"),
         Need("norm_epsilon", lambda config: config.norm_epsilon == EPSILON, f"{EPSILON}"),
     ),

@@ -49,5 +49,8 @@ NAMES = Names(
         "mlp.down": "mlp.down_proj",
     },
 )
-POST_NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+POST_NORMS = {
+    "attention_norm": "post_attention_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
 """Names of norms after attention and feed-forward."""

@@ -1,4 +1,4 @@
-"""Entries and weights that Hugging Face's hybrids of a delta rule share: kinds of layers, convolutions, sizes."""
+"""Entries and weights that Hugging Face's hybrids of a delta rule share."""
 
 from typing import Any
 
@@ -19,7 +19,8 @@ def kinds_of(layers: int, every: int) -> list[str]:
 
 
 def kinds_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our period of softmax attention; layer_types names each layer's kind, or an interval says it."""
+    """Return our period of softmax attention; layer_types names each layer's kind, or an interval
+    says it."""
     layers = min(settings["num_layers"], LISTED)
     every = entry(hf, "full_attention_interval", int, DeltaConfig.default_period)
     if (kinds := hf.get("layer_types")) is None:
@@ -37,7 +38,8 @@ def kinds_to_hf(config: DeltaConfig) -> dict[str, Any]:
 
 
 def taps_from_hf(config: DeltaConfig, name: str, weight: Tensor) -> Tensor:
-    """Return our vector of a convolution's weight, theirs [channels, 1, taps]; another weight as it is."""
+    """Return our vector of a convolution's weight, theirs [channels, 1, taps]; another weight as it
+    is."""
     return weight.flatten() if ".conv_" in name else weight
 
 

@@ -21,14 +21,16 @@ class WindowedConfig(DecoderConfig):
     """Windows and sinks of softmax attention."""
 
     window_size: str | None = None
-    """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the mask is causal, and
-    -1 before is all of them. By default every layer sees all earlier tokens. In a hybrid, of the softmax layers."""
+    """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the
+    mask is causal, and -1 before is all of them. By default every layer sees all earlier tokens. In
+    a hybrid, of the softmax layers."""
     window_attn_skip_freq: str | None = None
-    """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and a 0 for each
-    without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
+    """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and
+    a 0 for each without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
     softmax_type: SoftmaxType = "vanilla"
-    """Divisor of attention's weights: the sum over the keys; 1 more, so that a head can look at nothing; or the
-    exponential of a learned number per head more, an attention sink, as in gpt-oss."""
+    """Divisor of attention's weights: the sum over the keys; 1 more, so that a head can look at
+    nothing; or the exponential of a learned number per head more, an attention sink, as in
+    gpt-oss."""
 
     def check(self) -> None:
         """Check that some layer of softmax attention has the window."""
@@ -45,7 +47,8 @@ class WindowedConfig(DecoderConfig):
         require(self, has, "window_attn_skip_freq", must)
 
     def window(self, layer: int) -> Window | None:
-        """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or is linear."""
+        """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or
+        is linear."""
         return self._windows[layer] if self.has_softmax(layer) else None
 
     @property
@@ -85,7 +88,12 @@ class RotaryConfig(RopeConfig, DecoderConfig):
         """Check the channels that turn."""
         width, name = self.head_dim, "hidden_size" if self.kv_channels is None else "kv_channels"
         heads = f"the {self.num_attention_heads} heads are {width} wide"
-        require(self, width % 2 == 0, name, f"{heads}, which must be even: rotary positions turn channels in pairs")
+        require(
+            self,
+            width % 2 == 0,
+            name,
+            f"{heads}, which must be even: rotary positions turn channels in pairs",
+        )
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -94,13 +102,15 @@ class RotaryConfig(RopeConfig, DecoderConfig):
 
     @property
     def reach(self) -> int:
-        """Positions that the model is meant for or its scaling of rope reaches; 0 if it says neither."""
+        """Positions that the model is meant for or its scaling of rope reaches; 0 if it says
+        neither."""
         longest = super().reach
         stretched = int(longest * (self.rope_scaling_factor or 1)) if self.rope_scaling_type == "linear" else 0
         return max(longest, self.scaled_length, stretched)
 
     def with_rope_length(self: R, length: int) -> R:
-        """Return the configuration with a length for dynamic scaling of rope, if it needs one and has none."""
+        """Return the configuration with a length for dynamic scaling of rope, if it needs one and
+        has none."""
         if self.rope_scaling_type != "dynamic" or self.rope_scaling_seq_length is not None:
             return self
         return replace(self, rope_scaling_seq_length=length)
@@ -115,8 +125,8 @@ class LengthConfig(DecoderConfig):
     """The longest sequence."""
 
     max_position_embeddings: int | None = None
-    """Entries in the table of learned_absolute positions, and so the longest sequence; with rope the longest that the
-    model is meant for, beyond which a run begins with a note."""
+    """Entries in the table of learned_absolute positions, and so the longest sequence; with rope
+    the longest that the model is meant for, beyond which a run begins with a note."""
 
     def check(self) -> None:
         """Check the length."""
@@ -129,7 +139,8 @@ class RopePositionsConfig(RotaryConfig, LengthConfig):
     """Rope as the only source of positions."""
 
     position_embedding_type: Literal["rope", "learned_absolute"] | None = None
-    """Source of tokens' positions; by default rope, and learned_absolute in a model with a table of them."""
+    """Source of tokens' positions; by default rope, and learned_absolute in a model with a table of
+    them."""
 
     positions = "rope"
 
@@ -137,7 +148,12 @@ class RopePositionsConfig(RotaryConfig, LengthConfig):
         """Check the source of positions."""
         super().check()
         must = f"model_type {self.model_type} has rope alone; leave it out"
-        require(self, self.position_embedding_type != "learned_absolute", "position_embedding_type", must)
+        require(
+            self,
+            self.position_embedding_type != "learned_absolute",
+            "position_embedding_type",
+            must,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +161,8 @@ class LocalRopeConfig(RotaryConfig, WindowedConfig):
     """Rope of its own in the layers with a window."""
 
     rotary_base_local: float | None = None
-    """Base of the angles of rope in the layers that have a window, which no scaling touches; by default
-    rotary_base."""
+    """Base of the angles of rope in the layers that have a window, which no scaling touches; by
+    default rotary_base."""
 
     def check(self) -> None:
         """Check that a layer takes the base."""
@@ -177,8 +193,9 @@ class PeriodicConfig(DecoderConfig):
     """Softmax attention in some layers only."""
 
     softmax_every: int | None = None
-    """Give every so many-th layer softmax attention (a hybrid: 8 is seven others, then one of softmax); by default
-    none has it beside linear attention, and every fourth beside a delta rule."""
+    """Give every so many-th layer softmax attention (a hybrid: 8 is seven others, then one of
+    softmax); by default none has it beside linear attention, and every fourth beside a delta
+    rule."""
 
     default_period = 0
     """The period without the setting; 0 is none."""
@@ -208,7 +225,8 @@ class PeriodicConfig(DecoderConfig):
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings with which layers of both kinds take turns; none if all layers are of one kind."""
+        """Settings with which layers of both kinds take turns; none if all layers are of one
+        kind."""
         return {"softmax_every": 2} if self.softmax_period else {}
 
     def has_softmax(self, layer: int) -> bool:

@@ -130,7 +130,8 @@ def trained(
     kind: str, case: Case, data: Path, sabotage: Callable[[], None] | None = None, *more: str, iterations: int = 3
 ) -> Run:
     """Train a kind of model on a mesh, in fresh processes."""
-    flags, task = flags_of(kind, case, data, iterations), DiffusionTask
+    flags: list[str] = flags_of(kind, case, data, iterations)
+    task: type[Task[Any]] = DiffusionTask
     if kind != DIFFUSION:
         odd = load_tokenizer(f"{data}.model").vocab_size + 3
         flags, task = [*flags, "--vocab-size", str(odd)], LanguageTask

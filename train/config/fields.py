@@ -1,7 +1,7 @@
 """The fields of a configuration, which are its flags and TOML keys, as its dataclasses state them.
 
-A root dataclass has one field per section, each a frozen dataclass. A root may have a section of several classes, one
-of whose fields chooses among them (``Variants``).
+A root dataclass has one field per section, each a frozen dataclass. A root may have a section of
+several classes, one of whose fields chooses among them (``Variants``).
 """
 
 import argparse
@@ -19,7 +19,12 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 from runtime.errors import UserError
 
-EXPECTED = {bool: "true or false", int: "an integer of at most 64 bits", float: "a finite number", str: "a string"}
+EXPECTED = {
+    bool: "true or false",
+    int: "an integer of at most 64 bits",
+    float: "a finite number",
+    str: "a string",
+}
 METAVAR = {int: "N", float: "X", str: "TEXT"}
 BINARY = {"k": 1 << 10, "m": 1 << 20}
 
@@ -29,7 +34,8 @@ class ConfigError(UserError):
 
 
 class Variants(NamedTuple):
-    """The classes of a section, by the value of its field ``name``; the first one is the default."""
+    """The classes of a section, by the value of its field ``name``; the first one is the
+    default."""
 
     section: str
     name: str
@@ -63,7 +69,8 @@ class Field(NamedTuple):
         return f"a list, each {one}" if self.many else one
 
     def convert(self, value: Any) -> Any:
-        """Convert a TOML `value` to the field's type; an integer passes for a float. Raises ConfigError."""
+        """Convert a TOML `value` to the field's type; an integer passes for a float. Raises
+        ConfigError."""
         if self.many and isinstance(value, list):
             return tuple(self._replace(many=False).convert(item) for item in value)
         if self.base is float and type(value) is int:
@@ -93,7 +100,8 @@ hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def variants_of(root: Any) -> Variants:
-    """Return the section of a root, or of an instance of one, that has several classes; one without names if none."""
+    """Return the section of a root, or of an instance of one, that has several classes; one without
+    names if none."""
     return getattr(root, "VARIANTS", Variants("", "", {}))
 
 
@@ -156,7 +164,8 @@ def _fields_of(
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Return attribute docstrings by field name, inherited ones too, from the sources: Python drops them."""
+    """Return attribute docstrings by field name, inherited ones too, from the sources: Python drops
+    them."""
     docs = {}
     for owner in (owner for owner in reversed(cls.__mro__) if is_dataclass(owner)):
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
@@ -168,7 +177,8 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 
 def documented(root: type, cls: type) -> dict[str, str]:
-    """Return ``attribute_docs`` of a section's class; the field that chooses a variant says what each is."""
+    """Return ``attribute_docs`` of a section's class; the field that chooses a variant says what
+    each is."""
     docs, (_, chooser, classes) = attribute_docs(cls), variants_of(root)
     if chooser in docs:
         named = (f"{name}: {inspect.getdoc(variant)}" for name, variant in classes.items())
@@ -177,7 +187,8 @@ def documented(root: type, cls: type) -> dict[str, str]:
 
 
 def variant_fields(root: type, shown: Collection[str] = ()) -> dict[str, list[tuple[Field, str]]]:
-    """Return the fields that some variants lack, with their docstrings, by the names of the variants that have them.
+    """Return the fields that some variants lack, with their docstrings, by the names of the
+    variants that have them.
 
     Those named in ``shown`` are left out.
     """

@@ -1,7 +1,8 @@
 """Fill dataclasses from TOML files and command-line flags; no field is known by name here.
 
-A root dataclass has one field per section, each a frozen dataclass whose fields are the flags and TOML keys. Their
-attribute docstrings are the help, `Literal` gives the choices, and names are unique over all sections.
+A root dataclass has one field per section, each a frozen dataclass whose fields are the flags and
+TOML keys. Their attribute docstrings are the help, `Literal` gives the choices, and names are
+unique over all sections.
 """
 
 import argparse
@@ -51,7 +52,8 @@ def config_file(run: Path) -> Path:
 
 
 def spelled(name: str, value: Any) -> str:
-    """Spell a field and its value as on a command line; `value` may come from JSON, with lists for several words."""
+    """Spell a field and its value as on a command line; `value` may come from JSON, with lists for
+    several words."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
@@ -67,7 +69,8 @@ def value_of(config: object, name: str) -> Any:
 
 
 def build(root: type[Root], values: dict[str, Any]) -> Root:
-    """Build a `root` from `values` by field name, with defaults. Raises UserError for a value out of range."""
+    """Build a `root` from `values` by field name, with defaults. Raises UserError for a value out
+    of range."""
     variant = values.get(variants_of(root).name)
     table, sections = config_fields(root, variant), {}
     for section, cls in sections_of(root, variant).items():
@@ -76,7 +79,8 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
 
 
 def with_implied(root: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return values by field name, and those that are set by others of them, by their section's IMPLIES."""
+    """Return values by field name, and those that are set by others of them, by their section's
+    IMPLIES."""
     implied: dict[str, Any] = {}
     for section in hints_of(root).values():
         for name, others in getattr(section, "IMPLIES", {}).items():
@@ -86,21 +90,24 @@ def with_implied(root: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(root: type[Root], path: str | Path) -> Root:
-    """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or field."""
+    """Read a configuration from a TOML file, with defaults for the rest. UserError names the key or
+    field."""
     return build(root, with_implied(root, read_toml(root, path)))
 
 
 def _hint(root: type, name: str, known: Collection[str], variant: str | None, section: str = "") -> str:
-    """Suggest a fix for a section, key (of ``section``) or flag that `root` lacks; a variant or another entry may."""
-    key = name.removeprefix("--").removeprefix("no-").replace("-", "_")
-    if having := _having(root, key):
-        _, chooser, classes = variants_of(root)
+    """Suggest a fix for a section, key (of ``section``) or flag that `root` lacks; a variant or
+    another entry may."""
+    key = name.removeprefix("--").replace("-", "_")
+    keys = {key, key.removeprefix("no_")} - config_fields(root, variant).keys()
+    _, chooser, classes = variants_of(root)
+    having = [family for family, table in fields_by_variant(root).items() if keys & table.keys()]
+    if having:
         verb = "has" if len(having) == 1 else "have"
         return f"{chooser} {variant or next(iter(classes))} has none; {' and '.join(having)} {verb} it"
     for entry, other in ENTRIES.items():
-        if other is not root and (
-            name in hints_of(other) or any(key in table for table in fields_by_variant(other).values())
-        ):
+        tables = fields_by_variant(other).values()
+        if other is not root and (name in hints_of(other) or any(keys & table.keys() for table in tables)):
             return f"that is for {entry}"
     if name.startswith("--"):
         answers = {flag: entry.answer for flag, entry in megatron_flags().items()}
@@ -109,15 +116,12 @@ def _hint(root: type, name: str, known: Collection[str], variant: str | None, se
     return did_you_mean(name, known) or f"known are {', '.join(here)}"
 
 
-def _having(root: type, name: str) -> list[str]:
-    """Return the variants that have a field, of a root with variants."""
-    return [variant for variant, table in fields_by_variant(root).items() if variant and name in table]
-
-
 def model_file(name: str | Path) -> Path:
-    """Return the TOML file that --config names: a path, or a model of configs/models, such as llama3_8b.
+    """Return the TOML file that --config names: a path, or a model of configs/models, such as
+    llama3_8b.
 
-    Raises ConfigError listing the models, the most similar first, if a name without a folder is none of them.
+    Raises ConfigError listing the models, the most similar first, if a name without a folder is
+    none of them.
     """
     path = Path(name)
     moved = path.parent.resolve() == MODELS.parent  # the models' folder before they had one of their own
@@ -147,9 +151,11 @@ def _tell_moved(path: Path, file: Path) -> None:
 
 
 def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[str, Any]:
-    """Read a TOML file's values by field name, which are those of the ``variant``, by default of the file's own.
+    """Read a TOML file's values by field name, which are those of the ``variant``, by default of
+    the file's own.
 
-    A value of another variant's field is passed over if it is that field's default: earlier versions wrote all.
+    A value of another variant's field is passed over if it is that field's default: earlier
+    versions wrote all.
 
     Raises ConfigError naming the file, the key and the fix.
     """
@@ -181,7 +187,8 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
             raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections, variant)}")
         for name, value in content.items():
             if name not in table:
-                if any(value == fields[name].default for fields in fields_by_variant(root).values() if name in fields):
+                others = (fields[name] for fields in fields_by_variant(root).values() if name in fields)
+                if any((section, value) == (field.section, field.default) for field in others):
                     continue
                 hint = _hint(root, name, table, variant, section)
                 raise ConfigError(f"{path}: unknown key {name} in [{section}]; {hint}")
@@ -219,7 +226,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(root: type, introduction: str | None, variant: str | None) -> _Parser:
-    """Build the parser of a variant's flags; with an introduction, of those of the others too, and the help texts."""
+    """Build the parser of a variant's flags; with an introduction, of those of the others too, and
+    the help texts."""
     parser = _Parser(
         description=introduction,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=116),
@@ -229,7 +237,9 @@ def _parser(root: type, introduction: str | None, variant: str | None) -> _Parse
     )
     parser.add_argument("--version", action="version", version=f"longmesh {__version__}")
     parser.add_argument(
-        "--config", metavar="FILE", help="TOML file to begin with, or a model of configs/models, such as llama3_8b"
+        "--config",
+        metavar="FILE",
+        help="TOML file to begin with, or a model of configs/models, such as llama3_8b",
     )
     table = config_fields(root, variant)
     for section, cls in sections_of(root, variant).items():
@@ -263,13 +273,18 @@ def _add_flag(group: Any, field: Field, doc: str) -> None:
 def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     """Parse a command line: `--config FILE`, overridden by other flags.
 
-    `argv` is without the program's name. Raises UserError; with --help prints `introduction` and the help, and exits
-    with status 0.
+    `argv` is without the program's name. Raises UserError; with --help prints `introduction` and
+    the help, and exits with status 0.
     """
     # Megatron has --override-opt_param-scheduler, fields have underscores.
     hyphened = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
     variant = _requested_variant(root, hyphened)
-    flags = ["--config", "--help", "--version", *(field.flag for field in config_fields(root, variant).values())]
+    flags = [
+        "--config",
+        "--help",
+        "--version",
+        *(field.flag for field in config_fields(root, variant).values()),
+    ]
     argv, taken = drop_redundant_flags(hyphened, flags)
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None, variant)
     given, unknown = parser.parse_known_args(argv)
@@ -307,11 +322,15 @@ def _requested_variant(root: type, argv: Sequence[str]) -> str | None:
 def _kept(root: type, path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's values but for those that a flag leaves no place for; say which these are.
 
-    By its section's REPLACES it takes the place of some, and a flag that is none leaves out its PARTS.
+    By its section's REPLACES it takes the place of some, and a flag that is none leaves out its
+    PARTS.
     """
     variant = given.get(variants_of(root).name)
     found = read_toml(root, path, variant)
-    table, sections = config_fields(root, variant or found.get(variants_of(root).name)), hints_of(root)
+    table, sections = (
+        config_fields(root, variant or found.get(variants_of(root).name)),
+        hints_of(root),
+    )
     for name, value in given.items():
         if value is False:  # --no-mock-data
             continue

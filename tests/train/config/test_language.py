@@ -107,6 +107,10 @@ def test_shipped_configs_load_and_are_free_of_contradictions(path):
         ("[context]\ncontext_parallel_method = 'rign'", ["'rign'", "one of ring, striped"]),
         ("[train]\nseed = ", ["not valid TOML"]),
         ("[model]\nmodel_type = 'bert'", ["model_type is 'bert'", "one of llama, gpt, "]),
+        (
+            "[train]\nlinear_gate = 'per_head'",
+            ["unknown key linear_gate in [train]; model_type llama has none; qwen3_5"],
+        ),
         ("[model]\nmodel_type = 2", ["model_type is 2", "one of llama, gpt, "]),
         (
             "[model]\nlinear_gate = 'per_channel'",
@@ -155,6 +159,9 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ("--model-type qwen3_5 --no-qk-layernorm", ["--no-qk-layernorm; model_type qwen3_5 has none; llama has it"]),
         ("--query-pre-attn-scalar 8 --model-type=olmo3", ["model_type olmo3 has none; gemma3 has it"]),
         ("--model-type", ["--model-type: expected one argument"]),
+        ("--no-scale-embedding", ["model_type llama has none; transnormer and linear_transformer have it"]),
+        ("--no-rope-freq 2", ["--no-rope-freq; model_type llama has none; smollm3 has it"]),
+        ("--no-lr", ["unknown argument --no-lr; did you mean"]),
         ("--exit-on-missing-checkpoint", ["exit_on_missing_checkpoint", "--load"]),
     ],
 )

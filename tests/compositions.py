@@ -137,7 +137,8 @@ _TRAINED = """
     transnormer cp=2 lasp
     linear_transformer cp=2 lasp2 zero2
     qwen3_5 cp=2 exchange zero2
-    smollm3|granite cp=2 tp=2 zigzag
+    smollm3 cp=2 zigzag
+    granite tp=2
     nightly llama cp=1|4 METHODS
     nightly llama cp=2 tp=2 zigzag degree=2 attention_boundary
     nightly llama cp=4 double_ring per_node=2 degree=2 --context-parallel-layout striped
@@ -152,6 +153,7 @@ _TRAINED = """
     nightly linear_transformer cp=2 dp=2 lasp2 zero2
     nightly qwen3_5 cp=2 dp=2 exchange zero2
     nightly qwen3_5 cp=3 zigzag
+    nightly smollm3|granite cp=2 tp=2 zigzag
     nightly smollm3|granite cp=2 exchange|ulysses
     nightly smollm3|granite cp=3 striped
     nightly smollm3|granite tp=2 pp=2

@@ -120,7 +120,7 @@ CASES = {
 @cache
 def one_process(kind):
     model = MODELS[kind]
-    attend = HybridAttention(linear, sdpa) if model.softmax_every else linear if model.linear_attention else sdpa
+    attend = HybridAttention(linear, sdpa) if model.softmax_period else linear if model.linear_attention else sdpa
     return whole_step(model, plain(model, attend))
 
 

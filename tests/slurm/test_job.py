@@ -204,11 +204,11 @@ def test_a_start_says_which_sources_changed_since_the_first_one(tmp_path):
     said = started(run, *flags, new="3")[1]
     assert re.search(rf"^WARNING: the sources are not those .* changed {config}; to keep them", said, re.M), said
     listed = (run / "logs" / "7" / "sources").read_text()
-    assert " ./model/language.py\n" in listed
+    assert " ./model/decoder.py\n" in listed
     assert " ./slurm/job.sh\n" in listed
     assert " ./tests/" not in listed
-    (run / "logs" / "7" / "sources").write_text(re.sub(r"\w+( +\./model/language\.py)", r"0\1", listed))
-    assert "changed ./model/language.py " in started(run, *flags, new="4")[1]
+    (run / "logs" / "7" / "sources").write_text(re.sub(r"\w+( +\./model/decoder\.py)", r"0\1", listed))
+    assert "changed ./model/decoder.py " in started(run, *flags, new="4")[1]
 
 
 def test_a_start_says_that_the_sources_changed_in_the_queue(tmp_path):

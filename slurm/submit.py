@@ -28,8 +28,8 @@ from slurm.environment import DEFAULT_PYTHON, check_torch, digest_of_sources, in
 from slurm.header import COMMENTS, header
 from slurm.values import check_text
 from tools.common.arguments import parser_for, positive, run_command
-from tools.fit import ENTRIES
 from train.run import exit_status
+from train.tasks.registry import ENTRIES
 
 HERE = Path(__file__).resolve().parent
 HINTS: dict[str, str] = tomllib.loads((HERE / "hints.toml").read_text(encoding="utf-8"))

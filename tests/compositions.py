@@ -133,22 +133,24 @@ _TRAINED = """
     llama cp=2 striped|allgather
     llama cp=4 wallfacer team=2 p2p_intra
     llama tp=2 cp=2 full
-    llama pp=2 dp=2 legacy_ddp --eval-interval 3
+    llama pp=2 dp=2 legacy_ddp --eval-interval 2
     transnormer cp=2 lasp
-    linear_transformer cp=2 dp=2 lasp2 zero2
-    qwen3_5 cp=2 dp=2 exchange zero2
+    linear_transformer cp=2 lasp2 zero2
+    qwen3_5 cp=2 exchange zero2
     smollm3|granite cp=2 tp=2 zigzag
     nightly llama cp=1|4 METHODS
     nightly llama cp=2 tp=2 zigzag degree=2 attention_boundary
     nightly llama cp=4 double_ring per_node=2 degree=2 --context-parallel-layout striped
     nightly llama tp=4
-    nightly llama pp=2 tp=2 GPipe --eval-interval 3
-    nightly llama dp=2 cp=2 ulysses ddp|zero1|zero2 --eval-interval 3
+    nightly llama pp=2 tp=2 GPipe --eval-interval 2
+    nightly llama dp=2 cp=2 ulysses ddp|zero1|zero2 --eval-interval 2
     nightly llama dp=2 tp=2 legacy_ddp
     nightly llama dp=2 cp=2 fsdp copies=2
     nightly gpt dp=2 cp=1|2 zigzag
     nightly transnormer|linear_transformer dp=4 zero1 none
     nightly transnormer cp=2 dp=2 lasp2 ddp
+    nightly linear_transformer cp=2 dp=2 lasp2 zero2
+    nightly qwen3_5 cp=2 dp=2 exchange zero2
     nightly qwen3_5 cp=3 zigzag
     nightly smollm3|granite cp=2 exchange|ulysses
     nightly smollm3|granite cp=3 striped

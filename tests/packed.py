@@ -23,7 +23,7 @@ from train.callbacks.validation import Validation
 from train.config.language import parse_args
 from train.tasks.language import LanguageTask
 
-VOCABULARY, LENGTH, ROWS = 2048, 61, 4
+VOCABULARY, LENGTH, ROWS = 1024, 61, 4
 """The length is divisible by no number of ranks."""
 TINY = f"""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --init-method-std 0.1 --seq-length {LENGTH} --device cpu

@@ -4,7 +4,10 @@ import gc
 from contextlib import suppress
 
 import pytest  # noqa: F401
+import sentencepiece  # noqa: F401
+import tomli_w  # noqa: F401
 
+import parallel.pipeline.schedule  # noqa: F401
 import tests.parallel.split
 import tests.pretraining  # noqa: F401
 from train.callbacks import metrics

@@ -50,19 +50,19 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 NODES = {
     "entry": 340,
-    "model": 43350,
+    "model": 43550,
     "kernels": 45958,
-    "parallel": 69829,
+    "parallel": 69856,
     "data": 46405,
-    "train": 61279,
-    "planner": 27940,
+    "train": 61315,
+    "planner": 27925,
     "runtime": 17566,
     "slurm": 4238,
-    "tools": 57486,
+    "tools": 57463,
     "papers": 17774,
-    "bench": 17151,
+    "bench": 17152,
     "docs": 757,
-    "tests": 381070,
+    "tests": 381467,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

@@ -43,7 +43,7 @@ KINDS = {
         linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12,
     ),
 }  # fmt: skip
-LORA = ("--lora-rank", "4", "--lora-alpha", "6", "--micro-batch-size", "2")
+LORA = ("--lora-rank", "4", "--lora-alpha", "6", "--micro-batch-size", "2", "--vocab-size", "4099")
 BOUND = 1e-5
 
 

@@ -154,7 +154,7 @@ def others_changed(batch):
     batch = second_document_alone(batch)
     other = batch["starts"].clone().fill_(True)
     other[0] = batch["starts"][0].cumsum(0) != 2
-    return batch | {"tokens": batch["tokens"].where(~other, (batch["tokens"] + 7) % 2000)}
+    return batch | {"tokens": batch["tokens"].where(~other, (batch["tokens"] + 7) % 1000)}
 
 
 OTHERS = [PP, f"{KINDS['transnormer']} {CP} lasp", f"{KINDS['olmo']} {CP} zigzag"]

@@ -48,9 +48,9 @@ KINDS = {
 
 
 def rows():
-    """Yield kinds, meshes and iterations: four see what twenty do, whose rounding has longer to grow."""
+    """Yield kinds, meshes and iterations: three see what twenty do, whose rounding has longer to grow."""
     for kind, case, slow in TRAINED:
-        yield kind, case, 4, slow
+        yield kind, case, 3, slow
         if kind == "llama" and not slow:
             yield kind, case, 20, True
 
@@ -153,7 +153,7 @@ def positions_from_zero(rank, world_size, arguments):
 @pytest.mark.parametrize(("kind", "wrong"), [("llama", without_the_shift), ("gpt", positions_from_zero)])
 def test_a_wrong_mask_or_position_makes_parity_fail(kind, wrong, default_data, one_process, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.pretraining.run_ranks", lambda _, *given: run_ranks(wrong, *given))
-    flags = ("--train-iters", "4")
+    flags = ("--train-iters", "3")
     got = pretrain(2, default_data, tmp_path / "run", *KINDS[kind][0], *flags, *case_of("cp=2 striped").flags)
     monkeypatch.undo()
     assert differences(got, one_process(kind, *flags)) > 10 * BOUND

@@ -11,7 +11,6 @@ command line stay.
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -22,11 +21,10 @@ from train.config import diffusion, language
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError
 from train.run import run_entry
+from train.tasks.registry import ENTRIES
 
 ON_CPU = 4
 MOST = 8
-ENTRIES: dict[str, Any] = {"pretrain_gpt.py": language, "pretrain_dit.py": diffusion}
-"""The modules that parse and validate each entry's flags."""
 
 
 def parsed(arguments: Sequence[str]) -> CommonConfig:

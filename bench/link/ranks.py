@@ -30,7 +30,7 @@ from tools.common.report import Column, write_tables
 from tools.common.shapes import AttentionShape
 from tools.common.training import Records, trainer_of
 from train.config.entries import Config
-from train.tasks.registry import task_named
+from train.tasks.registry import ENTRIES
 
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
@@ -128,7 +128,7 @@ def report(pipe: Connection, seconds: float) -> None:
 
 def _train(pipe: Connection, entry: str, arguments: list[str]) -> None:
     log = Records(lambda record: report(pipe, record["iteration_time_ms"] / 1e3))
-    with trainer_of(task_named(f"{entry}.py"), arguments, log) as trainer:
+    with trainer_of(ENTRIES[f"{entry}.py"], arguments, log) as trainer:
         trainer.train()
 
 

@@ -28,9 +28,6 @@ CASES = {
         *(Case(kind, "zigzag", 1, 2, policy=policy) for kind, policy in zip(KINDS, POLICIES, strict=True)),
         *(Case(kind, "ring", 2, 1, policy=policy) for kind, policy in zip(KINDS, reversed(POLICIES), strict=True)),
         *(Case(f"{KINDS[0]} lora", *mesh) for mesh in (("exchange", 1, 2), ("ring", 2, 1))),
-        Case("olmo_hybrid", "ulysses", 1, 2, "ddp", "full"),
-        Case("kda", "double_ring", 1, 2, "zero1", "attention_boundary"),
-        Case("olmo_hybrid lora", "zigzag", 1, 2, "zero2", "attention_boundary"),
     ],
     3: [
         Case("qwen3_5", "zigzag", 1, 3, policy="full"),
@@ -44,6 +41,9 @@ CASES = {
         *(Case(kind, method, 1, 2) for kind in KINDS for method in ("wallfacer", "ulysses", "allgather")),
         *(Case(f"{kind} lora", "zigzag", 2, 2) for kind in KINDS),
         Case("kda", "ring", 4, 1),  # whose KV heads two ranks share
+        Case("olmo_hybrid", "ulysses", 1, 2, "ddp", "full"),
+        Case("kda", "double_ring", 1, 2, "zero1", "attention_boundary"),
+        Case("olmo_hybrid lora", "zigzag", 1, 2, "zero2", "attention_boundary"),
     ],
 }
 

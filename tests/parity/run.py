@@ -28,6 +28,7 @@ from torch import Tensor
 
 from data.loader import Samples
 from data.text.prepare import Request, prepare
+from data.tokenizer import load_tokenizer
 from runtime.errors import UserError
 from runtime.files import write_text
 from runtime.machine import describe, in_words
@@ -129,9 +130,12 @@ def trained(
     kind: str, case: Case, data: Path, sabotage: Callable[[], None] | None = None, *more: str, iterations: int = 3
 ) -> Run:
     """Train a kind of model on a mesh, in fresh processes."""
-    flags = [*flags_of(kind, case, data, iterations), *more]
-    task = DiffusionTask if kind == DIFFUSION else LanguageTask
-    ranks = run_ranks(train_masked, case.ranks, flags, sabotage, task, timeout=300.0)
+    flags: list[str] = flags_of(kind, case, data, iterations)
+    task: type[Task[Any]] = DiffusionTask
+    if kind != DIFFUSION:
+        odd = load_tokenizer(f"{data}.model").vocab_size + 3
+        flags, task = [*flags, "--vocab-size", str(odd)], LanguageTask
+    ranks = run_ranks(train_masked, case.ranks, [*flags, *more], sabotage, task, timeout=300.0)
     return merged(ranks)
 
 

@@ -5,8 +5,9 @@ import torch
 
 from kernels.attention import select_backend
 from tests.starts import ROOT, ended
-from tools.fit import ENTRIES, fit, main
+from tools.fit import fit, main
 from train.config.flags import ConfigError
+from train.tasks.registry import ENTRIES
 
 QUICK = {"pretrain_gpt.py": "llama_tiny", "pretrain_dit.py": "dit_tiny"}
 

@@ -18,11 +18,15 @@ from tools import vendor
 from tools.vendor import TESTS
 
 PROJECT = """
+import os
 import sys
 from pathlib import Path
 
 import data, kernels, train  # the project's own
-import torch
+import torch.distributed.tensor
+
+rank = int(not os.fork())  # each would import torch
+os.environ["RANK"] = str(rank)
 from longmesh_attention import METHODS, context_parallel, make_plan, process_group
 
 def same(a, b):
@@ -45,8 +49,10 @@ with process_group() as group:
         assert same(found[0], naive.transpose(1, 2)) and not same(found[0], naive.transpose(1, 2) + 1e-9)
 root, here = Path(sys.argv[1]), Path(__file__).parent
 files = [Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
-print("OURS", [str(f) for f in files if f.is_relative_to(root) and f.relative_to(root).parts[0] in sys.argv[2:]])
-print("OWN", all(Path(module.__file__).parents[1] == here for module in (data, kernels, train)))
+ours = [str(f) for f in files if f.is_relative_to(root) and f.relative_to(root).parts[0] in sys.argv[2:]]
+own = all(Path(module.__file__).parents[1] == here for module in (data, kernels, train))
+os.write(1, f"RANK {rank} OURS {ours} OWN {own}\\n".encode())
+sys.exit(0 if rank else os.waitstatus_to_exitcode(os.wait()[1]))
 """
 BESIDE = """
 import torch
@@ -82,21 +88,12 @@ def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path):
         (tmp_path / name / "__init__.py").write_text("OWN = True\n")
     ours = sorted(path.name for path in vendor.ROOT.iterdir() if path.is_dir() and any(path.glob("*.py")))
     assert {"parallel", "kernels", "runtime", "data", "train"} <= set(ours)
-    port = str(free_port())
-    ranks = [
-        started(
-            *(PROJECT, tmp_path, str(vendor.ROOT), *ours),
-            RANK=str(rank),
-            WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        said, _ = rank.communicate(timeout=PATIENCE)
-        assert rank.returncode == 0, said
-        assert "OURS []\nOWN True" in said
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = started(PROJECT, tmp_path, str(vendor.ROOT), *ours, WORLD_SIZE="2", **address)
+    said, _ = ranks.communicate(timeout=PATIENCE)
+    assert ranks.returncode == 0, said
+    for rank in range(2):
+        assert f"RANK {rank} OURS [] OWN True\n" in said
 
 
 @pytest.mark.slow

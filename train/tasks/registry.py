@@ -1,4 +1,4 @@
-"""The task of each configuration, and of each program that trains."""
+"""The tasks, by the programs that train them and by their configurations."""
 
 from typing import Any
 
@@ -8,14 +8,13 @@ from train.tasks.diffusion import DiffusionTask
 from train.tasks.language import LanguageTask
 from train.tasks.task import Task
 
-TASKS: dict[type[CommonConfig], type[Task[Any]]] = {Config: LanguageTask, DiTRunConfig: DiffusionTask}
+TASKS: dict[type[CommonConfig], type[Task[Any]]] = {
+    Config: LanguageTask,
+    DiTRunConfig: DiffusionTask,
+}
+ENTRIES: dict[str, type[Task[Any]]] = {task.entry: task for task in TASKS.values()}
 
 
 def task_of(config: CommonConfig) -> Any:
     """Return the class of a configuration's task: call it with the configuration and a mesh."""
     return TASKS[type(config)]
-
-
-def task_named(entry: str) -> Any:
-    """Return the class of the task that a program trains."""
-    return next(task for task in TASKS.values() if task.entry == entry)

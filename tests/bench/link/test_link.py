@@ -18,6 +18,7 @@ from bench.link import ranks as link_ranks
 from bench.link.cases import MODELS, cases_of, command_line
 from bench.link.network import Network, NetworkError, check_permission, enter
 from bench.link.ranks import attention_crossing
+from data.tokenizer import load_tokenizer
 from model.registry import num_parameters
 from tests.starts import PATIENCE, ROOT, children, ended, interruptible, wait_until
 from train.config.derive import with_vocabulary
@@ -112,6 +113,7 @@ def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails):
     assert namespaces(own) == before
 
 
+@pytest.mark.slow
 @permitted
 def test_what_crosses_is_what_the_plan_says(default_data, monkeypatch):
     monkeypatch.setattr(link_ranks, "WARM_UP", 0)
@@ -121,7 +123,8 @@ def test_what_crosses_is_what_the_plan_says(default_data, monkeypatch):
     with Network(rails=False) as network:
         (found,) = entry.measure_setting(network, setting, default_data, args)
     config = parsed("llama", "ring", default_data)
-    gradients = 4 * num_parameters(with_vocabulary(config, 4096).model)  # float32, once
+    entries = load_tokenizer(f"{default_data}.model").vocab_size
+    gradients = 4 * num_parameters(with_vocabulary(config, entries).model)  # float32, once
     expected = found["attention_by_plan"] + gradients
     assert expected <= found["crossed"] <= WITHIN_PROTOCOL * expected
     other = max(attention_crossing(parsed("llama", "double_ring", default_data), 4)) + gradients

@@ -85,6 +85,7 @@ def flags_of(prefix, save, cp):
     return [*flags, "--split", "1,0,0"]
 
 
+@pytest.mark.slow
 def test_losses_on_four_processes_equal_one_and_the_cache_equals_whole_forwards(prefix, tmp_path):
     alone, shared = (run_ranks(train, cp, flags_of(prefix, tmp_path / str(cp), cp))[0] for cp in (1, 4))
     np.testing.assert_allclose(shared, alone, rtol=0, atol=2e-6)

@@ -147,13 +147,13 @@ GEMMA3, OLMO3 = (
 SHARED = [
     (gpt(tied=False), "tensor_model", ONE_F_ONE_B, "zero3"),
     (config(**WINDOWED, softmax_type="learnable"), "context", *SCHEDULES["interleaved"]),
-    (config(**WINDOWED, softmax_type="off-by-one"), "context", *SCHEDULES["zero bubble"]),
     (kind("transnormer"), "context", ONE_F_ONE_B, "zero1"),
     (DELTA, "context", *SCHEDULES["interleaved"]),
     (GEMMA3, "context", *SCHEDULES["interleaved"]),
 ]
 """Both ends have gemma3's tied embeddings, and the first alone scales them."""
 SLOW = [
+    (config(**WINDOWED, softmax_type="off-by-one"), "context", *SCHEDULES["zero bubble"]),
     (gpt(tied=False), "context", INTERLEAVED, "zero3"),
     (HYBRID, "context", ONE_F_ONE_B, "zero2"),
     (OLMO3, "context", *SCHEDULES["interleaved"]),

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.test_trainer import environment
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
 
@@ -78,7 +77,6 @@ STARTING = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
 
 def trained(rank, world_size, folder, others):
     """The weights after each call and training, and after one that an evaluation started; all trained twice."""
-    environment(rank, world_size)
     results = {}
     for call, more in (*((call, {}) for call in BEFORE), (nothing, STARTING)):
         trainer = made_trainer(folder, **others, **more)

@@ -108,7 +108,7 @@ def test_any_mesh_counts_what_greedy_writing_begins_with(default_data):
     assert shares == {"ruler_512": 0.0, "ruler_640": 0.0}
     labels = [own.clone() for own in written]
     for number, place in ((1, -1), (3, 0), (4, 2)):
-        labels[number][place] = (labels[number][place] + 1) % 2000
+        labels[number][place] = (labels[number][place] + 1) % 1000
     ((shares, wrong),), _, _ = answered(0, 1, [flags], labels)
     assert [count == 0 for count in wrong] == [number not in (1, 3, 4) for number in range(8)]
     assert shares == {"ruler_512": 50.0, "ruler_640": 75.0}

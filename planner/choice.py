@@ -117,8 +117,8 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
         ConfigError: nothing keeps global_batch_size, with the numbers of processes that would, or fits in memory.
     """
     cluster = cluster_of(config)
-    known = config if entries is None else with_vocabulary(config, entries)
-    several = list(divided(known, processes))
+    complete = config if entries is None else with_vocabulary(config, entries)
+    several = list(divided(complete, processes))
     found = rank(several, processes, cluster)
     if not found.candidates and (found.over_memory or found.over_host_memory):
         found = rank(several, processes, cluster, vary=settings)
@@ -128,7 +128,7 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
         batch, full = config.train.global_batch_size, config.mesh.full_world_size
         raise ConfigError(
             f"allow_resize is set, and no mesh of {counted(processes, 'process')} suits the model and keeps "
-            f"global_batch_size {batch} of the run for {full}; on {_fitting(known, processes)} there would be one"
+            f"global_batch_size {batch} of the run for {full}; on {_fitting(complete, processes)} there would be one"
         )
     method, context = config.context.context_parallel_method, config.context
 

@@ -64,8 +64,10 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 
 def title_of_owner(model: torch.nn.Module, name: str) -> str:
-    """Return the class that has a parameter, and its file; of modules of torch the class that they
-    lie in."""
+    """Return the class that states a parameter, and its file.
+
+    A module of torch states nothing: the class around it does.
+    """
     path = name.rpartition(".")[0]
     while path and type(model.get_submodule(path)).__module__.startswith("torch."):
         path = path.rpartition(".")[0]

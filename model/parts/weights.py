@@ -130,7 +130,7 @@ def uniform(bound: float) -> Init:
 
 
 def xavier(matrices: int, weight: Beginning) -> Tensor:
-    """Return Xavier uniform numbers; so many ``matrices`` of these outputs count as one."""
+    """Return Xavier uniform numbers, for ``matrices`` alike that count as one."""
     outputs, inputs = weight.shape
     return uniform(math.sqrt(6 / (inputs + matrices * outputs)))(weight)
 

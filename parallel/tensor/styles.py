@@ -1,5 +1,6 @@
-"""Parallel styles, each splitting one module over the tp ranks, for the words of
-parallel/tensor/split.py.
+"""Parallel styles, each splitting one module over the tensor-parallel ranks.
+
+parallel/tensor/split.py takes them by the words of the parts.
 
 Shapes as in that file.
 """

@@ -202,7 +202,9 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
 def sources(best: Any, cluster: Cluster) -> list[str]:
     """Say where the numbers of a plan come from, and how far predictions were off elsewhere."""
     cluster = cluster.running(best.context.attention_backend, best.packed)
-    kernel = RATED[cluster.attention_kernel].title if cluster.attention_kernel else "attention"
+    kernel = "attention"
+    if cluster.attention_kernel:
+        kernel = RATED[cluster.attention_kernel].title or cluster.attention_kernel
     known = f"unknown: no published run of such a model on this card by {kernel} is there to compare with"
     recurrent = best.model.recurrent
     delta = recurrent and best.model.delta_rule

@@ -70,10 +70,10 @@ def build_trainer(
 ) -> Trainer:
     """Build and load everything for training on a mesh of a validated configuration; collective.
 
-    Other arguments are those of ``Trainer``.
+    The mesh is there: ``allow_resize`` chooses no other. Other arguments are those of ``Trainer``.
     """
     task = task_of(config)
-    final = finalize(config, task, PLANNER)
+    final = finalize(config.updated(allow_resize=False), task, PLANNER)
     return Trainer(task(final.config, mesh), final, peak_flops=peak_flops, open_log=open_log)
 
 

@@ -104,16 +104,28 @@ def _hint(root: type, name: str, known: Collection[str], variant: str | None, se
     having = [family for family, table in fields_by_variant(root).items() if keys & table.keys()]
     if having:
         verb = "has" if len(having) == 1 else "have"
-        return f"{chooser} {variant or next(iter(classes))} has none; {' and '.join(having)} {verb} it"
+        families = " and ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
+        return f"{chooser} {variant or next(iter(classes))} has none; {families} {verb} it"
     for entry, other in ENTRIES.items():
         tables = fields_by_variant(other).values()
         if other is not root and (name in hints_of(other) or any(keys & table.keys() for table in tables)):
             return f"that is for {entry}"
     if name.startswith("--"):
         answers = {flag: entry.answer for flag, entry in megatron_flags().items()}
-        return did_you_mean(name, known, answers) or "--help lists them all"
+        every = dict.fromkeys(known)
+        for table in fields_by_variant(root).values():
+            every |= dict.fromkeys(field.flag for field in table.values())
+        return did_you_mean(name, every, answers) or "--help lists them all"
     here = [key for key in known if not section or config_fields(root, variant)[key].section == section]
     return did_you_mean(name, known) or f"known are {', '.join(here)}"
+
+
+def _is_default(field: Field, value: Any) -> bool:
+    """Return whether a TOML value, of the field's type, is its default."""
+    try:
+        return bool(field.convert(value) == field.default)
+    except ConfigError:
+        return False
 
 
 def model_file(name: str | Path) -> Path:
@@ -188,7 +200,7 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
         for name, value in content.items():
             if name not in table:
                 others = (fields[name] for fields in fields_by_variant(root).values() if name in fields)
-                if any((section, value) == (field.section, field.default) for field in others):
+                if any(section == field.section and _is_default(field, value) for field in others):
                     continue
                 hint = _hint(root, name, table, variant, section)
                 raise ConfigError(f"{path}: unknown key {name} in [{section}]; {hint}")

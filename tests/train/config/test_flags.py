@@ -213,3 +213,18 @@ def test_what_contradicts_is_refused(line, words):
 def test_what_needs_a_kind_of_model_is_refused_where_there_is_none():
     with pytest.raises(UserError, match="--swiglu is given and this program has no model_type"):
         dit_config.parse_args(["--swiglu"])
+
+
+@pytest.mark.parametrize("line", ["no_scale_embedding = 0", "rotary_percent = true", "linear_conv_kernel_dim = 4.0"])
+def test_a_key_of_another_family_is_passed_over_at_its_default_alone_and_never_of_another_type(line, tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[model]\nno_scale_embedding = false\nrotary_percent = 1\nlinear_conv_kernel_dim = 4\n")
+    assert load_config(file) == Config()
+    file.write_text(f"[model]\n{line}\n")
+    with pytest.raises(UserError, match=f"unknown key {line.split()[0]} in .model.; model_type llama has none"):
+        load_config(file)
+
+
+def test_a_misspelt_flag_of_another_family_is_asked_for():
+    with pytest.raises(UserError, match="did you mean --linear-decay"):
+        parse_args(["--linear-dcay", "paper"])

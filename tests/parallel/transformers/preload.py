@@ -11,5 +11,4 @@ with suppress(ImportError):
 
     for family in FAMILIES:
         getattr(transformers, f"{family}ForCausalLM")
-gc.collect()
 gc.freeze()

@@ -41,7 +41,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Let collections of garbage pass over all modules and tests, which would take half a second each."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

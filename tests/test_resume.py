@@ -148,9 +148,9 @@ def test_other_samples_would_be_seen(default_data, tmp_path):
 def both(kind, first, second, data, folder, sabotage=None):
     """4 iterations on one mesh, and from the second one's checkpoint on another; micro-batches of 2 where they fit."""
     more = ("--micro-batch-size", "1" if 8 in (first.dp, second.dp) else "2")
-    save, load = ("--save", str(folder), "--save-interval", "2"), ("--load", str(folder), "--ckpt-step", "2")
-    went_on = trained(kind, first, data, None, *more, *save, iterations=4)
-    return went_on, trained(kind, second, data, sabotage, *more, *load, iterations=4)
+    went_on = trained(kind, first, data, None, *more, "--save", str(folder), "--save-interval", "2", iterations=4)
+    more += ("--load", str(folder), "--ckpt-step", "2")
+    return went_on, trained(kind, second, data, sabotage, *more, iterations=4)
 
 
 def losses_apart(resumed, went_on):

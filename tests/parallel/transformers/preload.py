@@ -4,15 +4,11 @@ import gc
 from contextlib import suppress
 
 with suppress(ImportError):
-    import peft  # noqa: F401
     import transformers
-    import trl
+    from trl import SFTTrainer  # noqa: F401  # which imports peft and transformers' trainer
 
     from tests.parallel.transformers.families import FAMILIES
 
     for family in FAMILIES:
         getattr(transformers, f"{family}ForCausalLM")
-    transformers.Trainer  # noqa: B018  # each name is imported where it is first read
-    trl.SFTTrainer  # noqa: B018
-gc.collect()
 gc.freeze()

@@ -20,11 +20,9 @@ def losses(trainer, name="loss"):
     return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry], dtype=torch.float64)
 
 
-def environment(rank, world_size):
-    """The variables of torchrun, of which accelerate knows that there are ranks."""
-    if world_size > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+def on_one_machine(world_size):
+    """Set the variable of torchrun's without which accelerate takes ranks for those of as many machines."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
 
 
 def alone(trainer_class):
@@ -54,7 +52,7 @@ def shifted_after_cutting(trainer_class):
 
 def text(rank, world_size, folder, sizes):
     """Losses of training and evaluation for each size of groups; then those after going on at step 3, and of FSDP2."""
-    environment(rank, world_size)
+    on_one_machine(world_size)
     from transformers import Trainer
 
     from docs.examples import finetune_text
@@ -122,7 +120,7 @@ def test_transformers_trainer_has_the_losses_of_one_process_and_its_checkpoints_
 
 def chats(rank, world_size, folder, runs):
     """Losses by each kind of trainer, in so many steps, of the model or of adapters."""
-    environment(rank, world_size)
+    on_one_machine(world_size)
     from peft import LoraConfig
     from trl import SFTTrainer
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.test_trainer import environment
+from tests.parallel.transformers.test_trainer import on_one_machine
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
 
@@ -78,7 +78,7 @@ STARTING = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
 
 def trained(rank, world_size, folder, others):
     """The weights after each call and training, and after one that an evaluation started; all trained twice."""
-    environment(rank, world_size)
+    on_one_machine(world_size)
     results = {}
     for call, more in (*((call, {}) for call in BEFORE), (nothing, STARTING)):
         trainer = made_trainer(folder, **others, **more)

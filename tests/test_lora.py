@@ -31,9 +31,12 @@ from train.resume import find_start
 SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}
 KINDS = {
     "llama": model_config(**SHAPE, num_query_groups=2),
-    "smollm3": model_config(**SHAPE, model_type="smollm3", no_rope_freq="2"),
+    "smollm3": model_config(
+        **SHAPE, model_type="smollm3", num_query_groups=2, no_rope_freq="2", untie_embeddings_and_output_weights=False
+    ),
     "granite": model_config(
-        **SHAPE, model_type="granite", embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.5,
+        **SHAPE, model_type="granite", num_query_groups=2, embedding_multiplier=3.0, attention_multiplier=0.2,
+        residual_multiplier=0.4, logits_scaling=1.5, untie_embeddings_and_output_weights=False,
     ),
     "gpt": model_config(
         **SHAPE, model_type="gpt", max_position_embeddings=128, untie_embeddings_and_output_weights=False

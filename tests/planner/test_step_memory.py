@@ -56,7 +56,6 @@ CASES = {
     "olmo3": (1, "--model-type olmo3" + LOCAL),
     "smollm3": (1, "--model-type smollm3"),
     "granite": (1, "--model-type granite --residual-multiplier 0.22 --embedding-multiplier 12"),
-    "granite, full": (1, "--model-type granite --residual-multiplier 0.22 --loss-chunk-size 2048" + AGAIN + "full"),
     "qwen3_5": (1, DELTA),
     "qwen3_5, full": (1, DELTA + AGAIN + "full --loss-chunk-size 2048"),
     "qwen3_5, attention_boundary, chunks": (1, DELTA + AGAIN + "attention_boundary " + CHUNKS),

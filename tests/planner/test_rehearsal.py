@@ -1,5 +1,6 @@
 """A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in test_dry_run.py."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -125,6 +126,13 @@ def test_moments_in_host_memory_are_not_on_the_device_either():
     assert less.memory == {**kept.memory, "optimizer": pytest.approx(0, abs=1000)}  # steps are single numbers
     assert less.host == 2 * less.memory["weights"]
     assert less.host < rehearse(moved, LanguageTask, 0, 1, 1, device="cuda").host < 1.3 * less.host
+
+
+def test_a_kernel_that_is_missing_here_is_rehearsed_as_torchs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    flags = [*MODEL, "--vocab-size", "64", "--num-layers", "1", "--seq-length", "64", "--optimizer-backend"]
+    torchs, apexs = (rehearse(parse_args([*flags, name]), LanguageTask, 0, 1, 1) for name in ("torch", "apex"))
+    assert apexs.memory == torchs.memory
 
 
 @pytest.mark.slow

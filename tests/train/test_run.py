@@ -9,7 +9,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from runtime.errors import AbsentError, LaunchError
+from runtime.errors import AbsentError, LaunchError, UserError
 from runtime.locks import EndingError, InUseError
 from runtime.ranks import run_ranks
 from runtime.slurm import AGAIN, ENDINGS
@@ -22,7 +22,7 @@ from train.checkpoint.manifest import STARTS, CheckpointError
 from train.checkpoint.search import find_checkpoint
 from train.config.entries import Config
 from train.config.finalize import config_to_save
-from train.config.flags import ConfigError
+from train.config.flags import ConfigError, write_toml
 from train.config.language import load_config
 from train.run import claim_folder, exit_status, open_log, reserve_run_folder
 
@@ -98,6 +98,15 @@ def test_another_run_is_not_written_over_and_the_same_goes_on(names, held, tmp_p
         claim_folder(with_checkpoint(save=save, load=save, finetune=True))
     for load in (save, "run/", "link", str(tmp_path / "link" / ".." / "run")):
         claim_folder(with_checkpoint(save="run", load=load))
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_and_another_configuration_does_not(tmp_path):
+    config = with_checkpoint(save=holding(tmp_path / "run", METRICS))
+    (tmp_path / "run" / "config.toml").write_text(write_toml(config))
+    claim_folder(config)
+    for other in ({"lr": 2e-4}, {"seed": 7}):
+        with pytest.raises(ConfigError, match=r"run, which holds a run without a checkpoint; go on with --load .*, or"):
+            claim_folder(config.updated(**other))
 
 
 def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path):
@@ -191,7 +200,7 @@ def test_one_of_the_ranks_that_fail_speaks(failing):
 BEFORE_JOINING = """
 from tests.starts import PATIENCE, ROOT, free_port
 from train import run
-from train.config.flags import ConfigError
+from train.config.flags import ConfigError, write_toml
 
 def main(arguments):
     raise ConfigError("lr is -1")
@@ -236,3 +245,14 @@ def test_a_run_removes_what_a_killed_one_left_of_its_saves(tmp_path):
     (tmp_path / "iter_0000005.tmp" / "__0_0.distcp").write_bytes(b"half")
     with reserve_run_folder(with_checkpoint(save=str(tmp_path))):
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_an_optimizer_whose_kernel_is_not_here_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    config = with_checkpoint(save=str(tmp_path / "run")).updated(optimizer_backend="apex")
+    with (
+        pytest.raises(UserError, match=r"^optimizer_backend is apex, and NVIDIA's apex .* is not here"),
+        reserve_run_folder(config),
+    ):
+        pytest.fail("work began")
+    assert not (tmp_path / "run").exists()

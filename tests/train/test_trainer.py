@@ -292,10 +292,11 @@ def test_all_ranks_go_by_the_first_ones_clock():
     assert [progress.iteration for progress, _ in ends] == [3, 3]
 
 
-def expected_validation(samples):
-    """Mean loss of the initial weights over the tokens of samples 0, 1, ... in one process."""
+def expected_validation(samples, weights=None):
+    """Mean loss of these or the initial weights over the tokens of samples 0, 1, ... in one process."""
     model = Decoder(MODEL)
     model.init_weights(5)
+    model.load_state_dict(weights or {}, strict=weights is not None)
     items = [Samples()[n] for n in range(samples)]
     tokens, labels, mask = (torch.stack([item[k] for item in items]) for k in ("tokens", "labels", "loss_mask"))
     loss, count = cross_entropy_sum(model(tokens), labels.masked_fill(mask == 0, IGNORE_INDEX))

@@ -1,5 +1,7 @@
 """A run's one configuration: what is left open is decided once, and written as it was requested."""
 
+from dataclasses import replace
+
 import pytest
 
 from parallel.mesh import joined_processes
@@ -7,8 +9,8 @@ from planner.choice import PLANNER
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from train.config import finalize as module
-from train.config.finalize import finalize, validate_launch
-from train.config.flags import ConfigError
+from train.config.finalize import finalize, validate_launch, with_method
+from train.config.flags import ConfigError, write_toml
 from train.config.language import parse_args, validate
 from train.tasks.language import LanguageTask
 
@@ -72,3 +74,40 @@ def test_other_processes_than_the_full_number_must_fit_their_sizes():
     flags = [*OPEN.split(), "--allow-resize", "--full-world-size", "3"]
     with pytest.raises(RuntimeError, match="context_parallel_size is 2, which does not divide the 3 processes"):
         run_ranks(finalized, 1, flags)
+
+
+@pytest.mark.parametrize(
+    ("full", "message"),
+    [
+        ("1", "context_parallel_size is 2, and this is one process"),
+        ("2", "global_batch_size is .* micro_batch_size"),
+    ],
+)
+def test_what_allow_resize_leaves_is_validated_for_these_processes(full, message):
+    """As many as there were, or fewer that the planner arranges wrongly."""
+
+    def wrong(config, processes, entries):
+        return config.updated(context_parallel_size=1, micro_batch_size=3), "as the planner has it"
+
+    requested = parse_args([*OPEN.split(), "--allow-resize", "--full-world-size", full])
+    with pytest.raises(ConfigError, match=message):
+        finalize(requested, LanguageTask, PLANNER._replace(mesh=wrong))
+
+
+@pytest.mark.parametrize(
+    ("change", "method"),
+    [
+        ((), "striped"),
+        (("--seq-length", "512"), "ring"),
+        (("--context-parallel-size", "4"), "ring"),
+    ],
+)
+def test_a_resumed_run_goes_on_with_its_method_on_the_same_mesh_and_length_alone(change, method, tmp_path):
+    earlier = flagged("--context-parallel-method", "striped")
+    (tmp_path / "config.toml").write_text(write_toml(earlier))
+    resumed = flagged("--context-parallel-method", "auto", "--load", str(tmp_path), *change)
+
+    def choose(config, world_size):
+        return replace(config.context, context_parallel_method="ring"), "chosen"
+
+    assert with_method(resumed, 4, choose).context.context_parallel_method == method

@@ -54,15 +54,15 @@ NODES = {
     "kernels": 45958,
     "parallel": 69856,
     "data": 46405,
-    "train": 61315,
+    "train": 61420,
     "planner": 27925,
     "runtime": 17566,
     "slurm": 4238,
-    "tools": 57463,
+    "tools": 57477,
     "papers": 17774,
     "bench": 17152,
     "docs": 757,
-    "tests": 381467,
+    "tests": 382847,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

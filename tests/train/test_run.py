@@ -200,7 +200,7 @@ def test_one_of_the_ranks_that_fail_speaks(failing):
 BEFORE_JOINING = """
 from tests.starts import PATIENCE, ROOT, free_port
 from train import run
-from train.config.flags import ConfigError, write_toml
+from train.config.flags import ConfigError
 
 def main(arguments):
     raise ConfigError("lr is -1")

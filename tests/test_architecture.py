@@ -50,7 +50,7 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 NODES = {
     "entry": 340,
-    "model": 43550,
+    "model": 43552,
     "kernels": 45958,
     "parallel": 69856,
     "data": 46405,
@@ -62,7 +62,7 @@ NODES = {
     "papers": 17774,
     "bench": 17152,
     "docs": 757,
-    "tests": 382847,
+    "tests": 383001,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""
@@ -188,7 +188,12 @@ def size(root):
 
 def over_budget(counts):
     """Folders that hold more syntax nodes than ``NODES`` allows."""
-    return [f"{name}: {count} nodes" for name, count in counts.items() if count > NODES.get(name, 0)]
+    limits = {name: NODES.get(name, 0) for name in counts}
+    return [
+        f"{name}: {count} nodes, where NODES above allows {limits[name]}"
+        for name, count in counts.items()
+        if count > limits[name]
+    ]
 
 
 def relative_clauses(root):

@@ -49,7 +49,7 @@ def families(config: DecoderConfig) -> tuple[Family, ...]:
         raise UserError(f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(ours)}")
     windows = any("sliding_window" in table.known for table in tables)
     for name, default in (("window_size", None), ("softmax_type", "vanilla")):
-        value = getattr(config, name)
+        value = getattr(config, name, default)
         if value != default and (name != "window_size" or not windows):
             raise UserError(
                 f"{name} is {value}, and Hugging Face's {config.model_type} has neither windows nor sinks; only "

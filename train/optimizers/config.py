@@ -25,7 +25,7 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
     """The optimizer, its settings and its learning rate."""
 
     optimizer: OptimizerName = "adam"
-    """Optimizer; adam has decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """Rule of a step; the default is AdamW, whose weight decay is decoupled (Loshchilov and Hutter 2019)."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms and biases get none."""
     clip_grad: float = 1.0

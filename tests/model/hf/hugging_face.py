@@ -139,7 +139,8 @@ def hugging_face(config, dtype=torch.float32):
                 return forward(*inputs, **settings)
 
         theirs.forward = wide
-    if config.model_type in ("llama", "smollm3", "granite") and dtype == torch.float64:
+    plain = config.rope is not None and not config.recurrent and not hasattr(config, "rotary_base_local")
+    if plain and dtype == torch.float64:
         theirs.model.rotary_emb = ExactRotary(config)
         for name, module in list(theirs.named_modules()):
             if "norm" in name:

@@ -118,13 +118,19 @@ def test_toml_round_trip_of_every_field(tmp_path):
     optimizers = [{} if name == "adam" else {"optimizer": name} for name in OPTIMIZERS]
     for settings, spec in zip(optimizers, OPTIMIZERS.values(), strict=True):
         settings |= {name: values_of[name] for name in spec.setting_names}
+    families = []
+    for family, table in fields_by_variant(Config).items():
+        alone_in_it = table.keys() - config_fields(Config).keys() - kinds.keys() - alone.keys()
+        if alone_in_it:
+            families.append({"model_type": family, **{name: values_of[name] for name in alone_in_it}})
+    kinds |= {name: value for settings in families for name, value in settings.items()}
     of_optimizers = {"optimizer", *(name for settings in optimizers for name in settings)}
     for name, value in values_of.items():
         if name in changed or name in alone or name in others or name in kinds:
             continue
         if name not in of_optimizers:
             changed[name] = value
-    for values in ({}, alone, linear, delta, gemma, granite, smollm3, changed, llama3, dynamic, *optimizers):
+    for values in ({}, alone, linear, delta, gemma, granite, smollm3, changed, llama3, dynamic, *optimizers, *families):
         config = flags.build(Config, values)
         (tmp_path / "config.toml").write_text(write_toml(config))
         assert load_config(tmp_path / "config.toml") == config

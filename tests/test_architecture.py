@@ -62,7 +62,7 @@ NODES = {
     "papers": 17774,
     "bench": 17152,
     "docs": 757,
-    "tests": 383001,
+    "tests": 383007,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""
@@ -291,9 +291,8 @@ def test_folders_keep_their_budget(tmp_path, record_testsuite_property):
         record_testsuite_property(f"nodes a line in {name}", round(count / lines[name], 1))
 
     plant(tmp_path, "docs/a.py", "x = 1\n" * NODES["docs"])
-    assert over_budget(size(tmp_path)[0]) == [
-        f"docs: {4 * NODES['docs'] + 1} nodes"
-    ]  # four an assignment, and the module
+    (message,) = over_budget(size(tmp_path)[0])
+    assert message.startswith(f"docs: {4 * NODES['docs'] + 1} nodes")  # four an assignment, and the module
 
 
 def test_first_lines_begin_with_their_subject(tmp_path):

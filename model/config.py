@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -47,6 +47,14 @@ class Footprint(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(LoraConfig, ABC):
     """Family and shape of the model."""
+
+    RESOLVED: ClassVar[Mapping[str, str]] = {
+        "ffn_hidden_size": "ffn_size",
+        "num_query_groups": "query_groups",
+        "kv_channels": "head_dim",
+        "vocab_size": "vocabulary",
+    }
+    """Fields that may be left out, and the properties that resolve them; a class states its own."""
 
     model_type: str = ""
     """Family of the model, which decides the other settings."""
@@ -359,7 +367,10 @@ class DecoderConfig(LoraConfig, ABC):
 
     def resolved(self, *names: str) -> Architecture:
         """Return the values of settings, those that may be left out resolved."""
-        return {name: getattr(self, RESOLVED.get(name, name)) for name in names}
+        properties: dict[str, str] = {}
+        for cls in reversed(type(self).__mro__):
+            properties |= vars(cls).get("RESOLVED", {})
+        return {name: getattr(self, properties.get(name, name)) for name in names}
 
 
 DELTA_SIZES: Mapping[str, str] = {
@@ -368,14 +379,3 @@ DELTA_SIZES: Mapping[str, str] = {
     "linear_key_head_dim": "key_dim",
     "linear_value_head_dim": "value_dim",
 }
-RESOLVED = {
-    "attention_multiplier": "score_scale",
-    "ffn_hidden_size": "ffn_size",
-    "num_query_groups": "query_groups",
-    "kv_channels": "head_dim",
-    "vocab_size": "vocabulary",
-    "softmax_every": "softmax_period",
-    "query_pre_attn_scalar": "query_scalar",
-    **DELTA_SIZES,
-}
-"""Fields that may be left out, and the properties that resolve them."""

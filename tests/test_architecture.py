@@ -50,11 +50,11 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NAMES = PACKAGES | {"configs", "tests", "docs"}
 NODES = {
     "entry": 340,
-    "model": 43552,
+    "model": 43769,
     "kernels": 45958,
     "parallel": 69856,
     "data": 46405,
-    "train": 61420,
+    "train": 61532,
     "planner": 27925,
     "runtime": 17566,
     "slurm": 4238,
@@ -62,7 +62,7 @@ NODES = {
     "papers": 17774,
     "bench": 17152,
     "docs": 757,
-    "tests": 383007,
+    "tests": 383361,
 }
 """Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new capability needs; the
 commit's message gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing."""

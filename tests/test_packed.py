@@ -34,13 +34,14 @@ from train.tasks.language import LanguageTask
 
 WINDOWS = "--window-size 9,0 --softmax-type learnable"
 LOCAL = "--window-size 9,0 --window-attn-skip-freq 2 --rotary-base-local 90"
+FACTORS = "--embedding-multiplier 3 --attention-multiplier 0.2 --residual-multiplier 0.4 --logits-scaling 1.5"
 KINDS = {
     "llama": "",
     "windows": f"--window-attn-skip-freq 2 {WINDOWS}",
     "gemma3": f"--model-type gemma3 --query-pre-attn-scalar 5 {LOCAL}",
     "olmo3": f"--model-type olmo3 {LOCAL}",
     "smollm3": "--model-type smollm3 --no-rope-freq 2",
-    "granite": "--model-type granite --embedding-multiplier 3 --residual-multiplier 0.4 --logits-scaling 1.5",
+    "granite": f"--model-type granite {FACTORS}",
     "gpt": "--model-type gpt --max-position-embeddings 61",
     "transnormer": "--model-type transnormer",
     "hybrid": "--model-type transnormer --softmax-every 2",

@@ -1,8 +1,10 @@
 """Gemma 3 (arXiv:2503.19786): norms on both sides of each branch, GeGLU, two ropes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -22,6 +24,8 @@ from model.parts.settings import LocalRopeConfig, RopePositionsConfig
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
     """A Gemma 3: norms on both sides, GeGLU; layers with a window have rope of their own."""
+
+    RESOLVED: ClassVar[Mapping[str, str]] = {"query_pre_attn_scalar": "query_scalar"}
 
     model_type: str = "gemma3"
     query_pre_attn_scalar: int | None = None

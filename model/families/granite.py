@@ -5,8 +5,9 @@ Embeddings, scores, residuals and logits are multiplied. The factors are those o
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from kernels.cache import States
 from model.config import Architecture, Footprint
 from model.families.family import ModelFamily
-from model.hf.common import NAMES, ROPE_PART, SILU, SMALL_STD, WHOLE_HEADS, fields
+from model.hf.common import NAMES, ROPE_PART, SILU, fields
 from model.hf.family import Family, Field, Need
 from model.parts.attention import HybridAttention
 from model.parts.blocks import PreNormLayer
@@ -28,6 +29,8 @@ FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier"
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(WindowedConfig, RopePositionsConfig):
     """A Granite 3: a LLaMA with factors of embeddings, scores, residuals and logits."""
+
+    RESOLVED: ClassVar[Mapping[str, str]] = {"attention_multiplier": "score_scale"}
 
     model_type: str = "granite"
     embedding_multiplier: float = 1.0
@@ -56,7 +59,9 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
 
     def block(self, layer: int, attends: HybridAttention) -> nn.Module:
         """Build a layer, counted from 0."""
-        query_scale = self.score_scale * math.sqrt(self.head_dim)  # attend divides by sqrt(D)
+        query_scale = 1.0
+        if self.attention_multiplier is not None:  # attend divides by sqrt(D)
+            query_scale = self.attention_multiplier * math.sqrt(self.head_dim)
         attention = self.attention(layer, attends.softmax, query_scale=query_scale)
         return ScaledLayer(self, attention, SwiGLU(self.hidden_size, self.ffn_size))
 
@@ -96,11 +101,7 @@ GRANITE = Family(
     parts=(ROPE_PART,),
     only={**SILU, "mlp_bias": (False,)},
     rates=("attention_dropout",),
-    needs=(
-        Need("window_size", lambda config: not any(config.windows), "none"),
-        WHOLE_HEADS,
-        SMALL_STD,
-    ),
+    needs=(Need("window_size", lambda config: not any(config.windows), "none"),),
     names=NAMES,
 )
 

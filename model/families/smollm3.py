@@ -11,7 +11,7 @@ from torch import nn
 
 from model.config import Architecture, Footprint
 from model.families.family import ModelFamily
-from model.hf.common import NAMES, SILU, SMALL_STD, WHOLE_HEADS, fields
+from model.hf.common import NAMES, SILU, fields
 from model.hf.family import TOKEN_IDS, Contents, Family, Need, Part
 from model.hf.folder import entry, unsupported
 from model.hf.parts import LISTED, ROPE, WHOLE, rope_from_hf, rope_to_hf
@@ -28,6 +28,8 @@ WITHOUT_ROPE = Pattern(
     listed="no rope",
     example="([0]*3+[1]*1)*9 for 36",
     nth_is_one=True,
+    lacking="rope",
+    otherwise="left out for 4",
 )
 
 
@@ -61,8 +63,9 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings with which layers with and without rope take turns; none if all have rope."""
-        return {} if all(self.layers_with_rope) else {"no_rope_freq": "2"}
+        """Settings with which layers with and without rope take turns in any number of layers."""
+        every = 2 if not all(self.layers_with_rope) else self.num_layers + 1  # which no layer reaches
+        return {"no_rope_freq": str(every)}
 
     def block(self, layer: int, attends: HybridAttention) -> nn.Module:
         """Build a layer, counted from 0."""
@@ -85,17 +88,21 @@ def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
         raise unsupported("layer_types", kinds, f"; only {WHOLE} for each layer is")
     rotates = hf.get("no_rope_layers")
     if rotates is None:
+        if interval < 2:
+            raise unsupported("no_rope_layer_interval", interval, "; only 2 or more is, with rope in some layers")
         return {"no_rope_freq": str(interval)}
-    if not isinstance(rotates, list) or len(rotates) < count or any(value not in (0, 1) for value in rotates):
-        raise unsupported("no_rope_layers", rotates, f"; only a 1 or a 0 for each of {count} layers is")
-    rotates = [int(value) for value in rotates[:layers]]
+    numbers = isinstance(rotates, list) and all(type(value) is int and value in (0, 1) for value in rotates)
+    if not numbers or len(rotates) < count or not any(rotates[:layers]):
+        must = f"; only a 1 or a 0 for each of {count} layers is, with a 1 for some of them"
+        raise unsupported("no_rope_layers", rotates, must)
+    rotates = rotates[:layers]
     if interval >= 2 and rotates == [int(layer % interval != 0) for layer in range(1, layers + 1)]:
         return {"no_rope_freq": str(interval)}
     return {"no_rope_freq": f"[{','.join(str(1 - value) for value in rotates)}]"}
 
 
 def _layers_to_hf(config: SmolLM3Config) -> dict[str, Any]:
-    rotates = [int(rotates) for rotates in config.layers_with_rope]
+    rotates = [int(has_rope) for has_rope in config.layers_with_rope]
     interval = {"no_rope_layer_interval": int(config.no_rope_freq)} if config.no_rope_freq.isdecimal() else {}
     return {"no_rope_layers": rotates, "layer_types": [WHOLE] * config.num_layers, **interval}
 
@@ -128,11 +135,7 @@ SMOLLM3 = Family(
     rates=("attention_dropout",),
     ids=TOKEN_IDS,
     ignored=frozenset({"sliding_window", "max_window_layers", "pretraining_tp"}),
-    needs=(
-        Need("window_size", lambda config: not any(config.windows), "none"),
-        WHOLE_HEADS,
-        SMALL_STD,
-    ),
+    needs=(Need("window_size", lambda config: not any(config.windows), "none"),),
     names=NAMES,
 )
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.config import RESOLVED, DecoderConfig
+from model.config import DecoderConfig
 from model.hf.folder import CONFIG, Read, check_value, entry, shown, unsupported
 from runtime.errors import UserError, with_article
 
@@ -278,7 +278,7 @@ class Family:
         """Return a config.json for transformers: entries that our fields determine, and ``kept`` ones beside them."""
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.kind}
         for key, (ours, kind, _) in self.fields.items():
-            if (value := getattr(config, RESOLVED.get(ours, ours))) is not None:
+            if (value := config.resolved(ours)[ours]) is not None:
                 found[key] = kind(value)
         found[TIED] = not config.untie_embeddings_and_output_weights
         for part in self.parts:

@@ -7,7 +7,7 @@ Shapes: B sequences, T tokens, C width of the residual stream, K key heads of wi
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
@@ -114,6 +114,8 @@ class Gates(nn.Module):
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig(PeriodicConfig):
     """Layers with a gated delta rule between those of softmax attention."""
+
+    RESOLVED: ClassVar[Mapping[str, str]] = DELTA_SIZES
 
     linear_num_key_heads: int | None = None
     """Key heads of a layer with a gated delta rule; by default num_attention_heads."""

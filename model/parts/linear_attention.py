@@ -1,12 +1,8 @@
 """Linear attention of two models, which keeps a state of constant size.
 
-TransNormerLLM (Qin et al. 2023, arXiv:2307.14995) has linear attention with decay, its output normalised and gated, and
-a gated feed-forward without an activation, as its released models compute. The norms have no weights. With
-softmax_every the model is a hybrid: every so many-th layer has softmax attention with rotary positions, as every eighth
-in MiniMax-01 (2025, arXiv:2501.08313).
-
-The Linear Transformer (Katharopoulos et al. 2020) is a GPT with linear attention, features elu + 1, no decay.
-Sinusoidal positions (Vaswani et al. 2017, section 3.5) are added to the embeddings and set no maximum length.
+TransNormerLLM's (Qin et al. 2023, arXiv:2307.14995) has decay, and its output is normalised and gated. The Linear
+Transformer's (Katharopoulos et al. 2020) has features elu + 1 and no decay. Sinusoidal positions (Vaswani et al. 2017,
+section 3.5) are added to the embeddings and set no maximum length.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """

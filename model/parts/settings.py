@@ -4,9 +4,10 @@ A family inherits from what it has, and so a setting exists if the family has it
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from model.config import Architecture, DecoderConfig
 from model.parts.rope import RopeConfig
@@ -191,6 +192,8 @@ class LocalRopeConfig(RotaryConfig, WindowedConfig):
 @dataclass(frozen=True, kw_only=True)
 class PeriodicConfig(DecoderConfig):
     """Softmax attention in some layers only."""
+
+    RESOLVED: ClassVar[Mapping[str, str]] = {"softmax_every": "softmax_period"}
 
     softmax_every: int | None = None
     """Give every so many-th layer softmax attention (a hybrid: 8 is seven others, then one of

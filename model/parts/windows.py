@@ -81,6 +81,10 @@ class Pattern(NamedTuple):
     """A pattern, for messages."""
     nth_is_one: bool
     """True if N gives every N-th layer the 1, otherwise the 0."""
+    lacking: str
+    """Noun of what no layer has if N is 1, for messages."""
+    otherwise: str
+    """Words for the setting's default, for messages."""
 
 
 WINDOW_PATTERN = Pattern(
@@ -89,6 +93,8 @@ WINDOW_PATTERN = Pattern(
     listed="the window",
     example="([1]*3+[0]*1)*6 for 24",
     nth_is_one=False,
+    lacking="the window",
+    otherwise="left out",
 )
 
 
@@ -116,8 +122,8 @@ def layers_of(text: str, layers: int, pattern: Pattern) -> list[bool]:
     if isinstance(found, int):
         if found < 2:
             raise UserError(
-                f"{name} is {text}, which leaves no layer with {pattern.listed}; it must be 2 (every other "
-                f"layer {pattern.nth}) or more, or left out"
+                f"{name} is {text}, which leaves no layer with {pattern.lacking}; it must be 2 (every other "
+                f"layer {pattern.nth}) or more, or {pattern.otherwise}"
             )
         return [(layer % found == 0) == pattern.nth_is_one for layer in range(1, count + 1)]
     if len(found) != layers:

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from model.registry import architecture_of
-from tests.model.models import as_family, model_config
+from tests.model.models import FAMILY, as_family, model_config
 
 GPT = model_config(model_type="gpt", max_position_embeddings=64, vocab_size=40)
 
@@ -15,6 +15,45 @@ def test_config_defaults():
     assert model_config(hidden_size=100, num_attention_heads=8, kv_channels=16).head_dim == 16
     with pytest.raises(ValueError, match="vocab_size"):
         _ = config.vocabulary
+
+
+OWN_SETTINGS = {
+    "llama": {"add_qkv_bias": True, "qk_layernorm": True},
+    "gpt": {"position_embedding_type": "rope"},
+    "transnormer": {"linear_decay": "paper"},
+    "linear_transformer": {},
+    "gemma3": {"query_pre_attn_scalar": 23},
+    "olmo3": {},
+    "qwen3_5": {"rotary_percent": 0.5},
+    "olmo_hybrid": {},
+    "smollm3": {"no_rope_freq": "3"},
+    "granite": {
+        "embedding_multiplier": 0.3,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 0.3,
+    },
+}
+"""Another value of each setting that a family's own class states."""
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_another_value_of_a_familys_own_setting_is_another_architecture(name):
+    """Else a checkpoint would be loaded into a model of another function."""
+    tiny = FAMILY[name]
+    stated = vars(type(tiny))["__annotations__"].keys() - {"model_type", "RESOLVED"}
+    assert stated == OWN_SETTINGS[name].keys()
+    for setting, value in OWN_SETTINGS[name].items():
+        changed = dataclasses.replace(tiny, **{setting: value})
+        assert architecture_of(changed) != architecture_of(tiny), setting
+
+
+def test_a_setting_that_is_left_out_is_resolved_by_its_familys_own_property():
+    granite, gemma3 = FAMILY["granite"], FAMILY["gemma3"]
+    plain = dataclasses.replace(granite, attention_multiplier=None)
+    assert architecture_of(plain)["attention_multiplier"] == granite.head_dim**-0.5
+    plain = dataclasses.replace(gemma3, query_pre_attn_scalar=None)
+    assert architecture_of(plain)["query_pre_attn_scalar"] == gemma3.head_dim
 
 
 def test_defaults_of_linear_attention():

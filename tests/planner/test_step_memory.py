@@ -55,7 +55,8 @@ CASES = {
     "gemma3, full": (1, "--model-type gemma3 --loss-chunk-size 2048" + LOCAL + AGAIN + "full"),
     "olmo3": (1, "--model-type olmo3" + LOCAL),
     "smollm3": (1, "--model-type smollm3"),
-    "granite": (1, "--model-type granite --residual-multiplier 0.22 --embedding-multiplier 12"),
+    "granite": (1, "--model-type granite --attention-multiplier 0.01 --residual-multiplier 0.22 "
+                   "--embedding-multiplier 12"),
     "qwen3_5": (1, DELTA),
     "qwen3_5, full": (1, DELTA + AGAIN + "full --loss-chunk-size 2048"),
     "qwen3_5, attention_boundary, chunks": (1, DELTA + AGAIN + "attention_boundary " + CHUNKS),

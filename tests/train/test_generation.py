@@ -48,7 +48,13 @@ MODELS = {
         untie_embeddings_and_output_weights=False,
     ),
     "smollm3": llama(model_type="smollm3", no_rope_freq="2"),
-    "granite": llama(model_type="granite", embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.5),
+    "granite": llama(
+        model_type="granite",
+        attention_multiplier=0.2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_scaling=1.5,
+    ),
     "adapters": llama(lora_rank=4, lora_alpha=2.0),
     "dynamic rope": llama(
         rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16

@@ -26,6 +26,17 @@ from train.config.flags import ENTRIES
 from train.ema import EmaConfig
 from train.sampling import SamplingConfig
 
+EARLIER_KEYS = """
+    window_size window_attn_skip_freq softmax_type linear_num_key_heads linear_num_value_heads linear_key_head_dim
+    linear_value_head_dim linear_conv_kernel_dim linear_gate rotary_base rotary_base_local rotary_percent
+    rope_scaling_type rope_scaling_factor rope_scaling_original_max_position_embeddings rope_scaling_low_freq_factor
+    rope_scaling_high_freq_factor rope_scaling_beta_fast rope_scaling_beta_slow rope_scaling_attention_factor
+    rope_scaling_mscale rope_scaling_mscale_all_dim rope_scaling_truncate rope_scaling_seq_length
+    position_embedding_type max_position_embeddings add_qkv_bias query_pre_attn_scalar qk_layernorm softmax_every
+    linear_decay no_scale_embedding
+""".split()  # noqa: SIM905
+"""Settings of [model] that versions before 2026-11-28 wrote for every family."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
@@ -49,7 +60,9 @@ class Config(CommonConfig):
     train: TrainConfig = field(default_factory=TrainConfig)
     ruler: RulerConfig = field(default_factory=RulerConfig)
 
-    VARIANTS = Variants("model", "model_type", {name: family.config for name, family in FAMILIES.items()})
+    VARIANTS = Variants(
+        "model", "model_type", {name: family.config for name, family in FAMILIES.items()}, frozenset(EARLIER_KEYS)
+    )
     SAMPLE_ORDER = ("seed", "seq_length", "data_path", "split", "blend_by_length", "pack_documents")
     NOTED = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")
     DECIDED = ("hybrid_softmax_layout", "delta_rule_schedule", "rope_scaling_seq_length")

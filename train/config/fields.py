@@ -40,6 +40,8 @@ class Variants(NamedTuple):
     section: str
     name: str
     classes: Mapping[str, type]
+    passed_over: frozenset[str] = frozenset()
+    """Keys that earlier versions wrote for every class: at a default they say nothing."""
 
 
 class Field(NamedTuple):
@@ -112,7 +114,7 @@ def sections_of(root: Any, variant: str | None = None) -> dict[str, type]:
     """
     if not isinstance(root, type):
         return {section: type(getattr(root, section)) for section in hints_of(type(root))}
-    section, _, classes = variants_of(root)
+    section, _, classes, _ = variants_of(root)
     chosen = {section: classes[variant or next(iter(classes))]} if classes else {}
     return hints_of(root) | chosen
 
@@ -179,7 +181,7 @@ def attribute_docs(cls: type) -> dict[str, str]:
 def documented(root: type, cls: type) -> dict[str, str]:
     """Return ``attribute_docs`` of a section's class; the field that chooses a variant says what
     each is."""
-    docs, (_, chooser, classes) = attribute_docs(cls), variants_of(root)
+    docs, (_, chooser, classes, _) = attribute_docs(cls), variants_of(root)
     if chooser in docs:
         named = (f"{name}: {inspect.getdoc(variant)}" for name, variant in classes.items())
         docs[chooser] = " ".join([docs[chooser], *named])
@@ -193,13 +195,15 @@ def variant_fields(root: type, shown: Collection[str] = ()) -> dict[str, list[tu
     Those named in ``shown`` are left out.
     """
     tables, classes = fields_by_variant(root), variants_of(root).classes
-    having: dict[tuple[Field, str], list[str]] = {}
+    having: dict[str, list[str]] = {}
+    described: dict[str, tuple[Field, str]] = {}
     for variant, cls in classes.items():
         docs = attribute_docs(cls)
         for name in (name for name in tables[variant] if name in docs and name not in shown):
-            having.setdefault((tables[variant][name], docs[name]), []).append(variant)
+            having.setdefault(name, []).append(variant)
+            described.setdefault(name, (tables[variant][name], docs[name]))  # a flag stands once: the first's words
     groups: dict[str, list[tuple[Field, str]]] = {}
-    for field, variants in having.items():
+    for name, variants in having.items():
         if len(variants) < len(tables):
-            groups.setdefault(", ".join(variants), []).append(field)
+            groups.setdefault(", ".join(variants), []).append(described[name])
     return groups

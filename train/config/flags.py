@@ -100,7 +100,7 @@ def _hint(root: type, name: str, known: Collection[str], variant: str | None, se
     another entry may."""
     key = name.removeprefix("--").replace("-", "_")
     keys = {key, key.removeprefix("no_")} - config_fields(root, variant).keys()
-    _, chooser, classes = variants_of(root)
+    _, chooser, classes, _ = variants_of(root)
     having = [family for family, table in fields_by_variant(root).items() if keys & table.keys()]
     if having:
         verb = "has" if len(having) == 1 else "have"
@@ -200,7 +200,8 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
         for name, value in content.items():
             if name not in table:
                 others = (fields[name] for fields in fields_by_variant(root).values() if name in fields)
-                if any(section == field.section and _is_default(field, value) for field in others):
+                passed_over = name in variants_of(root).passed_over
+                if passed_over and any(section == field.section and _is_default(field, value) for field in others):
                     continue
                 hint = _hint(root, name, table, variant, section)
                 raise ConfigError(f"{path}: unknown key {name} in [{section}]; {hint}")
@@ -215,7 +216,7 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
 
 def _variant_in(root: type, tree: Mapping[str, Any]) -> str | None:
     """Return the variant that a TOML file names, if it names one that is."""
-    section, name, classes = variants_of(root)
+    section, name, classes, _ = variants_of(root)
     content = tree.get(section)
     named = content.get(name) if isinstance(content, dict) else None
     return named if isinstance(named, str) and named in classes else None
@@ -290,7 +291,13 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     """
     # Megatron has --override-opt_param-scheduler, fields have underscores.
     hyphened = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
-    variant = _requested_variant(root, hyphened)
+    informed = {"-h", "--help", "--version"} & set(hyphened)  # whatever else is wrong
+    try:
+        variant = _requested_variant(root, hyphened)
+    except ConfigError:
+        if not informed:
+            raise
+        variant = None
     flags = [
         "--config",
         "--help",
@@ -319,7 +326,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
 
 def _requested_variant(root: type, argv: Sequence[str]) -> str | None:
     """Return the variant that a command line asks for, or else its file; None if neither does."""
-    _, name, classes = variants_of(root)
+    _, name, classes, _ = variants_of(root)
     if not classes:
         return None
     chooser = _Parser(argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False)

@@ -42,8 +42,8 @@ def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
         bound *= 20 if dtype == torch.float32 else 10
     expected, got = theirs(TOKENS).logits, model(TOKENS)
     assert expected.std() > 0.5
-    # Relative, as the gradients': float32's last digits of a logit of 6 depend on the CPU's kernels.
-    assert (got - expected).abs().max() < bound / 5 * expected.abs().max()
+    # Relative, as the gradients'; float32's last digits depend on the CPU's kernels, and their errors add up by layers.
+    assert (got - expected).abs().max() < bound / 10 * config.num_layers * expected.abs().max()
 
     for logits in (expected, got):
         nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten()).backward()
@@ -171,7 +171,7 @@ def test_a_config_json_is_read_as_transformers_reads_it(tmp_path, name, change, 
     model.load_state_dict(state)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     expected = theirs(TOKENS).logits
-    bound = 1e-4 if config.recurrent else 2e-6  # float32 in both, as above
+    bound = 1e-4 if config.recurrent else 1e-6 * config.num_layers  # float32 in both, as above
     assert (model(TOKENS) - expected).abs().max() < bound * expected.abs().max()
     for kept in (contents, {}):  # an export as it came, and one of our fields alone
         save_hf(tmp_path / f"{bool(kept)}", config, state, kept)

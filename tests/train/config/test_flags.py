@@ -234,3 +234,19 @@ def test_a_key_of_another_family_is_passed_over_at_its_default_alone_and_never_o
 def test_a_misspelt_flag_of_another_family_is_asked_for():
     with pytest.raises(UserError, match="did you mean --linear-decay"):
         parse_args(["--linear-dcay", "paper"])
+
+
+def test_a_key_that_no_earlier_version_wrote_is_never_passed_over(tmp_path):
+    """At its default it changes the model: a SmolLM3 read as a LLaMA would have rope in every layer."""
+    file = tmp_path / "config.toml"
+    file.write_text('[model]\nmodel_type = "llama"\nno_rope_freq = "4"\n')
+    with pytest.raises(UserError, match=r"unknown key no_rope_freq in .model.; model_type llama has none; smollm3"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("words", [["--help", "--config", "no.toml"], ["--version", "--config", "no.toml"]])
+def test_help_and_version_need_no_configuration(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_args(words)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out
